@@ -176,12 +176,12 @@ struct Position {
 };
 
 // Mask: causal()
-__device__ __forceinline__ bool may_attend(int q, int k, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ bool mask_mod(int q, int k, const BackwardKeysArguments& arguments) {
   return k <= q + (arguments.len_k - arguments.len_q);
 }
 
 // What a block works on: a tile of keys of one head of K and V of one batch, for all query heads of its group.
-struct Work {
+struct WorkTile {
   int first_key, head_kv, batch;
 };
 
@@ -193,7 +193,7 @@ struct QueryTiles {
   __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
 };
 
-__device__ __forceinline__ QueryTiles query_tiles_of(const Work& work, int head, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int head, const BackwardKeysArguments& arguments) {
   const int k_first = work.first_key;
   const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;
   // In queries, the ends not included.
@@ -298,7 +298,7 @@ __device__ __forceinline__ void write_rows(Element* matrix, long long row_stride
 }
 
 // Starts copying K's and V's tiles.
-__device__ __forceinline__ void copy_keys_and_values(const Work& work, unsigned k_tile, unsigned v_tile,
+__device__ __forceinline__ void copy_keys_and_values(const WorkTile& work, unsigned k_tile, unsigned v_tile,
                                                      const BackwardKeysArguments& arguments) {
   const Element* k = arguments.k + work.batch * arguments.k_strides.batch + work.head_kv * arguments.k_strides.head;
   const Element* v = arguments.v + work.batch * arguments.v_strides.batch + work.head_kv * arguments.v_strides.head;
@@ -430,7 +430,7 @@ __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRow
         const float probability = exp2_approx(exponent);
         float d_score = probability * (d_scores[i][j][e] - (e % 2 ? rows.w : rows.y));
         const bool attended = kTests == Tests::kNone ||
-            (kTests == Tests::kMask || k < arguments.len_k) & may_attend(q, k, arguments);
+            (kTests == Tests::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
         d_score = attended ? d_score : 0.0f;
         probabilities[i][j][e] = attended ? probability : 0.0f;
         d_scores[i][j][e] = d_score;
@@ -442,7 +442,7 @@ __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRow
 // Scores become P, and dP becomes dS. full: every score counts for which there are a query and a key.
 __device__ __forceinline__ void find_score_gradients(
     float (&probabilities)[kRowTiles][kQueryTiles][4], float (&d_scores)[kRowTiles][kQueryTiles][4],
-    const unsigned char* statistics, bool full, const Work& work, const Position& position, int first_query,
+    const unsigned char* statistics, bool full, const WorkTile& work, const Position& position, int first_query,
     const BackwardKeysArguments& arguments) {
   if (work.first_key + kTileK > arguments.len_k || has_large_lse(statistics)) {
     differentiate_scores<Tests::kAll>(probabilities, d_scores, statistics, position, first_query, arguments);
@@ -497,7 +497,7 @@ __device__ __forceinline__ void add_query_gradients(float* sums, unsigned d_scor
 template <int kColumns, int kColumnsPadded, int kTiles>
 __device__ __forceinline__ void write_gradients(const float (&gradients)[kRowTiles][kTiles][4], float factor,
                                                 unsigned char* tile, Element* matrix, const Strides& strides,
-                                                const Work& work, int warp_row, int part, int row_count) {
+                                                const WorkTile& work, int warp_row, int part, int row_count) {
   store_rounded<kColumnsPadded / 8>(gradients, factor, tile, warp_row, part * kTiles);
   matrix += work.batch * strides.batch + work.head_kv * strides.head;
   __syncthreads();   // all parts of the rows are there
@@ -510,7 +510,7 @@ __device__ __forceinline__ void write_gradients(const float (&gradients)[kRowTil
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attention_backward_keys_bf16_d128_causal_56b1805a(const __grid_constant__ BackwardKeysArguments arguments) {
-  const Work work = {static_cast<int>(blockIdx.x) * kTileK, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
+  const WorkTile work = {static_cast<int>(blockIdx.x) * kTileK, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
   const int warp_row = threadIdx.x / 32 / kSplit * kRowsPerWarp, part = threadIdx.x / 32 % kSplit;
   const int lane = threadIdx.x % 32;
   const unsigned k_tile = shared_address(shared_memory);

@@ -424,7 +424,7 @@ struct Barriers {
   __device__ __forceinline__ unsigned queries_empty(int use) const { return first + 8 + use % kStages * 32; }
   __device__ __forceinline__ unsigned outputs_full(int use) const { return first + 16 + use % kStages * 32; }
   __device__ __forceinline__ unsigned outputs_empty(int use) const { return first + 24 + use % kStages * 32; }
-  static __device__ __forceinline__ unsigned parity(int use) { return use / kStages & 1; }
+  static __device__ __forceinline__ unsigned phase(int use) { return use / kStages & 1; }
 
   // Every consumer warp has written its part of dS, and has read dS.
   __device__ __forceinline__ unsigned scores_full(int use) const {
@@ -433,7 +433,7 @@ struct Barriers {
   __device__ __forceinline__ unsigned scores_empty(int use) const {
     return first + kStages * 32 + 8 + use % kScoreStages * 16;
   }
-  static __device__ __forceinline__ unsigned score_parity(int use) { return use / kScoreStages & 1; }
+  static __device__ __forceinline__ unsigned score_phase(int use) { return use / kScoreStages & 1; }
 
   // The previous tile of dQ has been added to global memory, so that its buffer is free.
   __device__ __forceinline__ unsigned gradients_empty() const { return first + kStages * 32 + kScoreStages * 16; }
@@ -448,10 +448,10 @@ struct Barriers {
   __device__ __forceinline__ unsigned values_empty() const { return first + kStages * 32 + kScoreStages * 16 + 32; }
 
   // The coordinates of a work tile are written, and have been read.
-  __device__ __forceinline__ unsigned work_full(int use) const {
+  __device__ __forceinline__ unsigned work_tile_full(int use) const {
     return first + kStages * 32 + kScoreStages * 16 + 40 + use % 2 * 16;
   }
-  __device__ __forceinline__ unsigned work_empty(int use) const {
+  __device__ __forceinline__ unsigned work_tile_empty(int use) const {
     return first + kStages * 32 + kScoreStages * 16 + 48 + use % 2 * 16;
   }
 
@@ -473,8 +473,8 @@ struct Barriers {
     mbarrier_init(keys_empty(), kConsumers * 4);
     mbarrier_init(values_empty(), kConsumers * 4);
     for (int stage = 0; stage < 2; ++stage) {
-      mbarrier_init(work_full(stage), 1);
-      mbarrier_init(work_empty(stage), kConsumers * 4 + kAdders);
+      mbarrier_init(work_tile_full(stage), 1);
+      mbarrier_init(work_tile_empty(stage), kConsumers * 4 + kAdders);
     }
     mbarrier_fence_init();
   }
@@ -578,26 +578,26 @@ struct Position {
 };
 
 // Mask: causal()
-__device__ __forceinline__ bool may_attend(int q, int k, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ bool mask_mod(int q, int k, const BackwardKeysArguments& arguments) {
   return k <= q + (arguments.len_k - arguments.len_q);
 }
 
 // What a block works on: a tile of keys of one head of K and V of one batch, for all query heads of its group.
-struct Work {
+struct WorkTile {
   int first_key, head_kv, batch;
 };
 
-static_assert(sizeof(Work) <= kWorkBytes, "the room of a work tile in shared memory");
+static_assert(sizeof(WorkTile) <= kWorkBytes, "the room of a work tile in shared memory");
 
 // Where the loading thread tells a work, two of them at a time. One that begins before the first key is none: the block ends.
-__device__ __forceinline__ Work& work_place(int turn) {
-  return reinterpret_cast<Work*>(shared_memory + kWorkOffset)[turn % 2];
+__device__ __forceinline__ WorkTile& work_tile_slot(int turn) {
+  return reinterpret_cast<WorkTile*>(shared_memory + kWorkOffset)[turn % 2];
 }
 
 // The work of a number: tile after tile, then the next head of K and V of all batches. Of the last heads, as many as
 // fill the card, the first tiles of all come before the second ones: most masks give those the most queries, and blocks end
 // together where what is left is short.
-__device__ __forceinline__ Work work_of(unsigned number, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ WorkTile work_tile_at(unsigned number, const BackwardKeysArguments& arguments) {
   const int heads = arguments.tiles / arguments.tiles_k, last = min(arguments.heads_at_once, heads);
   const int place = number - (heads - last) * arguments.tiles_k;   // among those of the last heads
   const int tile = place < 0 ? number % arguments.tiles_k : place / last;
@@ -613,7 +613,7 @@ struct QueryTiles {
   __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
 };
 
-__device__ __forceinline__ QueryTiles query_tiles_of(const Work& work, int head, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int head, const BackwardKeysArguments& arguments) {
   const int k_first = work.first_key;
   const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;
   // In queries, the ends not included.
@@ -631,7 +631,7 @@ struct Walk {
   QueryTiles tiles;
   int member, step;
 
-  __device__ __forceinline__ Walk(const Work& work, const BackwardKeysArguments& arguments)
+  __device__ __forceinline__ Walk(const WorkTile& work, const BackwardKeysArguments& arguments)
       : tiles(query_tiles_of(work, work.head_kv * arguments.heads_per_kv, arguments)), member(0), step(0) {
     skip_empty(work, arguments);
   }
@@ -639,18 +639,18 @@ struct Walk {
   __device__ __forceinline__ bool ended(const BackwardKeysArguments& arguments) const {
     return member == arguments.heads_per_kv;
   }
-  __device__ __forceinline__ int head(const Work& work, const BackwardKeysArguments& arguments) const {
+  __device__ __forceinline__ int head(const WorkTile& work, const BackwardKeysArguments& arguments) const {
     return work.head_kv * arguments.heads_per_kv + member;
   }
   __device__ __forceinline__ int first_query() const { return tiles.first_query(step); }
 
-  __device__ __forceinline__ void advance(const Work& work, const BackwardKeysArguments& arguments) {
+  __device__ __forceinline__ void advance(const WorkTile& work, const BackwardKeysArguments& arguments) {
     ++step;
     skip_empty(work, arguments);
   }
 
   // Goes on to the next head that has a step left.
-  __device__ __forceinline__ void skip_empty(const Work& work, const BackwardKeysArguments& arguments) {
+  __device__ __forceinline__ void skip_empty(const WorkTile& work, const BackwardKeysArguments& arguments) {
     while (step >= tiles.count && ++member < arguments.heads_per_kv) {
       tiles = query_tiles_of(work, head(work, arguments), arguments);
       step = 0;
@@ -672,7 +672,7 @@ __device__ __forceinline__ unsigned scores_at(unsigned shared, int use) {
 }
 
 // The row of the statistics, and of the sums of dQ, at which a step begins.
-__device__ __forceinline__ long long first_row(const Walk& walk, const Work& work, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ long long first_row(const Walk& walk, const WorkTile& work, const BackwardKeysArguments& arguments) {
   const long long head = static_cast<long long>(work.batch) * arguments.heads_q + walk.head(work, arguments);
   return head * arguments.rows + walk.first_query();
 }
@@ -681,11 +681,11 @@ __device__ __forceinline__ long long first_row(const Walk& walk, const Work& wor
 
 // Loads what a work needs, as soon as there is room: of each step Q and its rows' statistics, and dO; with the first step's K
 // and V, in whose places those of the work before were, and its dV.
-__device__ __forceinline__ void load_tiles(const Work& work, Walk& walk, int turn, int& use, unsigned shared,
+__device__ __forceinline__ void load_tiles(const WorkTile& work, Walk& walk, int turn, int& use, unsigned shared,
                                            const Barriers& barriers, const BackwardKeysArguments& arguments) {
   for (bool begins = true; !walk.ended(arguments); walk.advance(work, arguments), ++use, begins = false) {
     const int head = walk.head(work, arguments), stage = use % kStages;
-    mbarrier_wait(barriers.queries_empty(use), barriers.parity(use) ^ 1);
+    mbarrier_wait(barriers.queries_empty(use), barriers.phase(use) ^ 1);
     mbarrier_expect_bytes(barriers.queries_full(use), kQueryBytes + kStatisticsBytes + (begins ? kKeyBytes : 0));
     load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(queries_at(shared, use), arguments.q_map,
                                                   barriers.queries_full(use), walk.first_query(), head, work.batch);
@@ -696,7 +696,7 @@ __device__ __forceinline__ void load_tiles(const Work& work, Walk& walk, int tur
       load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared, arguments.k_map, barriers.queries_full(use), work.first_key,
                                                     work.head_kv, work.batch);
     }
-    mbarrier_wait(barriers.outputs_empty(use), barriers.parity(use) ^ 1);
+    mbarrier_wait(barriers.outputs_empty(use), barriers.phase(use) ^ 1);
     mbarrier_expect_bytes(barriers.outputs_full(use), kOutputBytes + (begins ? kValueBytes : 0));
     load_rows<kTileQ, kValueDimPadded, kValuePanel>(outputs_at(shared, use), arguments.d_o_map,
                                                     barriers.outputs_full(use), walk.first_query(), head, work.batch);
@@ -715,27 +715,27 @@ __device__ __forceinline__ void load_works(unsigned shared, const Barriers& barr
   for (int turn = 0, use = 0;; ++turn) {
     // The next work that no other block has taken. Each takes one too many: the last of these wraps the counter to 0.
     const unsigned number = atomicInc(arguments.next_tile, arguments.tiles + gridDim.x - 1);
-    mbarrier_wait(barriers.work_empty(turn), turn / 2 & 1 ^ 1);
-    Work& work = work_place(turn);
+    mbarrier_wait(barriers.work_tile_empty(turn), turn / 2 & 1 ^ 1);
+    WorkTile& work = work_tile_slot(turn);
     if (number >= arguments.tiles) {
       work.first_key = -1;
-      mbarrier_arrive(barriers.work_full(turn));
+      mbarrier_arrive(barriers.work_tile_full(turn));
       return;
     }
-    work = work_of(number, arguments);
+    work = work_tile_at(number, arguments);
     Walk walk(work, arguments);
     if (walk.ended(arguments)) {
       mbarrier_wait(barriers.keys_empty(), turn & 1 ^ 1);
       mbarrier_wait(barriers.values_empty(), turn & 1 ^ 1);
     }
-    mbarrier_arrive(barriers.work_full(turn));
+    mbarrier_arrive(barriers.work_tile_full(turn));
     load_tiles(work, walk, turn, use, shared, barriers, arguments);
   }
 }
 
 // What the thread does that adds up dQ: it adds each step's tile to the sums. Who comes first to a tile stores it, so that
 // nobody zeroes the sums; all others add, in any order, once it is there.
-__device__ __forceinline__ void add_up(const Work& work, int& use, unsigned shared,
+__device__ __forceinline__ void add_up(const WorkTile& work, int& use, unsigned shared,
                                        const Barriers& barriers, const BackwardKeysArguments& arguments) {
   for (Walk walk(work, arguments); !walk.ended(arguments); walk.advance(work, arguments), ++use) {
     const long long row = first_row(walk, work, arguments);
@@ -758,12 +758,12 @@ __device__ __forceinline__ void add_up(const Work& work, int& use, unsigned shar
 __device__ __forceinline__ void add_up_works(unsigned shared, const Barriers& barriers,
                                              const BackwardKeysArguments& arguments) {
   for (int turn = 0, use = 0;; ++turn) {
-    mbarrier_wait(barriers.work_full(turn), turn / 2 & 1);
-    const Work& work = work_place(turn);   // which stays there: this thread has few registers
+    mbarrier_wait(barriers.work_tile_full(turn), turn / 2 & 1);
+    const WorkTile& work = work_tile_slot(turn);   // which stays there: this thread has few registers
     if (work.first_key < 0) return;
     add_up(work, use, shared, barriers, arguments);
     count_added(arguments.dq_added + work.batch * arguments.heads + work.head_kv, 1);
-    mbarrier_arrive(barriers.work_empty(turn));
+    mbarrier_arrive(barriers.work_tile_empty(turn));
   }
 }
 
@@ -853,7 +853,7 @@ __device__ __forceinline__ void exponentiate(float (&scores)[kQueryTiles * 4],
       if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
       const float probability = exp2_approx(exponent);
       const bool counts = kTests == Tests::kNone ||
-          (kTests == Tests::kMask || k < arguments.len_k) & may_attend(q, k, arguments);
+          (kTests == Tests::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
       scores[j * 4 + e] = counts ? probability : 0.0f;
     }
   }
@@ -887,7 +887,7 @@ __device__ __forceinline__ void share_scores(const unsigned (&fragments)[kTileQ 
   const int lane = threadIdx.x % 32, chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
   const unsigned row = lane / 16 * 8 + lane % 8, panel = scores_at(shared, use) + warpgroup * kTileQ * 128;
   const unsigned place = panel + row * 128 + (chunk ^ lane % 8) * 16;
-  mbarrier_wait(barriers.scores_empty(use), barriers.score_parity(use) ^ 1);
+  mbarrier_wait(barriers.scores_empty(use), barriers.score_phase(use) ^ 1);
 #pragma unroll
   for (int i = 0; i < kTileQ / 16; ++i) {
     store_matrix_x4_transposed(place + i * 16 * 128, fragments[i][0], fragments[i][1], fragments[i][2], fragments[i][3]);
@@ -936,7 +936,7 @@ __device__ __forceinline__ void hand_over_gradients(const float (&d_queries)[kGr
 // Starts a step's scores of a warpgroup's keys, transposed: K * Q^T. `again`: they were computed before.
 __device__ __forceinline__ void start_scores(float (&scores)[kTileQ / 2], int warpgroup, unsigned shared,
                                              const Barriers& barriers, int use, bool again) {
-  if (!again) mbarrier_wait(barriers.queries_full(use), barriers.parity(use));
+  if (!again) mbarrier_wait(barriers.queries_full(use), barriers.phase(use));
   const unsigned keys = shared + warpgroup * kPartK * kHeadPanel * kElementBytes;   // of each panel this warpgroup's
   start_product<kHeadDimPadded, kHeadPanel, kTileK, kTileQ>(scores, keys, queries_at(shared, use));
 }
@@ -944,14 +944,14 @@ __device__ __forceinline__ void start_scores(float (&scores)[kTileQ / 2], int wa
 // Starts dP, transposed: V * dO^T.
 __device__ __forceinline__ void start_probability_gradients(float (&d_scores)[kTileQ / 2], int warpgroup, unsigned shared,
                                                             const Barriers& barriers, int use, bool again) {
-  if (!again) mbarrier_wait(barriers.outputs_full(use), barriers.parity(use));
+  if (!again) mbarrier_wait(barriers.outputs_full(use), barriers.phase(use));
   const unsigned values = shared + kValueOffset + warpgroup * kPartK * kValuePanel * kElementBytes;
   start_product<kValueDimPadded, kValuePanel, kTileK, kTileQ>(d_scores, values, outputs_at(shared, use));
 }
 
 // Scores become P, while dP is computed; and that becomes dS.
 __device__ __forceinline__ void find_score_gradients(float (&scores)[kTileQ / 2], float (&d_scores)[kTileQ / 2],
-                                                     const Walk& walk, int use, const Work& work, const Position& position,
+                                                     const Walk& walk, int use, const WorkTile& work, const Position& position,
                                                      const BackwardKeysArguments& arguments) {
   const int first_query = walk.first_query();
   const unsigned char* statistics = shared_memory + kStatisticsOffset + use % kStages * kStatisticsBytes;
@@ -969,7 +969,7 @@ __device__ __forceinline__ void find_score_gradients(float (&scores)[kTileQ / 2]
 // Writes dK and dV. dV takes the place of V, dK that of this warp's part of dQ: the next work's K is on
 // its way meanwhile.
 __device__ __forceinline__ void write_gradients(const float (&d_keys)[kHeadDimPadded / 2],
-                                                const float (&d_values)[kValueDimPadded / 2], const Work& work,
+                                                const float (&d_values)[kValueDimPadded / 2], const WorkTile& work,
                                                 int use, bool any, int warpgroup, unsigned shared,
                                                 const Barriers& barriers, const BackwardKeysArguments& arguments) {
   const int row = warpgroup * kPartK + threadIdx.x / 32 % 4 * 16, lane = threadIdx.x % 32;
@@ -989,7 +989,7 @@ __device__ __forceinline__ void write_gradients(const float (&d_keys)[kHeadDimPa
 // The steps of a work, of which there is one at least: a warpgroup adds up dK and dV of its keys; and computes its part of
 // each step's dQ, a step later, when the other's dS is there too. While it works on scores, products of the other's run.
 __device__ __forceinline__ void walk_queries(float (&d_keys)[kHeadDimPadded / 2], float (&d_values)[kValueDimPadded / 2],
-                                             const Work& work, Walk& walk, int& use, int warpgroup, unsigned shared,
+                                             const WorkTile& work, Walk& walk, int& use, int warpgroup, unsigned shared,
                                              const Barriers& barriers, const BackwardKeysArguments& arguments) {
   const int lane = threadIdx.x % 32, key = work.first_key + warpgroup * kPartK + threadIdx.x / 32 % 4 * 16 + lane / 4;
   float scores[kTileQ / 2], d_scores[kTileQ / 2];
@@ -1036,7 +1036,7 @@ __device__ __forceinline__ void walk_queries(float (&d_keys)[kHeadDimPadded / 2]
       release(barriers.queries_empty(use));
     }
     await_product<1>(scores);
-    mbarrier_wait(barriers.scores_full(use), barriers.score_parity(use));
+    mbarrier_wait(barriers.scores_full(use), barriers.score_phase(use));
   }
   await_product<0>(d_scores);
   release(barriers.outputs_empty(use - 1));
@@ -1047,7 +1047,7 @@ __device__ __forceinline__ void walk_queries(float (&d_keys)[kHeadDimPadded / 2]
 }
 
 // What a warpgroup does for a work: dK and dV of its keys.
-__device__ __forceinline__ void differentiate(const Work& work, int& use, int warpgroup, unsigned shared,
+__device__ __forceinline__ void differentiate(const WorkTile& work, int& use, int warpgroup, unsigned shared,
                                               const Barriers& barriers, const BackwardKeysArguments& arguments) {
   float d_keys[kHeadDimPadded / 2] = {}, d_values[kValueDimPadded / 2] = {};
   Walk walk(work, arguments);
@@ -1064,15 +1064,15 @@ __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xfffffff
 __device__ __forceinline__ void differentiate_works(unsigned shared, const Barriers& barriers,
                                                     const BackwardKeysArguments& arguments) {
   for (int turn = 0, use = 0;; ++turn) {
-    mbarrier_wait(barriers.work_full(turn), turn / 2 & 1);
-    const Work& work = work_place(turn);   // which stays there: what is read anew needs no registers
+    mbarrier_wait(barriers.work_tile_full(turn), turn / 2 & 1);
+    const WorkTile& work = work_tile_slot(turn);   // which stays there: what is read anew needs no registers
     if (uniform(work.first_key) < 0) break;
     // Both anew with each work, else registers hold all along what follows from them.
     const int warpgroup = uniform(threadIdx.x / 128);
     use = uniform(use);
     differentiate(work, use, warpgroup, shared, barriers, arguments);
     __syncwarp();   // no lane reads it any more
-    release(barriers.work_empty(turn));
+    release(barriers.work_tile_empty(turn));
   }
   if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // shared memory goes with the block
 }

@@ -325,7 +325,7 @@ struct Barriers {
   __device__ __forceinline__ unsigned queries_empty(int use) const { return first + 8 + use % kStages * 32; }
   __device__ __forceinline__ unsigned outputs_full(int use) const { return first + 16 + use % kStages * 32; }
   __device__ __forceinline__ unsigned outputs_empty(int use) const { return first + 24 + use % kStages * 32; }
-  static __device__ __forceinline__ unsigned parity(int use) { return use / kStages & 1; }
+  static __device__ __forceinline__ unsigned phase(int use) { return use / kStages & 1; }
 
   // The four warps of one warpgroup have written what they hand over; those of the other have read it.
   __device__ __forceinline__ unsigned scores_full(int use) const {
@@ -334,7 +334,7 @@ struct Barriers {
   __device__ __forceinline__ unsigned scores_empty(int use) const {
     return first + kStages * 32 + 8 + use % kScoreStages * 16;
   }
-  static __device__ __forceinline__ unsigned score_parity(int use) { return use / kScoreStages & 1; }
+  static __device__ __forceinline__ unsigned score_phase(int use) { return use / kScoreStages & 1; }
 
   __device__ __forceinline__ void init() const {
     for (int stage = 0; stage < kStages; ++stage) {
@@ -439,12 +439,12 @@ struct Position {
 };
 
 // Mask: causal()
-__device__ __forceinline__ bool may_attend(int q, int k, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ bool mask_mod(int q, int k, const BackwardKeysArguments& arguments) {
   return k <= q + (arguments.len_k - arguments.len_q);
 }
 
 // What a block works on: a tile of keys of one head of K and V of one batch, for all query heads of its group.
-struct Work {
+struct WorkTile {
   int first_key, head_kv, batch;
 };
 
@@ -456,7 +456,7 @@ struct QueryTiles {
   __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
 };
 
-__device__ __forceinline__ QueryTiles query_tiles_of(const Work& work, int head, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int head, const BackwardKeysArguments& arguments) {
   const int k_first = work.first_key;
   const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;
   // In queries, the ends not included.
@@ -474,7 +474,7 @@ struct Walk {
   QueryTiles tiles;
   int member, step;
 
-  __device__ __forceinline__ Walk(const Work& work, const BackwardKeysArguments& arguments)
+  __device__ __forceinline__ Walk(const WorkTile& work, const BackwardKeysArguments& arguments)
       : tiles(query_tiles_of(work, work.head_kv * arguments.heads_per_kv, arguments)), member(0), step(0) {
     skip_empty(work, arguments);
   }
@@ -482,18 +482,18 @@ struct Walk {
   __device__ __forceinline__ bool ended(const BackwardKeysArguments& arguments) const {
     return member == arguments.heads_per_kv;
   }
-  __device__ __forceinline__ int head(const Work& work, const BackwardKeysArguments& arguments) const {
+  __device__ __forceinline__ int head(const WorkTile& work, const BackwardKeysArguments& arguments) const {
     return work.head_kv * arguments.heads_per_kv + member;
   }
   __device__ __forceinline__ int first_query() const { return tiles.first_query(step); }
 
-  __device__ __forceinline__ void advance(const Work& work, const BackwardKeysArguments& arguments) {
+  __device__ __forceinline__ void advance(const WorkTile& work, const BackwardKeysArguments& arguments) {
     ++step;
     skip_empty(work, arguments);
   }
 
   // Goes on to the next head that has a step left.
-  __device__ __forceinline__ void skip_empty(const Work& work, const BackwardKeysArguments& arguments) {
+  __device__ __forceinline__ void skip_empty(const WorkTile& work, const BackwardKeysArguments& arguments) {
     while (step >= tiles.count && ++member < arguments.heads_per_kv) {
       tiles = query_tiles_of(work, head(work, arguments), arguments);
       step = 0;
@@ -511,7 +511,7 @@ __device__ __forceinline__ unsigned outputs_at(unsigned shared, int use) {
 }
 
 // The row of the statistics at which a step begins.
-__device__ __forceinline__ long long first_row(const Walk& walk, const Work& work, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ long long first_row(const Walk& walk, const WorkTile& work, const BackwardKeysArguments& arguments) {
   const long long head = static_cast<long long>(work.batch) * arguments.heads_q + walk.head(work, arguments);
   return head * arguments.rows + walk.first_query();
 }
@@ -520,13 +520,13 @@ __device__ __forceinline__ long long first_row(const Walk& walk, const Work& wor
 
 // What the loading thread does: K and V with the first step; of each step Q and its rows' statistics, and dO, as soon as
 // there is room.
-__device__ __forceinline__ void load_tiles(const Work& work, unsigned shared, const Barriers& barriers,
+__device__ __forceinline__ void load_tiles(const WorkTile& work, unsigned shared, const Barriers& barriers,
                                            const BackwardKeysArguments& arguments) {
   Walk walk(work, arguments);
   int use = 0;
   for (bool begins = true; !walk.ended(arguments); walk.advance(work, arguments), ++use, begins = false) {
     const int head = walk.head(work, arguments), stage = use % kStages;
-    mbarrier_wait(barriers.queries_empty(use), barriers.parity(use) ^ 1);
+    mbarrier_wait(barriers.queries_empty(use), barriers.phase(use) ^ 1);
     mbarrier_expect_bytes(barriers.queries_full(use), kQueryBytes + kStatisticsBytes + (begins ? kKeyBytes : 0));
     load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(queries_at(shared, use), arguments.q_map,
                                                   barriers.queries_full(use), walk.first_query(), head, work.batch);
@@ -536,7 +536,7 @@ __device__ __forceinline__ void load_tiles(const Work& work, unsigned shared, co
       load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared, arguments.k_map, barriers.queries_full(use), work.first_key,
                                                     work.head_kv, work.batch);
     }
-    mbarrier_wait(barriers.outputs_empty(use), barriers.parity(use) ^ 1);
+    mbarrier_wait(barriers.outputs_empty(use), barriers.phase(use) ^ 1);
     mbarrier_expect_bytes(barriers.outputs_full(use), kOutputBytes + (begins ? kValueBytes : 0));
     load_rows<kTileQ, kValueDimPadded, kValuePanel>(outputs_at(shared, use), arguments.d_o_map,
                                                     barriers.outputs_full(use), walk.first_query(), head, work.batch);
@@ -581,7 +581,7 @@ __device__ __forceinline__ void exponentiate(float (&scores)[kQueryTiles * 4],
       if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
       const float probability = exp2_approx(exponent);
       const bool counts = kTests == Tests::kNone ||
-          (kTests == Tests::kMask || k < arguments.len_k) & may_attend(q, k, arguments);
+          (kTests == Tests::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
       scores[j * 4 + e] = counts ? probability : 0.0f;
     }
   }
@@ -633,7 +633,7 @@ __device__ __forceinline__ void take_over(float (&probabilities)[kTileQ / 2], in
 
 // What the first warpgroup does: P of each step, for both; dV = P^T * dO. A step's exponentials run beside the product of
 // the one before.
-__device__ __forceinline__ void differentiate_values(const Work& work, unsigned shared, const Barriers& barriers,
+__device__ __forceinline__ void differentiate_values(const WorkTile& work, unsigned shared, const Barriers& barriers,
                                                      const BackwardKeysArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   Position position = {work.batch, 0, lane % 4 * 2, work.first_key + warp_row + lane / 4};
@@ -641,7 +641,7 @@ __device__ __forceinline__ void differentiate_values(const Work& work, unsigned 
   float scores[kTileQ / 2];
   unsigned fragments[kTileQ / 16][4];
   const auto start_scores = [&](int use) {
-    mbarrier_wait(barriers.queries_full(use), barriers.parity(use));
+    mbarrier_wait(barriers.queries_full(use), barriers.phase(use));
     start_product<kHeadDimPadded, kHeadPanel, kTileK, kTileQ>(scores, shared, queries_at(shared, use));
   };
   Walk walk(work, arguments);
@@ -661,7 +661,7 @@ __device__ __forceinline__ void differentiate_values(const Work& work, unsigned 
   };
   const auto pass_on = [&](int use) {
     pack_scores(fragments, scores);
-    mbarrier_wait(barriers.scores_empty(use), barriers.score_parity(use) ^ 1);
+    mbarrier_wait(barriers.scores_empty(use), barriers.score_phase(use) ^ 1);
     hand_over(fragments, use);
     __syncwarp();
     release(barriers.scores_full(use));
@@ -675,7 +675,7 @@ __device__ __forceinline__ void differentiate_values(const Work& work, unsigned 
     pass_on(0);
     for (walk.advance(work, arguments); !walk.ended(arguments); walk.advance(work, arguments), ++use) {
       start_scores(use + 1);
-      mbarrier_wait(barriers.outputs_full(use), barriers.parity(use));
+      mbarrier_wait(barriers.outputs_full(use), barriers.phase(use));
       start_sum<kValueDimPadded, kValuePanel, kTileQ>(d_values, fragments, outputs_at(shared, use));
       await_product<1>(scores);
       find_probabilities(use + 1);
@@ -683,7 +683,7 @@ __device__ __forceinline__ void differentiate_values(const Work& work, unsigned 
       release(barriers.outputs_empty(use));
       pass_on(use + 1);
     }
-    mbarrier_wait(barriers.outputs_full(use), barriers.parity(use));
+    mbarrier_wait(barriers.outputs_full(use), barriers.phase(use));
     start_sum<kValueDimPadded, kValuePanel, kTileQ>(d_values, fragments, outputs_at(shared, use));
     await_product<0>(d_values);
   }
@@ -698,25 +698,25 @@ __device__ __forceinline__ void differentiate_values(const Work& work, unsigned 
 }
 
 // What the second warpgroup does: dP = V * dO^T of each step, dS of it and P; dK = dS^T * Q.
-__device__ __forceinline__ void differentiate_keys(const Work& work, unsigned shared, const Barriers& barriers,
+__device__ __forceinline__ void differentiate_keys(const WorkTile& work, unsigned shared, const Barriers& barriers,
                                                    const BackwardKeysArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   float d_keys[kHeadDimPadded / 2] = {};
   float d_scores[kTileQ / 2];
   unsigned fragments[kTileQ / 16][4];
   const auto start_probability_gradients = [&](int use) {
-    mbarrier_wait(barriers.outputs_full(use), barriers.parity(use));
+    mbarrier_wait(barriers.outputs_full(use), barriers.phase(use));
     start_product<kValueDimPadded, kValuePanel, kTileK, kTileQ>(d_scores, shared + kValueOffset,
                                                                 outputs_at(shared, use));
   };
   const auto find_score_gradients = [&](int use) {
     float probabilities[kTileQ / 2];
     release(barriers.outputs_empty(use));
-    mbarrier_wait(barriers.scores_full(use), barriers.score_parity(use));
+    mbarrier_wait(barriers.scores_full(use), barriers.score_phase(use));
     take_over(probabilities, use);
     __syncwarp();
     release(barriers.scores_empty(use));
-    mbarrier_wait(barriers.queries_full(use), barriers.parity(use));   // and the statistics
+    mbarrier_wait(barriers.queries_full(use), barriers.phase(use));   // and the statistics
     multiply_by_probabilities(d_scores, probabilities, shared_memory + kStatisticsOffset + use % kStages * kStatisticsBytes);
   };
 
@@ -752,7 +752,7 @@ __device__ __forceinline__ void differentiate_keys(const Work& work, unsigned sh
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attention_backward_keys_bf16_d256_causal_85c4309b(const __grid_constant__ BackwardKeysArguments arguments) {
-  const Work work = {static_cast<int>(blockIdx.x) * kTileK, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
+  const WorkTile work = {static_cast<int>(blockIdx.x) * kTileK, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
   const unsigned shared = shared_address(shared_memory);
   const Barriers barriers = {shared + kBarrierOffset};
   if (threadIdx.x == 0) barriers.init();

@@ -303,7 +303,7 @@ struct Barriers {
   // A stage of K has landed, and has been released.
   __device__ __forceinline__ unsigned keys_full(int use) const { return first + 8 + use % kKeyStages * 16; }
   __device__ __forceinline__ unsigned keys_empty(int use) const { return first + 16 + use % kKeyStages * 16; }
-  static __device__ __forceinline__ unsigned key_parity(int use) { return use / kKeyStages & 1; }
+  static __device__ __forceinline__ unsigned key_phase(int use) { return use / kKeyStages & 1; }
 
   // The same of V.
   __device__ __forceinline__ unsigned values_full(int use) const {
@@ -312,7 +312,7 @@ struct Barriers {
   __device__ __forceinline__ unsigned values_empty(int use) const {
     return first + kKeyStages * 16 + 16 + use % kValueStages * 16;
   }
-  static __device__ __forceinline__ unsigned value_parity(int use) { return use / kValueStages & 1; }
+  static __device__ __forceinline__ unsigned value_phase(int use) { return use / kValueStages & 1; }
 
   __device__ __forceinline__ void init() const {
     mbarrier_init(queries_full(), 1);
@@ -416,16 +416,16 @@ struct Position {
 };
 
 // Mask: causal()
-__device__ __forceinline__ bool may_attend(int q, int k, const BackwardQueriesArguments& arguments) {
+__device__ __forceinline__ bool mask_mod(int q, int k, const BackwardQueriesArguments& arguments) {
   return k <= q + (arguments.len_k - arguments.len_q);
 }
 
 // What a block works on: a tile of queries of one head of one batch.
-struct Work {
+struct WorkTile {
   int first_query, head, batch;
 };
 
-__device__ __forceinline__ Work work_of_block() {
+__device__ __forceinline__ WorkTile work_tile_of_block() {
   const int tile = gridDim.x - 1 - blockIdx.x;   // later queries see more keys: their tiles go first
   return {tile * kTileQ, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
 }
@@ -447,7 +447,7 @@ struct KeyTiles {
   __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
 };
 
-__device__ __forceinline__ KeyTiles key_tiles_of(const Work& work, const BackwardQueriesArguments& arguments) {
+__device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const BackwardQueriesArguments& arguments) {
   const int q_first = work.first_query;
   const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;
   // In keys, the ends not included.
@@ -463,7 +463,7 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const Work& work, const Backwar
 // ---- The warpgroup that loads ---------------------------------------------------------------------------------------
 
 // What the loading thread does: Q and dO; K and V of each step, as soon as there is room.
-__device__ __forceinline__ void load_tiles(const Work& work, unsigned shared, const Barriers& barriers,
+__device__ __forceinline__ void load_tiles(const WorkTile& work, unsigned shared, const Barriers& barriers,
                                            const BackwardQueriesArguments& arguments) {
   const KeyTiles tiles = key_tiles_of(work, arguments);
   if (tiles.count == 0) return;
@@ -479,11 +479,11 @@ __device__ __forceinline__ void load_tiles(const Work& work, unsigned shared, co
   }
   for (int step = 0; step < tiles.count; ++step) {
     const int first_key = tiles.first_key(step);
-    mbarrier_wait(barriers.keys_empty(step), barriers.key_parity(step) ^ 1);
+    mbarrier_wait(barriers.keys_empty(step), barriers.key_phase(step) ^ 1);
     mbarrier_expect_bytes(barriers.keys_full(step), kKeyBytes);
     load_rows<kTileK, kHeadDimPadded, kHeadPanel>(keys_at(shared, step), arguments.k_map, barriers.keys_full(step),
                                                   first_key, head_kv, work.batch);
-    mbarrier_wait(barriers.values_empty(step), barriers.value_parity(step) ^ 1);
+    mbarrier_wait(barriers.values_empty(step), barriers.value_phase(step) ^ 1);
     mbarrier_expect_bytes(barriers.values_full(step), kValueBytes);
     load_rows<kTileK, kValueDimPadded, kValuePanel>(values_at(shared, step), arguments.v_map, barriers.values_full(step),
                                                     first_key, head_kv, work.batch);
@@ -527,7 +527,7 @@ __device__ __forceinline__ void exponentiate(float (&scores)[kKeyTiles * 4],
       if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
       const float probability = exp2_approx(exponent);
       const bool counts = kTests == Tests::kNone ||
-          (kTests == Tests::kMask || k < arguments.len_k) & may_attend(q, k, arguments);
+          (kTests == Tests::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
       scores[j * 4 + e] = counts ? probability : 0.0f;
     }
   }
@@ -563,7 +563,7 @@ __device__ __forceinline__ void clear_empty_rows(float (&d_queries)[kHeadDimPadd
 }
 
 // What a warpgroup that computes does: dQ of its queries. While it works on scores, products of the other's run.
-__device__ __forceinline__ void differentiate(const Work& work, int warpgroup, unsigned shared, const Barriers& barriers,
+__device__ __forceinline__ void differentiate(const WorkTile& work, int warpgroup, unsigned shared, const Barriers& barriers,
                                               const BackwardQueriesArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   const unsigned queries = shared + warpgroup * kQueryBytes;
@@ -577,11 +577,11 @@ __device__ __forceinline__ void differentiate(const Work& work, int warpgroup, u
   const bool large_lse = has_large_lse(rows);
   const KeyTiles tiles = key_tiles_of(work, arguments);
   const auto start_scores = [&](int step, bool again) {
-    if (!again) mbarrier_wait(barriers.keys_full(step), barriers.key_parity(step));
+    if (!again) mbarrier_wait(barriers.keys_full(step), barriers.key_phase(step));
     start_product<kHeadDimPadded, kHeadPanel, kPartQ, kTileK>(scores, queries, keys_at(shared, step));
   };
   const auto start_probability_gradients = [&](int step, bool again) {
-    if (!again) mbarrier_wait(barriers.values_full(step), barriers.value_parity(step));
+    if (!again) mbarrier_wait(barriers.values_full(step), barriers.value_phase(step));
     start_product<kValueDimPadded, kValuePanel, kPartQ, kTileK>(d_scores, d_outputs, values_at(shared, step));
   };
 
@@ -634,7 +634,7 @@ attention_backward_queries_bf16_d256_causal_85c4309b(const __grid_constant__ Bac
   if (threadIdx.x == 0) barriers.init();
   __syncthreads();
 
-  const Work work = work_of_block();
+  const WorkTile work = work_tile_of_block();
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // the same in a warp, as the compiler can see
   if (warpgroup == kConsumers) {
     registers_decrease<24>();

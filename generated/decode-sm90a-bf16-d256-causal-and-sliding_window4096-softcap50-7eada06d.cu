@@ -6,7 +6,7 @@
 // dims     head 256, value 256; bfloat16, accumulated in float32; heads_q a multiple of heads_kv
 // target   sm_90a, family hopper
 // plan     16 rows x 16 keys, 4 warps that share the keys, 3 stages of K and V each, 1 block(s) per multiprocessor, 204800 bytes of shared memory
-// method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): reference is the paper's m, which may lag; sum is its l
+// method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): row_max is the paper's m, which may lag; sum is its l
 //          keys split over warps and blocks; the last block to arrive merges their shares (Dao et al. 2023, Flash-Decoding)
 // FLOPs    1024 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      1024 * batch * heads_q * len_q + 1024 * batch * heads_kv * len_k * (share of tiles visited) bytes; + 4 * batch * heads_q * len_q for the LSE; + 2064 * splits * batch * heads_q * len_q for shares of splits > 1; K and V are read once for each 16 rows
@@ -27,7 +27,7 @@ struct DecodeArguments {
   Element* o;
   float* lse;   // (batch, heads_q, len_q), or null
   float* partial_outputs;   // of splits: (tiles of rows, splits, kTileQ, kValueDim)
-  float* partial_states;   // (tiles of rows, splits, kTileQ, 2): reference and sum
+  float* partial_states;   // (tiles of rows, splits, kTileQ, 2): row maximum and row sum
   unsigned* arrivals;   // of each tile of rows: 0, before and after; null for 1 split
   Strides q_strides;
   Strides k_strides;
@@ -59,8 +59,8 @@ constexpr int kKeyTiles = kTileK / 8;    // 8-column mma tiles of scores
 constexpr int kValueTiles = kValueDimPadded / 8;
 constexpr float kScale = 0.0625f;
 constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): probabilities are powers of 2
-constexpr float kRescaleThreshold = 8.0f;      // in log2: the reference of a row may lag its maximum by this much
-constexpr float kMostReference = 11629080.0f;   // whose product with kScoreToLog2 is less than 2^24
+constexpr float kRescaleThreshold = 8.0f;      // in log2: by how much a row maximum may lag
+constexpr float kMaxFoldedRowMax = 11629080.0f;   // its product with kScoreToLog2 is below 2^24
 
 constexpr int kElementBytes = sizeof(Element);
 constexpr int kShareColumns = kValueDimPadded + 8;   // floats of a row: lanes of several rows write to other banks
@@ -193,12 +193,12 @@ struct Position {
 };
 
 // Score function: softcap(50), with the scale folded into its constants
-__device__ __forceinline__ float modify_score(float product, const DecodeArguments& arguments) {
+__device__ __forceinline__ float score_mod(float product, const DecodeArguments& arguments) {
   return 50.0f * tanh_approx(product * (kScale / 50.0f));
 }
 
 // Mask: causal() & sliding_window(4096)
-__device__ __forceinline__ bool may_attend(int q, int k, const DecodeArguments& arguments) {
+__device__ __forceinline__ bool mask_mod(int q, int k, const DecodeArguments& arguments) {
   const int x0 = q + (arguments.len_k - arguments.len_q);
   const bool x1 = k <= x0;
   return x1 & (x0 - 4096 <= k) & x1;
@@ -206,7 +206,7 @@ __device__ __forceinline__ bool may_attend(int q, int k, const DecodeArguments& 
 
 // What a block works on: a part of the keys of a tile of rows. A row is a query of one of the `packed` query heads from
 // `head` on; rows are numbered by queries, and within a query by heads.
-struct Work {
+struct WorkTile {
   int first_query, last_query, head, batch;
   int offset;       // of the tile's first row within its query
   int rows;         // of the tile that there are
@@ -214,7 +214,7 @@ struct Work {
   long long unit;   // which tile of rows, of all heads and batches
 };
 
-__device__ __forceinline__ Work work_of_block(const DecodeArguments& arguments) {
+__device__ __forceinline__ WorkTile work_tile_of_block(const DecodeArguments& arguments) {
   const int tile = blockIdx.x % arguments.row_tiles, first_row = tile * kTileQ;
   const int rows = min(kTileQ, arguments.rows - first_row);
   const int head = blockIdx.y * arguments.packed;
@@ -228,13 +228,13 @@ struct Row {
   int query, head;
 };
 
-__device__ __forceinline__ Row row_of(int row, const Work& work, const DecodeArguments& arguments) {
+__device__ __forceinline__ Row row_of(int row, const WorkTile& work, const DecodeArguments& arguments) {
   const int place = work.offset + row;
   return {work.first_query + place / arguments.packed, work.head + place % arguments.packed};
 }
 
 // Rows that are not there do as the last one does.
-__device__ __forceinline__ Position position_of(const Work& work, const DecodeArguments& arguments) {
+__device__ __forceinline__ Position position_of(const WorkTile& work, const DecodeArguments& arguments) {
   const int lane = threadIdx.x % 32;
   Position position = {work.batch, lane % 4 * 2};
 #pragma unroll
@@ -268,7 +268,7 @@ struct KeyTiles {
   __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
 };
 
-__device__ __forceinline__ KeyTiles key_tiles_of(const Work& work, const DecodeArguments& arguments) {
+__device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const DecodeArguments& arguments) {
   const int q_first = work.first_query;
   const int q_last = work.last_query;
   const int x0 = q_first + arguments.len_k - arguments.len_q;
@@ -341,7 +341,7 @@ __device__ __forceinline__ void copy_tile(unsigned tile, const Element* matrix, 
 }
 
 // Starts copying the tile's rows of Q; zeros where there is none.
-__device__ __forceinline__ void copy_queries(unsigned tile, const Work& work, const DecodeArguments& arguments) {
+__device__ __forceinline__ void copy_queries(unsigned tile, const WorkTile& work, const DecodeArguments& arguments) {
   constexpr int kChunks = kHeadDimPadded / 8;
   const Element* q = arguments.q + work.batch * arguments.q_strides.batch;
   for (int i = threadIdx.x; i < kTileQ * kChunks; i += kThreads) {
@@ -406,20 +406,20 @@ __device__ __forceinline__ void multiply_registers(float (&product)[kRowTiles][k
 }
 
 // The score function, on the products.
-__device__ __forceinline__ void modify_scores(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
+__device__ __forceinline__ void apply_score(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
                                               int first_key, const DecodeArguments& arguments) {
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
     for (int n = 0; n < kKeyTiles * 4; ++n) {
       const int j = n / 4, e = n % 4;
-      scores[i][j][e] = modify_score(scores[i][j][e], arguments);
+      scores[i][j][e] = score_mod(scores[i][j][e], arguments);
     }
   }
 }
 
 // -inf where the query may not attend to the key.
-__device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
+__device__ __forceinline__ void apply_mask(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
                                             int first_key, const DecodeArguments& arguments) {
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
@@ -427,7 +427,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kKeyTiles
     for (int n = 0; n < kKeyTiles * 4; ++n) {
       const int j = n / 4, e = n % 4;
       const int q = position.query[i][e / 2], k = first_key + position.key + j * 8 + e % 2;
-      scores[i][j][e] = may_attend(q, k, arguments) ? scores[i][j][e] : minus_infinity();
+      scores[i][j][e] = mask_mod(q, k, arguments) ? scores[i][j][e] : minus_infinity();
     }
   }
 }
@@ -445,41 +445,41 @@ __device__ __forceinline__ void cut_scores(float (&scores)[kRowTiles][kKeyTiles]
   }
 }
 
-// A row's running state: the reference that its probabilities are relative to, and this lane's share of their sum.
+// The running state of a row: the row maximum m, which may lag, and this lane's part of the row sum l of 2^(s - m).
 struct RowState {
-  float reference = minus_infinity(), sum = 0.0f;
+  float row_max = minus_infinity(), sum = 0.0f;
 
-  // Whether the product with kScoreToLog2 will do as an offset of powers of 2: rounded by less than 1, and not infinite
-  // as in a row that has seen no key yet.
-  __device__ __forceinline__ bool has_offset() const { return fabsf(reference) < kMostReference; }
+  // Whether the row maximum can be folded into the fused multiply-add of an exponent: its rounding error is below 1, and it is
+  // finite, as in a row that has seen a key.
+  __device__ __forceinline__ bool has_offset() const { return fabsf(row_max) < kMaxFoldedRowMax; }
 
-  // Raises the reference: by what factor sum and output shrink. A row that has seen no key yet has nothing to rescale;
-  // -inf - -inf would be NaN.
-  __device__ __forceinline__ float raise_to(float maximum) {
-    const float old = reference;
-    reference = fmaxf(old, maximum);
-    const float shrink = reference == minus_infinity() ? 1.0f : exp2_approx((old - reference) * kScoreToLog2);
+  // Raises the row maximum and returns the factor by which sum and output shrink. A row without a key yet has nothing to
+  // rescale; -inf - -inf would be NaN.
+  __device__ __forceinline__ float update_row_max(float maximum) {
+    const float old = row_max;
+    row_max = fmaxf(old, maximum);
+    const float shrink = row_max == minus_infinity() ? 1.0f : exp2_approx((old - row_max) * kScoreToLog2);
     sum *= shrink;
     return shrink;
   }
 };
 
-// Takes the references from the scores themselves, where rows have no offsets: exact, but one operation more for each.
-__device__ __forceinline__ void subtract_references(float (&scores)[kRowTiles][kKeyTiles][4],
-                                                    const RowState (&rows)[kRowTiles][2]) {
+// Subtracts the row maxima from the scores where offsets cannot be used: exact, at the price of one more operation per
+// score.
+__device__ __forceinline__ void subtract_row_max(float (&scores)[kRowTiles][kKeyTiles][4],
+                                                 const RowState (&rows)[kRowTiles][2]) {
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
     for (int n = 0; n < kKeyTiles * 4; ++n) {
-      const float reference = rows[i][n / 2 % 2].reference;
-      scores[i][n / 4][n % 4] -= reference == minus_infinity() ? 0.0f : reference;
+      const float row_max = rows[i][n / 2 % 2].row_max;
+      scores[i][n / 4][n % 4] -= row_max == minus_infinity() ? 0.0f : row_max;
     }
   }
 }
 
-// Turns a tile of scores into probabilities relative to the row's reference, and adds them to the row's sum. Output
-// and sum are rescaled only when some row of the warp has outgrown its reference by 2^kRescaleThreshold, or while some
-// row has no offset and the warp is not `steady`.
+// Turns a tile of scores into probabilities 2^(s - m) and adds them to the row sums. Output and sums are rescaled only if a
+// row of the warp exceeds its row maximum by kRescaleThreshold, or while a row has no offset and the warp is not `steady`.
 __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTiles][4],
                                                float (&output)[kRowTiles][kValueTiles][4],
                                                RowState (&rows)[kRowTiles][2], bool& steady) {
@@ -495,7 +495,7 @@ __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTi
         maximum[i][r] = fmaxf(maximum[i][r], fmaxf(scores[i][j][2 * r], scores[i][j][2 * r + 1]));
       }
       maximum[i][r] = quad_max(maximum[i][r]);
-      outgrown |= (maximum[i][r] - rows[i][r].reference) * kScoreToLog2 > kRescaleThreshold;
+      outgrown |= (maximum[i][r] - rows[i][r].row_max) * kScoreToLog2 > kRescaleThreshold;
     }
   }
   if (!steady || __any_sync(0xffffffffu, outgrown)) {
@@ -504,7 +504,7 @@ __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTi
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float shrink = rows[i][r].raise_to(maximum[i][r]);
+        const float shrink = rows[i][r].update_row_max(maximum[i][r]);
         all = all && rows[i][r].has_offset();
 #pragma unroll
         for (int j = 0; j < kValueTiles; ++j) {
@@ -514,13 +514,13 @@ __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTi
       }
     }
     steady = __all_sync(0xffffffffu, all);
-    if (!steady) subtract_references(scores, rows);
+    if (!steady) subtract_row_max(scores, rows);
   }
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float offset = steady ? -rows[i][r].reference * kScoreToLog2 : 0.0f;
+      const float offset = steady ? -rows[i][r].row_max * kScoreToLog2 : 0.0f;
 #pragma unroll
       for (int j = 0; j < kKeyTiles; ++j) {
         scores[i][j][2 * r] = exp2_approx(fmaf(scores[i][j][2 * r], kScoreToLog2, offset));
@@ -531,7 +531,7 @@ __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTi
   }
 }
 
-// A warp's rows in shared memory, not yet divided by their sums, and what each is relative to: (reference, sum).
+// The partial outputs of warps in shared memory, not yet divided by their row sums, and their states: (row maximum, row sum).
 __device__ __forceinline__ float* outputs_of_warps() { return reinterpret_cast<float*>(shared_memory); }
 __device__ __forceinline__ float2* states_of_warps() { return reinterpret_cast<float2*>(shared_memory + kStatesOffset); }
 
@@ -545,7 +545,7 @@ __device__ __forceinline__ void lay_share(const float (&output)[kRowTiles][kValu
       const int row = warp * kTileQ + i * 16 + r * 8 + lane / 4;
       rows[i][r].sum = quad_sum(rows[i][r].sum);
       const bool empty = rows[i][r].sum == 0.0f;
-      if (lane % 4 == 0) states_of_warps()[row] = make_float2(rows[i][r].reference, rows[i][r].sum);
+      if (lane % 4 == 0) states_of_warps()[row] = make_float2(rows[i][r].row_max, rows[i][r].sum);
       float* share = outputs_of_warps() + row * kShareColumns + lane % 4 * 2;
 #pragma unroll
       for (int j = 0; j < kValueTiles; ++j) {
@@ -570,7 +570,7 @@ __device__ __forceinline__ RowState merge_shares(float4& output, const float* ou
   RowState merged;
 #pragma unroll 8
   for (int part = kAtOnce; part < count; ++part) {   // those that are not read together with the first ones
-    merged.reference = fmaxf(merged.reference, load_share<kWarpsShares>(states + part * kTileQ).x);
+    merged.row_max = fmaxf(merged.row_max, load_share<kWarpsShares>(states + part * kTileQ).x);
   }
   output = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   for (int first = 0; first < count; first += kAtOnce, states += kAtOnce * kTileQ, outputs += kAtOnce * kStep) {
@@ -584,11 +584,11 @@ __device__ __forceinline__ RowState merge_shares(float4& output, const float* ou
       share[i] = exists ? load_share<kWarpsShares>(columns) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) merged.reference = fmaxf(merged.reference, of_row[i].x);
+    for (int i = 0; i < kAtOnce; ++i) merged.row_max = fmaxf(merged.row_max, of_row[i].x);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const float2 state = of_row[i];
-      const float weight = state.x == minus_infinity() ? 0.0f : exp2_approx((state.x - merged.reference) * kScoreToLog2);
+      const float weight = state.x == minus_infinity() ? 0.0f : exp2_approx((state.x - merged.row_max) * kScoreToLog2);
       output.x = fmaf(share[i].x, weight, output.x);
       output.y = fmaf(share[i].y, weight, output.y);
       output.z = fmaf(share[i].z, weight, output.z);
@@ -600,15 +600,15 @@ __device__ __forceinline__ RowState merge_shares(float4& output, const float* ou
 }
 
 // Where the shares of a tile's splits stand in global memory, from a split on.
-__device__ __forceinline__ float* outputs_of_split(const Work& work, int split, const DecodeArguments& arguments) {
+__device__ __forceinline__ float* outputs_of_split(const WorkTile& work, int split, const DecodeArguments& arguments) {
   return arguments.partial_outputs + (work.unit * arguments.splits + split) * (kTileQ * kValueDim);
 }
-__device__ __forceinline__ float2* states_of_split(const Work& work, int split, const DecodeArguments& arguments) {
+__device__ __forceinline__ float2* states_of_split(const WorkTile& work, int split, const DecodeArguments& arguments) {
   return reinterpret_cast<float2*>(arguments.partial_states) + (work.unit * arguments.splits + split) * kTileQ;
 }
 
 // Writes the block's share, that of all its warps, to where the shares of all splits are merged.
-__device__ __forceinline__ void store_share(const Work& work, const DecodeArguments& arguments) {
+__device__ __forceinline__ void store_share(const WorkTile& work, const DecodeArguments& arguments) {
   float* outputs = outputs_of_split(work, work.split, arguments);
   float2* states = states_of_split(work, work.split, arguments);
   for (int i = threadIdx.x * 4; i < work.rows * kValueDim; i += kThreads * 4) {
@@ -617,7 +617,7 @@ __device__ __forceinline__ void store_share(const Work& work, const DecodeArgume
     const RowState state =
         merge_shares<true>(output, outputs_of_warps() + row * kShareColumns + column, states_of_warps() + row, kWarps);
     *reinterpret_cast<float4*>(outputs + i) = output;
-    if (column == 0) states[row] = make_float2(state.reference, state.sum);
+    if (column == 0) states[row] = make_float2(state.row_max, state.sum);
   }
 }
 
@@ -631,7 +631,7 @@ __device__ __forceinline__ bool arrives_last(unsigned* arrivals, int parts) {
 
 // Merges the shares of the tile's rows, of this block's warps or of all splits, and writes the output and the LSE.
 template <bool kWarpsShares>
-__device__ __forceinline__ void write_output(const Work& work, const DecodeArguments& arguments) {
+__device__ __forceinline__ void write_output(const WorkTile& work, const DecodeArguments& arguments) {
   constexpr int kColumns = kWarpsShares ? kShareColumns : kValueDim;
   const int shares = kWarpsShares ? kWarps : arguments.splits;
   const float* outputs = kWarpsShares ? outputs_of_warps() : outputs_of_split(work, 0, arguments);
@@ -651,7 +651,7 @@ __device__ __forceinline__ void write_output(const Work& work, const DecodeArgum
     *reinterpret_cast<uint2*>(o + column) = empty ? make_uint2(0, 0) : rounded;
     if (column != 0 || arguments.lse == nullptr) continue;
     const long long head = static_cast<long long>(work.batch) * arguments.heads_q + place.head;
-    const float log2_sum = state.reference * kScoreToLog2 + log2_approx(state.sum);
+    const float log2_sum = state.row_max * kScoreToLog2 + log2_approx(state.sum);
     arguments.lse[head * arguments.len_q + place.query] = state.sum == 0.0f ? minus_infinity() : log2_sum * 0.69314718f;
   }
 }
@@ -660,7 +660,7 @@ __device__ __forceinline__ void write_output(const Work& work, const DecodeArgum
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attention_decode_bf16_d256_causal_and_sliding_window4096_softcap50_7eada06d(const __grid_constant__ DecodeArguments arguments) {
-  const Work work = work_of_block(arguments);
+  const WorkTile work = work_tile_of_block(arguments);
   const Position position = position_of(work, arguments);
   const int head_kv = kv_head_of(work.head, arguments);
   const Element* k = arguments.k + work.batch * arguments.k_strides.batch + head_kv * arguments.k_strides.head;
@@ -688,7 +688,7 @@ attention_decode_bf16_d256_causal_and_sliding_window4096_softcap50_7eada06d(cons
   }
   float output[kRowTiles][kValueTiles][4] = {};
   RowState rows[kRowTiles][2];
-  bool steady = false;   // whether the references of the warp's rows will do as offsets
+  bool steady = false;   // whether the row maxima of the warp can be used as offsets
   copy_async_wait<kStages - 2>();
   __syncthreads();   // Q has landed, of which each thread copied a part with its first step
   for (int turn = 0, step = begin; step < end; ++turn, step += kWarps) {
@@ -702,8 +702,8 @@ attention_decode_bf16_d256_causal_and_sliding_window4096_softcap50_7eada06d(cons
 
     float scores[kRowTiles][kKeyTiles][4] = {};
     multiply_by_transpose<kHeadDimPadded>(scores, q_tile, stage);
-    modify_scores(scores, position, first_key, arguments);
-    if (!tiles.full(step)) mask_scores(scores, position, first_key, arguments);
+    apply_score(scores, position, first_key, arguments);
+    if (!tiles.full(step)) apply_mask(scores, position, first_key, arguments);
     if (first_key + kTileK > arguments.len_k) cut_scores(scores, position, first_key, arguments);
     online_softmax(scores, output, rows, steady);
 

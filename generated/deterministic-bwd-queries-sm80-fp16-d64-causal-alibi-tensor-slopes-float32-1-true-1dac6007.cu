@@ -174,21 +174,21 @@ __device__ __forceinline__ float load_slopes(const BackwardQueriesArguments& arg
 }
 
 // Score function: alibi(Tensor('slopes', 'float32', ndim=1, grad=True))
-__device__ __forceinline__ float modify_score(float score, int h, int q, int k, const BackwardQueriesArguments& arguments) {
+__device__ __forceinline__ float score_mod(float score, int h, int q, int k, const BackwardQueriesArguments& arguments) {
   return score + load_slopes(arguments, h) * (k - q);
 }
 
 // Mask: causal()
-__device__ __forceinline__ bool may_attend(int q, int k, const BackwardQueriesArguments& arguments) {
+__device__ __forceinline__ bool mask_mod(int q, int k, const BackwardQueriesArguments& arguments) {
   return k <= q + (arguments.len_k - arguments.len_q);
 }
 
 // What a block works on: a tile of queries of one head of one batch.
-struct Work {
+struct WorkTile {
   int first_query, head, batch;
 };
 
-__device__ __forceinline__ Work work_of_block() {
+__device__ __forceinline__ WorkTile work_tile_of_block() {
   const int tile = gridDim.x - 1 - blockIdx.x;   // later queries see more keys: the longest work goes first
   return {tile * kTileQ, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
 }
@@ -207,7 +207,7 @@ struct KeyTiles {
   __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
 };
 
-__device__ __forceinline__ KeyTiles key_tiles_of(const Work& work, const BackwardQueriesArguments& arguments) {
+__device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const BackwardQueriesArguments& arguments) {
   const int q_first = work.first_query;
   const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;
   // In keys, the ends not included.
@@ -420,14 +420,14 @@ __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRow
       for (int e = 0; e < 4; ++e) {
         const int q = position.query + i * 16 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
         const float product = probabilities[i][j][e];
-        const float score = modify_score(product * kScale, position.head, q, k, arguments);
+        const float score = score_mod(product * kScale, position.head, q, k, arguments);
         const float lse = rows[i][e / 2].x;
         float exponent = fmaf(score, kScoreToLog2, -lse);
         if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
         const float probability = exp2_approx(exponent);
         float d_score = probability * (d_scores[i][j][e] - (rows[i][e / 2].y));
         const bool attended = kTests == Tests::kNone ||
-            (kTests == Tests::kMask || k < arguments.len_k) & may_attend(q, k, arguments);
+            (kTests == Tests::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
         d_score = attended ? d_score : 0.0f;
         probabilities[i][j][e] = attended ? probability : 0.0f;
         d_scores[i][j][e] = d_score;
@@ -440,7 +440,7 @@ __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRow
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
 attention_backward_queries_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6007(const __grid_constant__ BackwardQueriesArguments arguments) {
-  const Work work = work_of_block();
+  const WorkTile work = work_tile_of_block();
   const int warp_row = threadIdx.x / 32 / kSplit * kRowsPerWarp, part = threadIdx.x / 32 % kSplit;
   const int lane = threadIdx.x % 32;
   const Position position = {work.batch, work.head, work.first_query + warp_row + lane / 4,

@@ -6,7 +6,7 @@
 // dims     head 64, value 64; float16, accumulated in float32; heads_q a multiple of heads_kv
 // target   sm_80, family ampere
 // plan     128 queries x 64 keys, 4 warps, 2 stage(s) of K and V, 2 block(s) per multiprocessor, 49152 bytes of shared memory
-// method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): reference is the paper's m, which may lag; sum is its l
+// method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): row_max is the paper's m, which may lag; sum is its l
 // FLOPs    256 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      2 * batch * (heads_q * len_q * 128 + heads_kv * len_k * 128) bytes, at least; + 4 * batch * heads_q * len_q for the LSE
 //
@@ -55,8 +55,8 @@ constexpr int kKeyTiles = kTileK / 8;          // 8-column mma tiles of scores
 constexpr int kValueTiles = kValueDimPadded / 8;
 constexpr float kScale = 0.125f;
 constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): probabilities are powers of 2
-constexpr float kRescaleThreshold = 8.0f;      // in log2: the reference of a row may lag its maximum by this much
-constexpr float kMostReference = 11629080.0f;   // whose product with kScoreToLog2 is less than 2^24
+constexpr float kRescaleThreshold = 8.0f;      // in log2: by how much a row maximum may lag
+constexpr float kMaxFoldedRowMax = 11629080.0f;   // its product with kScoreToLog2 is below 2^24
 
 constexpr int kElementBytes = sizeof(Element);
 
@@ -183,21 +183,21 @@ __device__ __forceinline__ float load_slopes(const ForwardArguments& arguments, 
 }
 
 // Score function: alibi('slopes')
-__device__ __forceinline__ float modify_score(float score, int h, int q, int k, const ForwardArguments& arguments) {
+__device__ __forceinline__ float score_mod(float score, int h, int q, int k, const ForwardArguments& arguments) {
   return score + load_slopes(arguments, h) * (k - q);
 }
 
 // Mask: causal()
-__device__ __forceinline__ bool may_attend(int q, int k, const ForwardArguments& arguments) {
+__device__ __forceinline__ bool mask_mod(int q, int k, const ForwardArguments& arguments) {
   return k <= q + (arguments.len_k - arguments.len_q);
 }
 
 // What a block works on: a tile of queries of one head of one batch.
-struct Work {
+struct WorkTile {
   int first_query, head, batch;
 };
 
-__device__ __forceinline__ Work work_of_block() {
+__device__ __forceinline__ WorkTile work_tile_of_block() {
   const int tile = gridDim.x - 1 - blockIdx.x;   // later queries see more keys: the longest work goes first
   return {tile * kTileQ, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
 }
@@ -216,7 +216,7 @@ struct KeyTiles {
   __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
 };
 
-__device__ __forceinline__ KeyTiles key_tiles_of(const Work& work, const ForwardArguments& arguments) {
+__device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const ForwardArguments& arguments) {
   const int q_first = work.first_query;
   const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;
   // In keys, the ends not included.
@@ -355,7 +355,7 @@ __device__ __forceinline__ void multiply_registers(float (&product)[kRowTiles][k
 }
 
 // The score function, on the scaled products.
-__device__ __forceinline__ void modify_scores(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
+__device__ __forceinline__ void apply_score(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
                                               int first_key, const ForwardArguments& arguments) {
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
@@ -363,13 +363,13 @@ __device__ __forceinline__ void modify_scores(float (&scores)[kRowTiles][kKeyTil
     for (int n = 0; n < kKeyTiles * 4; ++n) {
       const int j = n / 4, e = n % 4;
       const int q = position.query + i * 16 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
-      scores[i][j][e] = modify_score(scores[i][j][e] * kScale, position.head, q, k, arguments);
+      scores[i][j][e] = score_mod(scores[i][j][e] * kScale, position.head, q, k, arguments);
     }
   }
 }
 
 // -inf where the query may not attend to the key.
-__device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
+__device__ __forceinline__ void apply_mask(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
                                             int first_key, const ForwardArguments& arguments) {
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
@@ -377,7 +377,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kRowTiles][kKeyTiles
     for (int n = 0; n < kKeyTiles * 4; ++n) {
       const int j = n / 4, e = n % 4;
       const int q = position.query + i * 16 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
-      scores[i][j][e] = may_attend(q, k, arguments) ? scores[i][j][e] : minus_infinity();
+      scores[i][j][e] = mask_mod(q, k, arguments) ? scores[i][j][e] : minus_infinity();
     }
   }
 }
@@ -395,41 +395,41 @@ __device__ __forceinline__ void cut_scores(float (&scores)[kRowTiles][kKeyTiles]
   }
 }
 
-// A row's running state: the reference that its probabilities are relative to, and this lane's share of their sum.
+// The running state of a row: the row maximum m, which may lag, and this lane's part of the row sum l of 2^(s - m).
 struct RowState {
-  float reference = minus_infinity(), sum = 0.0f;
+  float row_max = minus_infinity(), sum = 0.0f;
 
-  // Whether the product with kScoreToLog2 will do as an offset of powers of 2: rounded by less than 1, and not infinite
-  // as in a row that has seen no key yet.
-  __device__ __forceinline__ bool has_offset() const { return fabsf(reference) < kMostReference; }
+  // Whether the row maximum can be folded into the fused multiply-add of an exponent: its rounding error is below 1, and it is
+  // finite, as in a row that has seen a key.
+  __device__ __forceinline__ bool has_offset() const { return fabsf(row_max) < kMaxFoldedRowMax; }
 
-  // Raises the reference: by what factor sum and output shrink. A row that has seen no key yet has nothing to rescale;
-  // -inf - -inf would be NaN.
-  __device__ __forceinline__ float raise_to(float maximum) {
-    const float old = reference;
-    reference = fmaxf(old, maximum);
-    const float shrink = reference == minus_infinity() ? 1.0f : exp2_approx((old - reference) * kScoreToLog2);
+  // Raises the row maximum and returns the factor by which sum and output shrink. A row without a key yet has nothing to
+  // rescale; -inf - -inf would be NaN.
+  __device__ __forceinline__ float update_row_max(float maximum) {
+    const float old = row_max;
+    row_max = fmaxf(old, maximum);
+    const float shrink = row_max == minus_infinity() ? 1.0f : exp2_approx((old - row_max) * kScoreToLog2);
     sum *= shrink;
     return shrink;
   }
 };
 
-// Takes the references from the scores themselves, where rows have no offsets: exact, but one operation more for each.
-__device__ __forceinline__ void subtract_references(float (&scores)[kRowTiles][kKeyTiles][4],
-                                                    const RowState (&rows)[kRowTiles][2]) {
+// Subtracts the row maxima from the scores where offsets cannot be used: exact, at the price of one more operation per
+// score.
+__device__ __forceinline__ void subtract_row_max(float (&scores)[kRowTiles][kKeyTiles][4],
+                                                 const RowState (&rows)[kRowTiles][2]) {
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
     for (int n = 0; n < kKeyTiles * 4; ++n) {
-      const float reference = rows[i][n / 2 % 2].reference;
-      scores[i][n / 4][n % 4] -= reference == minus_infinity() ? 0.0f : reference;
+      const float row_max = rows[i][n / 2 % 2].row_max;
+      scores[i][n / 4][n % 4] -= row_max == minus_infinity() ? 0.0f : row_max;
     }
   }
 }
 
-// Turns a tile of scores into probabilities relative to the row's reference, and adds them to the row's sum. Output
-// and sum are rescaled only when some row of the warp has outgrown its reference by 2^kRescaleThreshold, or while some
-// row has no offset and the warp is not `steady`.
+// Turns a tile of scores into probabilities 2^(s - m) and adds them to the row sums. Output and sums are rescaled only if a
+// row of the warp exceeds its row maximum by kRescaleThreshold, or while a row has no offset and the warp is not `steady`.
 __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTiles][4],
                                                float (&output)[kRowTiles][kValueTiles][4],
                                                RowState (&rows)[kRowTiles][2], bool& steady) {
@@ -445,7 +445,7 @@ __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTi
         maximum[i][r] = fmaxf(maximum[i][r], fmaxf(scores[i][j][2 * r], scores[i][j][2 * r + 1]));
       }
       maximum[i][r] = quad_max(maximum[i][r]);
-      outgrown |= (maximum[i][r] - rows[i][r].reference) * kScoreToLog2 > kRescaleThreshold;
+      outgrown |= (maximum[i][r] - rows[i][r].row_max) * kScoreToLog2 > kRescaleThreshold;
     }
   }
   if (!steady || __any_sync(0xffffffffu, outgrown)) {
@@ -454,7 +454,7 @@ __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTi
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float shrink = rows[i][r].raise_to(maximum[i][r]);
+        const float shrink = rows[i][r].update_row_max(maximum[i][r]);
         all = all && rows[i][r].has_offset();
 #pragma unroll
         for (int j = 0; j < kValueTiles; ++j) {
@@ -464,13 +464,13 @@ __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTi
       }
     }
     steady = __all_sync(0xffffffffu, all);
-    if (!steady) subtract_references(scores, rows);
+    if (!steady) subtract_row_max(scores, rows);
   }
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float offset = steady ? -rows[i][r].reference * kScoreToLog2 : 0.0f;
+      const float offset = steady ? -rows[i][r].row_max * kScoreToLog2 : 0.0f;
 #pragma unroll
       for (int j = 0; j < kKeyTiles; ++j) {
         scores[i][j][2 * r] = exp2_approx(fmaf(scores[i][j][2 * r], kScoreToLog2, offset));
@@ -513,7 +513,7 @@ __device__ __forceinline__ void write_lse(const RowState (&rows)[kRowTiles][2], 
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int query = position.query + i * 16 + r * 8;
-      const float log2_sum = rows[i][r].reference * kScoreToLog2 + log2_approx(rows[i][r].sum);
+      const float log2_sum = rows[i][r].row_max * kScoreToLog2 + log2_approx(rows[i][r].sum);
       if (query >= arguments.len_q) continue;
       arguments.lse[head * arguments.len_q + query] = rows[i][r].sum == 0.0f ? minus_infinity() : log2_sum * 0.69314718f;
     }
@@ -524,7 +524,7 @@ __device__ __forceinline__ void write_lse(const RowState (&rows)[kRowTiles][2], 
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
 attention_forward_fp16_d64_causal_alibi_slopes_e46a311b(const __grid_constant__ ForwardArguments arguments) {
-  const Work work = work_of_block();
+  const WorkTile work = work_tile_of_block();
   const int warp_row = threadIdx.x / 32 * kRowsPerWarp;
   const int lane = threadIdx.x % 32;
   const Position position = {work.batch, work.head, work.first_query + warp_row + lane / 4, lane % 4 * 2};
@@ -540,7 +540,7 @@ attention_forward_fp16_d64_causal_alibi_slopes_e46a311b(const __grid_constant__ 
 
   float output[kRowTiles][kValueTiles][4] = {};
   RowState rows[kRowTiles][2];
-  bool steady = false;   // whether the references of the warp's rows will do as offsets
+  bool steady = false;   // whether the row maxima of the warp can be used as offsets
   const KeyTiles tiles = key_tiles_of(work, arguments);
   const auto copy_keys = [&](int step) {
     const unsigned tile = k_tile + step % kStages * kKeyBytes;
@@ -570,8 +570,8 @@ attention_forward_fp16_d64_causal_alibi_slopes_e46a311b(const __grid_constant__ 
 
     float scores[kRowTiles][kKeyTiles][4] = {};
     multiply_by_transpose<kHeadDimPadded>(scores, q_rows, k_tile + step % kStages * kKeyBytes);
-    modify_scores(scores, position, first_key, arguments);
-    if (!tiles.full(step)) mask_scores(scores, position, first_key, arguments);
+    apply_score(scores, position, first_key, arguments);
+    if (!tiles.full(step)) apply_mask(scores, position, first_key, arguments);
     if (first_key + kTileK > arguments.len_k) cut_scores(scores, position, first_key, arguments);
     online_softmax(scores, output, rows, steady);
 

@@ -6,7 +6,7 @@
 // dims     head 128, value 128; bfloat16, accumulated in float32; heads_q a multiple of heads_kv
 // target   sm_90a, family hopper
 // plan     192 queries x 80 keys, 3 warpgroup(s) of 160 registers, 2 stage(s) of K and V, 180312 bytes of shared memory
-// method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): reference is the paper's m, which may lag; sum is its l
+// method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): row_max is the paper's m, which may lag; sum is its l
 //          a warpgroup loads; the others overlap products with softmax (Shah et al. 2024, algorithm 2)
 // FLOPs    512 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      2 * batch * (heads_q * len_q * 256 + heads_kv * len_k * 256) bytes, at least; + 4 * batch * heads_q * len_q for the LSE
@@ -43,15 +43,15 @@ constexpr int kHeadDim = 128;
 constexpr int kValueDim = 128;
 constexpr int kHeadDimPadded = 128;   // a multiple of the depth of a wgmma; zeros beyond kHeadDim
 constexpr int kValueDimPadded = 128;
-constexpr int kConsumers = 3;   // warpgroups that compute, 64 rows each; one more loads
+constexpr int kConsumers = 3;   // consumer warpgroups, of 64 rows each, beside the producer warpgroup
 constexpr int kThreads = (kConsumers + 1) * 128;
-constexpr int kPartQ = 64;   // queries of a warpgroup, each a row
+constexpr int kPartQ = 64;   // queries per warpgroup, one per row
 constexpr int kTileQ = kConsumers * kPartQ;
-constexpr int kTileK = 80;   // keys of a step
-constexpr int kStages = 2;   // tiles of K, and of V, that shared memory holds at once
+constexpr int kTileK = 80;   // keys per step
+constexpr int kStages = 2;   // of the pipelines of K and V tiles in shared memory
 constexpr float kScoreToLog2 = 0.127517432f;   // scale * log2(e): probabilities are powers of 2
-constexpr float kMostSum = 256.0f;   // of a lane's probabilities of a row, whose reference lags its maximum until then
-constexpr float kMostReference = 131568024.0f;   // whose product with kScoreToLog2 is less than 2^24
+constexpr float kMaxLaneSum = 256.0f;   // sum of a lane's probabilities of a row until which the row maximum may lag
+constexpr float kMaxFoldedRowMax = 131568024.0f;   // its product with kScoreToLog2 is below 2^24
 
 // A tile is panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
 constexpr int kHeadPanel = 64;    // columns of Q and K
@@ -300,7 +300,7 @@ __device__ __forceinline__ float quad_sum(float x) {
 struct Barriers {
   unsigned first;
 
-  // Which tile Q is of: written before Q is loaded, read when it has landed.
+  // The index of the work tile of Q, written before Q is loaded and read when it has landed.
   static __device__ __forceinline__ int& tile_index() { return *reinterpret_cast<int*>(shared_memory + kIndexOffset); }
 
   // Q of a tile has landed; every consumer warp has released it.
@@ -312,7 +312,7 @@ struct Barriers {
   __device__ __forceinline__ unsigned keys_empty(int use) const { return first + 24 + use % kStages * 32; }
   __device__ __forceinline__ unsigned values_full(int use) const { return first + 32 + use % kStages * 32; }
   __device__ __forceinline__ unsigned values_empty(int use) const { return first + 40 + use % kStages * 32; }
-  static __device__ __forceinline__ unsigned parity(int use) { return use / kStages & 1; }
+  static __device__ __forceinline__ unsigned phase(int use) { return use / kStages & 1; }
 
   __device__ __forceinline__ void init() const {
     mbarrier_init(queries_full(), 1);
@@ -332,17 +332,17 @@ __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
-// A step that concerns other warpgroups only.
-__device__ __forceinline__ void pass_by(int use, const Barriers& barriers) {
-  mbarrier_wait(barriers.keys_full(use), barriers.parity(use));
-  __syncwarp();   // else a lane might miss this use
+// Releases the stages of a step in which other warpgroups alone attend to keys.
+__device__ __forceinline__ void skip_step(int use, const Barriers& barriers) {
+  mbarrier_wait(barriers.keys_full(use), barriers.phase(use));
+  __syncwarp();   // all lanes have seen this phase
   release(barriers.keys_empty(use));
-  mbarrier_wait(barriers.values_full(use), barriers.parity(use));
+  mbarrier_wait(barriers.values_full(use), barriers.phase(use));
   __syncwarp();
   release(barriers.values_empty(use));
 }
 
-// Where a stage's tiles begin in shared memory.
+// Return the shared memory address of a stage's tile of K, and of V.
 __device__ __forceinline__ unsigned keys_at(unsigned shared, int use) {
   return shared + kKeyOffset + use % kStages * kKeyBytes;
 }
@@ -361,17 +361,17 @@ __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, u
   }
 }
 
-// The same of a stage, kTileK rows, as soon as it is empty.
+// Starts copying the kTileK rows of a stage once it is empty.
 template <int kColumns, int kPanel>
 __device__ __forceinline__ void load_stage(unsigned tile, const TensorMap& map, unsigned empty, unsigned full, int use,
                                            int first_key, int head, int batch) {
-  mbarrier_wait(empty, Barriers::parity(use) ^ 1);
+  mbarrier_wait(empty, Barriers::phase(use) ^ 1);
   mbarrier_expect_bytes(full, kTileK * kColumns * kElementBytes);
   load_rows<kTileK, kColumns, kPanel>(tile, map, full, first_key, head, batch);
 }
 
-// Rounds a warp's 16 rows of the output and stores them if they `exist`, by way of shared memory, where a panel of
-// columns holds the warpgroup's 64 rows, swizzled as TMA does it. Rows beyond the last query are clipped.
+// Rounds a warp's 16 rows of the output and stores them if they `exist`. They go through shared memory, where a panel of
+// columns holds the warpgroup's 64 rows in the layout that TMA swizzles. TMA clips rows beyond the last query.
 __device__ __forceinline__ void store_rows(const float (&output)[kValueDimPadded / 2], unsigned tile,
                                            const TensorMap& map, bool exist, int query, int head, int batch) {
   constexpr int kChunks = kValuePanel / 8;   // 16-byte chunks of a panel's row
@@ -396,7 +396,7 @@ __device__ __forceinline__ void store_rows(const float (&output)[kValueDimPadded
   }
 }
 
-// Starts scores = Q * K^T of a warpgroup's rows: `queries` and `keys` are where they begin in shared memory.
+// Starts scores = Q * K^T for the rows of a warpgroup; `queries` and `keys` are shared memory addresses.
 __device__ __forceinline__ void start_scores(float (&scores)[kTileK / 2], unsigned queries, unsigned keys) {
   constexpr int kSwizzle = kHeadPanel * kElementBytes;
   order_registers(scores);
@@ -412,7 +412,7 @@ __device__ __forceinline__ void start_scores(float (&scores)[kTileK / 2], unsign
   wgmma_commit();
 }
 
-// Starts output += P * V; the rows of V, which begin at `values` in shared memory, run along the depth.
+// Starts output += P * V; `values` is the shared memory address of V, whose rows are the reduction dimension.
 __device__ __forceinline__ void start_output(float (&output)[kValueDimPadded / 2],
                                              const unsigned (&probabilities)[kTileK / 16][4], unsigned values) {
   constexpr int kSwizzle = kValuePanel * kElementBytes;
@@ -433,15 +433,15 @@ __device__ __forceinline__ void await_product(float (&product)[kCount]) {
   order_registers(product);
 }
 
-// Multiplies the output's rows.
+// Multiplies the rows of the output by one factor each.
 __device__ __forceinline__ void rescale(float (&output)[kValueDimPadded / 2], const float (&factor)[2]) {
 #pragma unroll
   for (int n = 0; n < kValueDimPadded / 2; ++n) output[n] *= factor[n / 2 % 2];
 }
 
-// The largest score of row r, 0 or 1, of this lane's two.
+// Returns the largest score of row r, 0 or 1, of this lane's two rows.
 __device__ __forceinline__ float row_maximum(const float (&scores)[kTileK / 2], int r) {
-  float even = scores[2 * r], odd = scores[2 * r + 1];   // two chains of operations, half as long
+  float even = scores[2 * r], odd = scores[2 * r + 1];   // two independent chains
 #pragma unroll
   for (int n = 2 * r + 4; n < kTileK / 2; n += 4) {
     even = fmaxf(even, scores[n]);
@@ -450,32 +450,32 @@ __device__ __forceinline__ float row_maximum(const float (&scores)[kTileK / 2], 
   return quad_max(fmaxf(even, odd));
 }
 
-// A row's running state: the reference that its probabilities are relative to, and this lane's share of their sum.
+// The running state of a row: the row maximum m, which may lag, and this lane's part of the row sum l of 2^(s - m).
 struct RowState {
-  float reference = minus_infinity(), sum = 0.0f;
+  float row_max = minus_infinity(), sum = 0.0f;
 
-  // Of a score's power of 2: of use where it is rounded by less than 1, and not infinite as in a row that has seen no
-  // key yet.
-  __device__ __forceinline__ float offset() const { return -reference * kScoreToLog2; }
-  __device__ __forceinline__ bool has_offset() const { return fabsf(reference) < kMostReference; }
+  // The addend that folds the row maximum into the fused multiply-add of an exponent. It can be used if its rounding error is
+  // below 1, and not for a row without a key yet, where it is infinite.
+  __device__ __forceinline__ float offset() const { return -row_max * kScoreToLog2; }
+  __device__ __forceinline__ bool has_offset() const { return fabsf(row_max) < kMaxFoldedRowMax; }
 
-  // Raises the reference: by what factor sum and output shrink. A row that has seen no key yet has nothing to rescale;
-  // -inf - -inf would be NaN.
-  __device__ __forceinline__ float raise_to(float maximum) {
-    const float old = reference;
-    reference = fmaxf(old, maximum);
-    const float shrink = reference == minus_infinity() ? 1.0f : exp2_approx((old - reference) * kScoreToLog2);
+  // Raises the row maximum and returns the factor by which sum and output shrink. A row without a key yet has nothing to
+  // rescale; -inf - -inf would be NaN.
+  __device__ __forceinline__ float update_row_max(float maximum) {
+    const float old = row_max;
+    row_max = fmaxf(old, maximum);
+    const float shrink = row_max == minus_infinity() ? 1.0f : exp2_approx((old - row_max) * kScoreToLog2);
     sum *= shrink;
     return shrink;
   }
 };
 
-// Takes the references from the scores themselves, where rows have no offsets: exact, but one operation more for each.
-__device__ __forceinline__ void subtract_references(float (&scores)[kTileK / 2], const RowState (&rows)[2]) {
+// Subtracts the row maxima from the scores where offsets cannot be used: exact, at the price of one more operation per score.
+__device__ __forceinline__ void subtract_row_max(float (&scores)[kTileK / 2], const RowState (&rows)[2]) {
 #pragma unroll
   for (int n = 0; n < kTileK / 2; ++n) {
-    const float reference = rows[n / 2 % 2].reference;
-    scores[n] -= reference == minus_infinity() ? 0.0f : reference;
+    const float row_max = rows[n / 2 % 2].row_max;
+    scores[n] -= row_max == minus_infinity() ? 0.0f : row_max;
   }
 }
 
@@ -487,23 +487,23 @@ struct Position {
 };
 
 // Mask: causal()
-__device__ __forceinline__ bool may_attend(int q, int k, const ForwardArguments& arguments) {
+__device__ __forceinline__ bool mask_mod(int q, int k, const ForwardArguments& arguments) {
   return k <= q + (arguments.len_k - arguments.len_q);
 }
 
-// Queries of one head of one batch: a tile, or the part of a warpgroup.
-struct Work { int first_query, head, batch, queries; };
+// A work tile: queries of one head of one batch, or the part of one warpgroup.
+struct WorkTile { int first_query, head, batch, queries; };
 
-// The index-th tile. The heads of a section, whose K and V share the L2, take turns with their tiles; then comes the next
-// section. Later queries see more keys: their tiles go first, and are whole. The first may begin before the first query,
-// by whole warpgroups.
-__device__ __forceinline__ Work work_of(int index, const ForwardArguments& arguments) {
+// Returns the work tile of an index. The heads of a section, whose K and V share the L2, take turns with their tiles; the
+// next section follows. Later queries attend to more keys, so the last tiles come first, and are full. The first tile may
+// begin before the first query, by whole warpgroups.
+__device__ __forceinline__ WorkTile work_tile_at(int index, const ForwardArguments& arguments) {
   const int section_tiles = arguments.section * arguments.tiles_q;
   const int first_head = index / section_tiles * arguments.section, rest = index % section_tiles;
   const int heads = min(arguments.section, arguments.heads - first_head);
   const int tile = arguments.tiles_q - 1 - rest / heads;
   const int first_query = tile * kTileQ - (arguments.tiles_q * kTileQ - arguments.len_q) / kPartQ * kPartQ;
-  const int head = first_head + rest % heads;   // of all batches
+  const int head = first_head + rest % heads;   // among the heads of all batches
   return {first_query, head % arguments.heads_q, head / arguments.heads_q, kTileQ};
 }
 
@@ -515,7 +515,7 @@ struct KeyTiles {
   __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
 };
 
-__device__ __forceinline__ KeyTiles key_tiles_of(const Work& work, const ForwardArguments& arguments) {
+__device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const ForwardArguments& arguments) {
   const int q_first = max(work.first_query, 0);
   const int q_last = min(work.first_query + work.queries, arguments.len_q) - 1;
   // In keys, the ends not included.
@@ -528,17 +528,18 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const Work& work, const Forward
   return {first_tile, count, (full_begin + kTileK - 1) / kTileK, full_end / kTileK};
 }
 
-// ---- The warpgroup that loads ---------------------------------------------------------------------------------------
+// ---- The producer ---------------------------------------------------------------------------------------------------
 
-// What the loading thread does: for each tile Q, and K and V of each step, K one step ahead, as soon as there is room.
-// The block's first tile is its own; then it takes the next that no other block has taken.
-__device__ __forceinline__ void load_tiles(unsigned shared, const Barriers& barriers, const ForwardArguments& arguments) {
-  int index = blockIdx.x, used = 0;   // stages, by the tiles before
-  unsigned queries_used = 1;          // parity of the use of Q before this one
+// The producer: for each work tile it loads Q, and the K and V tiles of each step as soon as their stage is empty, K one
+// step ahead. The index of the block's first work tile is the block's own; then it fetches the next index that no other
+// block has taken.
+__device__ __forceinline__ void producer(unsigned shared, const Barriers& barriers, const ForwardArguments& arguments) {
+  int index = blockIdx.x, used = 0;   // used: uses of the stages by earlier work tiles
+  unsigned queries_used = 1;          // phase of the use of Q before this one
   for (; index < arguments.tiles; queries_used ^= 1) {
-    const Work work = work_of(index, arguments);
+    const WorkTile work = work_tile_at(index, arguments);
     const KeyTiles tiles = key_tiles_of(work, arguments);
-    // The head of K and V, work.head / heads_per_kv, by a product with 2^31 / heads_per_kv, rounded up.
+    // The KV head, work.head / heads_per_kv: a product with 2^31 / heads_per_kv, rounded up, in place of a division.
     const int head_kv = __umulhi(2 * work.head + 1, arguments.kv_reciprocal);
     const auto load_keys = [&](int step) {
       const int use = used + step;
@@ -564,31 +565,36 @@ __device__ __forceinline__ void load_tiles(unsigned shared, const Barriers& barr
       load_values(step);
     }
     used += tiles.count;
-    // A launch increments once after each tile: the last increment wraps the counter to the 0 that it began with.
+    // A launch increments the counter once after each tile: the last increment wraps it to 0, as it began.
     index = arguments.next_tile == nullptr ? arguments.tiles
                                            : gridDim.x + atomicInc(arguments.next_tile, arguments.tiles - 1);
   }
   mbarrier_wait(barriers.queries_empty(), queries_used);
-  barriers.tile_index() = index;   // no tile: those that compute are done
+  barriers.tile_index() = index;   // not a tile: the consumers are done
   mbarrier_arrive(barriers.queries_full());
 }
 
-// ---- The steps of those that compute --------------------------------------------------------------------------------
+// ---- The consumers --------------------------------------------------------------------------------------------------
 
-// A lane holds scores and output as wgmma does: its n-th is of its row n / 2 % 2, which stand 8 apart, and of the tile's
-// column n / 4 * 8 + n % 2 on from the lane's first.
+// A lane holds the fragments of a wgmma accumulator: element n is in row n / 2 % 2 of the lane's two rows, which are 8 apart,
+// and in column n / 4 * 8 + n % 2 from the lane's first column.
 
-// Products to scores: -inf where the mask forbids a key, and beyond the last key. Most tiles are spared both.
-__device__ __forceinline__ void finish_scores(float (&scores)[kTileK / 2], const Position& position,
-                                              const KeyTiles& tiles, int step, const ForwardArguments& arguments) {
-  const int first_key = tiles.first_key(step);
-  if (!tiles.full(step)) {
+// Applies the mask: sets scores of masked-out keys to -inf.
+__device__ __forceinline__ void apply_mask(float (&scores)[kTileK / 2], const Position& position, int first_key,
+                                           const ForwardArguments& arguments) {
 #pragma unroll
-    for (int n = 0; n < kTileK / 2; ++n) {
-      const int q = position.query + n / 2 % 2 * 8, k = first_key + position.key + n / 4 * 8 + n % 2;
-      scores[n] = may_attend(q, k, arguments) ? scores[n] : minus_infinity();
-    }
+  for (int n = 0; n < kTileK / 2; ++n) {
+    const int q = position.query + n / 2 % 2 * 8, k = first_key + position.key + n / 4 * 8 + n % 2;
+    scores[n] = mask_mod(q, k, arguments) ? scores[n] : minus_infinity();
   }
+}
+
+// Turns products into scores. Tiles that are not fully visible apply the mask; keys beyond the last one get -inf.
+__device__ __forceinline__ void apply_score_and_mask(float (&scores)[kTileK / 2], const Position& position,
+                                                     const KeyTiles& tiles, int step,
+                                                     const ForwardArguments& arguments) {
+  const int first_key = tiles.first_key(step);
+  if (!tiles.full(step)) apply_mask(scores, position, first_key, arguments);
   const int left = arguments.len_k - first_key;
   if (left < kTileK) {
 #pragma unroll
@@ -598,11 +604,11 @@ __device__ __forceinline__ void finish_scores(float (&scores)[kTileK / 2], const
   }
 }
 
-// Probabilities of a tile of scores, relative to the rows' references and rounded to the input's type: the operand of
-// P * V, 16 keys at a time. `sums` are this lane's shares of their sums. True where some row has outgrown its reference.
+// Computes the probabilities 2^(s - m) of a tile of scores, rounded to the input's type, as the operand of P * V, 16 keys at a
+// time. `sums` receives this lane's part of their row sums. Returns whether a row exceeds its maximum by too much.
 __device__ __forceinline__ bool exponentiate(unsigned (&probabilities)[kTileK / 16][4], float (&sums)[2],
                                              const float (&scores)[kTileK / 2], const float (&offsets)[2]) {
-  float even[2] = {}, odd[2] = {};   // two chains of additions a row, half as long
+  float even[2] = {}, odd[2] = {};   // two independent chains per row
 #pragma unroll
   for (int n = 0; n < kTileK / 2; n += 2) {
     const int r = n / 2 % 2;
@@ -614,33 +620,34 @@ __device__ __forceinline__ bool exponentiate(unsigned (&probabilities)[kTileK / 
   }
   sums[0] = even[0] + odd[0];
   sums[1] = even[1] + odd[1];
-  return fmaxf(sums[0], sums[1]) > kMostSum;
+  return fmaxf(sums[0], sums[1]) > kMaxLaneSum;
 }
 
-// Makes the rows' maxima their references, where these are lower: output and sums shrink by as much. Whether the next
-// tile may try them: the warp's rows have offsets, and where they had references before, the new ones are near those.
-__device__ __forceinline__ bool raise_references(RowState (&rows)[2], float (&output)[kValueDimPadded / 2],
+// Raises row maxima that lag to the true maxima, and rescales output and row sums. Returns whether the next tile may use them
+// as they are: the rows of the warp have offsets, and their maxima did not grow much.
+__device__ __forceinline__ bool update_row_maxima(RowState (&rows)[2], float (&output)[kValueDimPadded / 2],
                                                  const float (&scores)[kTileK / 2]) {
   float shrink[2];
   bool steady = true;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const bool had_one = rows[r].reference != minus_infinity();
-    shrink[r] = rows[r].raise_to(row_maximum(scores, r));
-    steady &= rows[r].has_offset() && !(had_one && shrink[r] < 1.0f / kMostSum);
+    const bool had_one = rows[r].row_max != minus_infinity();
+    shrink[r] = rows[r].update_row_max(row_maximum(scores, r));
+    steady &= rows[r].has_offset() && !(had_one && shrink[r] < 1.0f / kMaxLaneSum);
   }
   rescale(output, shrink);
   return __all_sync(0xffffffffu, steady);
 }
 
-// Scores to probabilities. While references are `steady`, those of earlier tiles are tried first, which takes no maximum:
-// whether they will do shows in the sums, and nearly always they do. A tile's first step has none to try.
+// Turns scores into probabilities. While row maxima are `steady`, those of earlier tiles are tried first, without computing a
+// maximum: the row sums show whether they are large enough, and they nearly always are. The first step of a work tile has
+// none to try.
 __device__ __forceinline__ void softmax(unsigned (&probabilities)[kTileK / 16][4], float (&output)[kValueDimPadded / 2],
                                         RowState (&rows)[2], bool& steady, float (&scores)[kTileK / 2]) {
   float sums[2], offsets[2] = {rows[0].offset(), rows[1].offset()};
   if (!steady || __any_sync(0xffffffffu, exponentiate(probabilities, sums, scores, offsets))) {
-    steady = raise_references(rows, output, scores);
-    if (!steady) subtract_references(scores, rows);
+    steady = update_row_maxima(rows, output, scores);
+    if (!steady) subtract_row_max(scores, rows);
 #pragma unroll
     for (int r = 0; r < 2; ++r) offsets[r] = steady ? rows[r].offset() : 0.0f;
     exponentiate(probabilities, sums, scores, offsets);
@@ -649,10 +656,10 @@ __device__ __forceinline__ void softmax(unsigned (&probabilities)[kTileK / 16][4
   rows[1].sum += sums[1];
 }
 
-// Divides by the row sums and stores this warp's 16 rows; and the log-sum-exp of this lane's two, to the base e. A row
-// with nothing to attend to is 0, whatever V holds, and its log-sum-exp -inf.
-__device__ __forceinline__ void write_rows(float (&output)[kValueDimPadded / 2], RowState (&rows)[2], unsigned tile,
-                                           const Position& position, const ForwardArguments& arguments) {
+// The epilogue: divides by the row sums, stores this warp's 16 rows of the output and, to the base e, the log-sum-exp of
+// this lane's two rows. A row that attends to no key is 0, whatever V holds, and its log-sum-exp is -inf.
+__device__ __forceinline__ void epilogue(float (&output)[kValueDimPadded / 2], RowState (&rows)[2], unsigned tile,
+                                         const Position& position, const ForwardArguments& arguments) {
   float normalise[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -664,7 +671,7 @@ __device__ __forceinline__ void write_rows(float (&output)[kValueDimPadded / 2],
     normalise[r] = rows[r].sum == 0.0f ? 0.0f : 1.0f / rows[r].sum;
   }
   rescale(output, normalise);
-  if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // of the tile before
+  if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // the store of the previous tile has read shared memory
   __syncwarp();
   store_rows(output, tile, arguments.o_map, position.query >= 0, position.query, position.head, position.batch);
   if (arguments.lse == nullptr || threadIdx.x % 4 != 0) return;
@@ -673,18 +680,18 @@ __device__ __forceinline__ void write_rows(float (&output)[kValueDimPadded / 2],
     const int query = position.query + r * 8;
     const long long head = static_cast<long long>(position.batch) * arguments.heads_q + position.head;
     if (query < 0 || query >= arguments.len_q) continue;
-    const float log2_sum = rows[r].reference * kScoreToLog2 + log2_approx(rows[r].sum);
+    const float log2_sum = rows[r].row_max * kScoreToLog2 + log2_approx(rows[r].sum);
     arguments.lse[head * arguments.len_q + query] = rows[r].sum == 0.0f ? minus_infinity() : log2_sum * 0.69314718f;
   }
 }
 
-// The steps of a tile, first <= step < last, in which a warpgroup's own queries attend to keys; `tiles` learns in which
-// of them every one of its scores counts.
-struct Steps { int first, last; };
+// The steps of a work tile, first <= step < last, in which the queries of one warpgroup attend to keys.
+struct StepRange { int first, last; };
 
-__device__ __forceinline__ Steps own_steps(KeyTiles& tiles, const Work& work, int warpgroup,
-                                           const ForwardArguments& arguments) {
-  const Work part = {work.first_query + warpgroup * kPartQ, work.head, work.batch, kPartQ};
+// Returns the steps of a warpgroup, and sets in `tiles` which of them are full for its queries.
+__device__ __forceinline__ StepRange steps_of_warpgroup(KeyTiles& tiles, const WorkTile& work, int warpgroup,
+                                                        const ForwardArguments& arguments) {
+  const WorkTile part = {work.first_query + warpgroup * kPartQ, work.head, work.batch, kPartQ};
   const KeyTiles own = key_tiles_of(part, arguments);
   tiles.full_begin = own.full_begin;
   tiles.full_end = own.full_end;
@@ -693,60 +700,60 @@ __device__ __forceinline__ Steps own_steps(KeyTiles& tiles, const Work& work, in
   return {max(own.begin - tiles.begin, 0), min(own.begin - tiles.begin + own.count, tiles.count)};
 }
 
-// What a computing warpgroup does for its 64 rows of each tile. The scores of the next step and P * V of this one run on
-// the tensor cores one after the other, beside the softmax of another warpgroup.
-__device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Barriers& barriers,
-                                       const ForwardArguments& arguments) {
+// A consumer warpgroup: computes 64 rows of each work tile. Q * K^T of the next step and P * V of this one run on the tensor
+// cores one after the other, beside the softmax of another warpgroup.
+__device__ __forceinline__ void consumer(int warpgroup, unsigned shared, const Barriers& barriers,
+                                         const ForwardArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16;
   const unsigned queries = shared + warpgroup * kRowsBytes;
-  int use = 0;   // of a stage, by this step
-  for (unsigned queries_use = 0;; queries_use ^= 1) {   // parity of this use of Q
-    mbarrier_wait(barriers.queries_full(), queries_use);
-    const int index = __shfl_sync(0xffffffffu, barriers.tile_index(), 0);   // the same in a warp, as the compiler can see
+  int use = 0;   // of the stages of K and V, counted over all work tiles
+  for (unsigned queries_phase = 0;; queries_phase ^= 1) {
+    mbarrier_wait(barriers.queries_full(), queries_phase);
+    const int index = __shfl_sync(0xffffffffu, barriers.tile_index(), 0);   // shows the compiler that a warp has one index
     if (index >= arguments.tiles) break;
-    const Work work = work_of(index, arguments);
+    const WorkTile work = work_tile_at(index, arguments);
     KeyTiles tiles = key_tiles_of(work, arguments);
-    const auto [first, last] = own_steps(tiles, work, warpgroup, arguments);
+    const auto [first, last] = steps_of_warpgroup(tiles, work, warpgroup, arguments);
     const Position position = {work.batch, work.head, work.first_query + warp_row + lane / 4, lane % 4 * 2};
     float output[kValueDimPadded / 2] = {}, scores[kTileK / 2];
     unsigned probabilities[kTileK / 16][4];
     RowState rows[2];
     bool steady = false;
 
-    for (int step = 0; step < first; ++step) pass_by(use++, barriers);
+    for (int step = 0; step < first; ++step) skip_step(use++, barriers);
     if (first < last) {
-      mbarrier_wait(barriers.keys_full(use), barriers.parity(use));
+      mbarrier_wait(barriers.keys_full(use), barriers.phase(use));
       start_scores(scores, queries, keys_at(shared, use));
       await_product<0>(scores);
       release(barriers.keys_empty(use));
       if (first + 1 == last) release(barriers.queries_empty());
-      finish_scores(scores, position, tiles, first, arguments);
+      apply_score_and_mask(scores, position, tiles, first, arguments);
       softmax(probabilities, output, rows, steady, scores);
       for (int step = first + 1; step < last; ++step, ++use) {
-        mbarrier_wait(barriers.keys_full(use + 1), barriers.parity(use + 1));
+        mbarrier_wait(barriers.keys_full(use + 1), barriers.phase(use + 1));
         start_scores(scores, queries, keys_at(shared, use + 1));
-        mbarrier_wait(barriers.values_full(use), barriers.parity(use));
+        mbarrier_wait(barriers.values_full(use), barriers.phase(use));
         start_output(output, probabilities, values_at(shared, use));
         await_product<1>(scores);
         release(barriers.keys_empty(use + 1));
         if (step + 1 == last) release(barriers.queries_empty());
-        finish_scores(scores, position, tiles, step, arguments);
+        apply_score_and_mask(scores, position, tiles, step, arguments);
         await_product<0>(output);
         release(barriers.values_empty(use));
         softmax(probabilities, output, rows, steady, scores);
       }
-      mbarrier_wait(barriers.values_full(use), barriers.parity(use));
+      mbarrier_wait(barriers.values_full(use), barriers.phase(use));
       start_output(output, probabilities, values_at(shared, use));
       await_product<0>(output);
       release(barriers.values_empty(use++));
     } else {
-      __syncwarp();   // the whole warp has seen this use of Q
+      __syncwarp();   // all lanes have seen this phase of Q
       release(barriers.queries_empty());
     }
-    for (int step = last; step < tiles.count; ++step) pass_by(use++, barriers);
-    write_rows(output, rows, queries + kQueryBytes, position, arguments);
+    for (int step = last; step < tiles.count; ++step) skip_step(use++, barriers);
+    epilogue(output, rows, queries + kQueryBytes, position, arguments);
   }
-  if (lane == 0) bulk_wait_read<0>();   // shared memory goes with the block
+  if (lane == 0) bulk_wait_read<0>();   // before the block ends and its shared memory is freed
 }
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
@@ -758,12 +765,12 @@ attention_forward_bf16_d128_causal_56b1805a(const __grid_constant__ ForwardArgum
   if (threadIdx.x == 0) barriers.init();
   __syncthreads();
 
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // the same in a warp, as the compiler can see
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // shows the compiler that a warp has one value
   if (warpgroup == kConsumers) {
     registers_decrease<32>();
-    if (threadIdx.x / 32 % 4 == 0 && elect_one()) load_tiles(shared, barriers, arguments);
+    if (threadIdx.x / 32 % 4 == 0 && elect_one()) producer(shared, barriers, arguments);
   } else {
     registers_increase<160>();
-    attend(warpgroup, shared, barriers, arguments);
+    consumer(warpgroup, shared, barriers, arguments);
   }
 }

@@ -6,7 +6,7 @@
 // dims     head 64, value 64; float16, accumulated in float32; heads_q a multiple of heads_kv
 // target   sm_90a, family hopper
 // plan     128 queries x 128 keys, 2 warpgroup(s) of 240 registers that take turns, 2 stage(s) of K and V, 98392 bytes of shared memory
-// method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): reference is the paper's m, which may lag; sum is its l
+// method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): row_max is the paper's m, which may lag; sum is its l
 //          a warpgroup loads; the others overlap products with softmax (Shah et al. 2024, algorithm 2)
 // FLOPs    256 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      2 * batch * (heads_q * len_q * 128 + heads_kv * len_k * 128) bytes, at least; + 4 * batch * heads_q * len_q for the LSE
@@ -54,15 +54,15 @@ constexpr int kHeadDim = 64;
 constexpr int kValueDim = 64;
 constexpr int kHeadDimPadded = 64;   // a multiple of the depth of a wgmma; zeros beyond kHeadDim
 constexpr int kValueDimPadded = 64;
-constexpr int kConsumers = 2;   // warpgroups that compute, 64 rows each; one more loads
+constexpr int kConsumers = 2;   // consumer warpgroups, of 64 rows each, beside the producer warpgroup
 constexpr int kThreads = (kConsumers + 1) * 128;
-constexpr int kPartQ = 64;   // queries of a warpgroup, each a row
+constexpr int kPartQ = 64;   // queries per warpgroup, one per row
 constexpr int kTileQ = kConsumers * kPartQ;
-constexpr int kTileK = 128;   // keys of a step
-constexpr int kStages = 2;   // tiles of K, and of V, that shared memory holds at once
+constexpr int kTileK = 128;   // keys per step
+constexpr int kStages = 2;   // of the pipelines of K and V tiles in shared memory
 constexpr float kScoreToLog2 = 0.180336878f;   // scale * log2(e): probabilities are powers of 2
-constexpr float kMostSum = 256.0f;   // of a lane's probabilities of a row, whose reference lags its maximum until then
-constexpr float kMostReference = 93032640.0f;   // whose product with kScoreToLog2 is less than 2^24
+constexpr float kMaxLaneSum = 256.0f;   // sum of a lane's probabilities of a row until which the row maximum may lag
+constexpr float kMaxFoldedRowMax = 93032640.0f;   // its product with kScoreToLog2 is below 2^24
 
 // A tile is panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
 constexpr int kHeadPanel = 64;    // columns of Q and K
@@ -326,7 +326,7 @@ __device__ __forceinline__ float quad_sum(float x) {
 struct Barriers {
   unsigned first;
 
-  // Which tile Q is of: written before Q is loaded, read when it has landed.
+  // The index of the work tile of Q, written before Q is loaded and read when it has landed.
   static __device__ __forceinline__ int& tile_index() { return *reinterpret_cast<int*>(shared_memory + kIndexOffset); }
 
   // Q of a tile has landed; every consumer warp has released it.
@@ -338,7 +338,7 @@ struct Barriers {
   __device__ __forceinline__ unsigned keys_empty(int use) const { return first + 24 + use % kStages * 32; }
   __device__ __forceinline__ unsigned values_full(int use) const { return first + 32 + use % kStages * 32; }
   __device__ __forceinline__ unsigned values_empty(int use) const { return first + 40 + use % kStages * 32; }
-  static __device__ __forceinline__ unsigned parity(int use) { return use / kStages & 1; }
+  static __device__ __forceinline__ unsigned phase(int use) { return use / kStages & 1; }
 
   __device__ __forceinline__ void init() const {
     mbarrier_init(queries_full(), 1);
@@ -358,16 +358,17 @@ __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
-// Each step but the first is a turn of each warpgroup: a barrier to which it comes, and the one before it has come.
-__device__ __forceinline__ void take_turn(int warpgroup) { named_barrier_sync(1 + warpgroup, 256); }
+// The warpgroups start the products of a step one after the other (ping-pong scheduling): a warpgroup waits until the one
+// before it has started.
+__device__ __forceinline__ void ping_pong_wait(int warpgroup) { named_barrier_sync(1 + warpgroup, 256); }
 
-// The next warpgroup's turn, or the first's in the next step, if there is one.
-__device__ __forceinline__ void pass_turn(int warpgroup, bool is_last_step) {
+// Lets the next warpgroup start, or the first one in the next step if there is one.
+__device__ __forceinline__ void ping_pong_arrive(int warpgroup, bool is_last_step) {
   if (warpgroup < kConsumers - 1) named_barrier_arrive(2 + warpgroup, 256);
   else if (!is_last_step) named_barrier_arrive(1, 256);
 }
 
-// Where a stage's tiles begin in shared memory.
+// Return the shared memory address of a stage's tile of K, and of V.
 __device__ __forceinline__ unsigned keys_at(unsigned shared, int use) {
   return shared + kKeyOffset + use % kStages * kKeyBytes;
 }
@@ -386,17 +387,17 @@ __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, u
   }
 }
 
-// The same of a stage, kTileK rows, as soon as it is empty.
+// Starts copying the kTileK rows of a stage once it is empty.
 template <int kColumns, int kPanel>
 __device__ __forceinline__ void load_stage(unsigned tile, const TensorMap& map, unsigned empty, unsigned full, int use,
                                            int first_key, int head, int batch) {
-  mbarrier_wait(empty, Barriers::parity(use) ^ 1);
+  mbarrier_wait(empty, Barriers::phase(use) ^ 1);
   mbarrier_expect_bytes(full, kTileK * kColumns * kElementBytes);
   load_rows<kTileK, kColumns, kPanel>(tile, map, full, first_key, head, batch);
 }
 
-// Rounds a warp's 16 rows of the output and stores them if they `exist`, by way of shared memory, where a panel of
-// columns holds the warpgroup's 64 rows, swizzled as TMA does it. Rows beyond the last query are clipped.
+// Rounds a warp's 16 rows of the output and stores them if they `exist`. They go through shared memory, where a panel of
+// columns holds the warpgroup's 64 rows in the layout that TMA swizzles. TMA clips rows beyond the last query.
 __device__ __forceinline__ void store_rows(const float (&output)[kValueDimPadded / 2], unsigned tile,
                                            const TensorMap& map, bool exist, int query, int head, int batch) {
   constexpr int kChunks = kValuePanel / 8;   // 16-byte chunks of a panel's row
@@ -421,7 +422,7 @@ __device__ __forceinline__ void store_rows(const float (&output)[kValueDimPadded
   }
 }
 
-// Starts scores = Q * K^T of a warpgroup's rows: `queries` and `keys` are where they begin in shared memory.
+// Starts scores = Q * K^T for the rows of a warpgroup; `queries` and `keys` are shared memory addresses.
 __device__ __forceinline__ void start_scores(float (&scores)[kTileK / 2], unsigned queries, unsigned keys) {
   constexpr int kSwizzle = kHeadPanel * kElementBytes;
   order_registers(scores);
@@ -437,7 +438,7 @@ __device__ __forceinline__ void start_scores(float (&scores)[kTileK / 2], unsign
   wgmma_commit();
 }
 
-// Starts output += P * V; the rows of V, which begin at `values` in shared memory, run along the depth.
+// Starts output += P * V; `values` is the shared memory address of V, whose rows are the reduction dimension.
 __device__ __forceinline__ void start_output(float (&output)[kValueDimPadded / 2],
                                              const unsigned (&probabilities)[kTileK / 16][4], unsigned values) {
   constexpr int kSwizzle = kValuePanel * kElementBytes;
@@ -458,15 +459,15 @@ __device__ __forceinline__ void await_product(float (&product)[kCount]) {
   order_registers(product);
 }
 
-// Multiplies the output's rows.
+// Multiplies the rows of the output by one factor each.
 __device__ __forceinline__ void rescale(float (&output)[kValueDimPadded / 2], const float (&factor)[2]) {
 #pragma unroll
   for (int n = 0; n < kValueDimPadded / 2; ++n) output[n] *= factor[n / 2 % 2];
 }
 
-// The largest score of row r, 0 or 1, of this lane's two.
+// Returns the largest score of row r, 0 or 1, of this lane's two rows.
 __device__ __forceinline__ float row_maximum(const float (&scores)[kTileK / 2], int r) {
-  float even = scores[2 * r], odd = scores[2 * r + 1];   // two chains of operations, half as long
+  float even = scores[2 * r], odd = scores[2 * r + 1];   // two independent chains
 #pragma unroll
   for (int n = 2 * r + 4; n < kTileK / 2; n += 4) {
     even = fmaxf(even, scores[n]);
@@ -475,32 +476,32 @@ __device__ __forceinline__ float row_maximum(const float (&scores)[kTileK / 2], 
   return quad_max(fmaxf(even, odd));
 }
 
-// A row's running state: the reference that its probabilities are relative to, and this lane's share of their sum.
+// The running state of a row: the row maximum m, which may lag, and this lane's part of the row sum l of 2^(s - m).
 struct RowState {
-  float reference = minus_infinity(), sum = 0.0f;
+  float row_max = minus_infinity(), sum = 0.0f;
 
-  // Of a score's power of 2: of use where it is rounded by less than 1, and not infinite as in a row that has seen no
-  // key yet.
-  __device__ __forceinline__ float offset() const { return -reference * kScoreToLog2; }
-  __device__ __forceinline__ bool has_offset() const { return fabsf(reference) < kMostReference; }
+  // The addend that folds the row maximum into the fused multiply-add of an exponent. It can be used if its rounding error is
+  // below 1, and not for a row without a key yet, where it is infinite.
+  __device__ __forceinline__ float offset() const { return -row_max * kScoreToLog2; }
+  __device__ __forceinline__ bool has_offset() const { return fabsf(row_max) < kMaxFoldedRowMax; }
 
-  // Raises the reference: by what factor sum and output shrink. A row that has seen no key yet has nothing to rescale;
-  // -inf - -inf would be NaN.
-  __device__ __forceinline__ float raise_to(float maximum) {
-    const float old = reference;
-    reference = fmaxf(old, maximum);
-    const float shrink = reference == minus_infinity() ? 1.0f : exp2_approx((old - reference) * kScoreToLog2);
+  // Raises the row maximum and returns the factor by which sum and output shrink. A row without a key yet has nothing to
+  // rescale; -inf - -inf would be NaN.
+  __device__ __forceinline__ float update_row_max(float maximum) {
+    const float old = row_max;
+    row_max = fmaxf(old, maximum);
+    const float shrink = row_max == minus_infinity() ? 1.0f : exp2_approx((old - row_max) * kScoreToLog2);
     sum *= shrink;
     return shrink;
   }
 };
 
-// Takes the references from the scores themselves, where rows have no offsets: exact, but one operation more for each.
-__device__ __forceinline__ void subtract_references(float (&scores)[kTileK / 2], const RowState (&rows)[2]) {
+// Subtracts the row maxima from the scores where offsets cannot be used: exact, at the price of one more operation per score.
+__device__ __forceinline__ void subtract_row_max(float (&scores)[kTileK / 2], const RowState (&rows)[2]) {
 #pragma unroll
   for (int n = 0; n < kTileK / 2; ++n) {
-    const float reference = rows[n / 2 % 2].reference;
-    scores[n] -= reference == minus_infinity() ? 0.0f : reference;
+    const float row_max = rows[n / 2 % 2].row_max;
+    scores[n] -= row_max == minus_infinity() ? 0.0f : row_max;
   }
 }
 
@@ -520,21 +521,21 @@ __device__ __forceinline__ int load_ids(const ForwardArguments& arguments, int i
 }
 
 // Mask: causal() & document('ids')
-__device__ __forceinline__ bool may_attend(int q, int k, const ForwardArguments& arguments) {
+__device__ __forceinline__ bool mask_mod(int q, int k, const ForwardArguments& arguments) {
   return (k <= q + (arguments.len_k - arguments.len_q)) & (load_ids(arguments, q) == load_ids(arguments, k));
 }
 
-// Queries of one head of one batch: a tile.
-struct Work { int first_query, head, batch; };
+// A work tile: queries of one head of one batch.
+struct WorkTile { int first_query, head, batch; };
 
-// The index-th tile. The heads of a section, whose K and V share the L2, take turns with their tiles; then comes the next
-// section.
-__device__ __forceinline__ Work work_of(int index, const ForwardArguments& arguments) {
+// Returns the work tile of an index. The heads of a section, whose K and V share the L2, take turns with their tiles; the
+// next section follows.
+__device__ __forceinline__ WorkTile work_tile_at(int index, const ForwardArguments& arguments) {
   const int section_tiles = arguments.section * arguments.tiles_q;
   const int first_head = index / section_tiles * arguments.section, rest = index % section_tiles;
   const int heads = min(arguments.section, arguments.heads - first_head);
   const int first_query = rest / heads * kTileQ;
-  const int head = first_head + rest % heads;   // of all batches
+  const int head = first_head + rest % heads;   // among the heads of all batches
   return {first_query, head % arguments.heads_q, head / arguments.heads_q};
 }
 
@@ -547,23 +548,24 @@ struct KeyTiles {
   __device__ __forceinline__ bool full(int step) const { return __ldg(entries + step) & 1; }
 };
 
-__device__ __forceinline__ KeyTiles key_tiles_of(const Work& work, const ForwardArguments& arguments) {
+__device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const ForwardArguments& arguments) {
   const long long list = work.batch * arguments.list_strides.batch + work.head * arguments.list_strides.head +
                          work.first_query / kTileQ;
   return {arguments.tile_entries + __ldg(arguments.tile_offsets + list), __ldg(arguments.tile_counts + list)};
 }
 
-// ---- The warpgroup that loads ---------------------------------------------------------------------------------------
+// ---- The producer ---------------------------------------------------------------------------------------------------
 
-// What the loading thread does: for each tile Q, and K and V of each step, K one step ahead, as soon as there is room.
-// The block's first tile is its own; then it takes the next that no other block has taken.
-__device__ __forceinline__ void load_tiles(unsigned shared, const Barriers& barriers, const ForwardArguments& arguments) {
-  int index = blockIdx.x, used = 0;   // stages, by the tiles before
-  unsigned queries_used = 1;          // parity of the use of Q before this one
+// The producer: for each work tile it loads Q, and the K and V tiles of each step as soon as their stage is empty, K one
+// step ahead. The index of the block's first work tile is the block's own; then it fetches the next index that no other
+// block has taken.
+__device__ __forceinline__ void producer(unsigned shared, const Barriers& barriers, const ForwardArguments& arguments) {
+  int index = blockIdx.x, used = 0;   // used: uses of the stages by earlier work tiles
+  unsigned queries_used = 1;          // phase of the use of Q before this one
   for (; index < arguments.tiles; queries_used ^= 1) {
-    const Work work = work_of(index, arguments);
+    const WorkTile work = work_tile_at(index, arguments);
     const KeyTiles tiles = key_tiles_of(work, arguments);
-    // The head of K and V, work.head / heads_per_kv, by a product with 2^31 / heads_per_kv, rounded up.
+    // The KV head, work.head / heads_per_kv: a product with 2^31 / heads_per_kv, rounded up, in place of a division.
     const int head_kv = __umulhi(2 * work.head + 1, arguments.kv_reciprocal);
     const auto load_keys = [&](int step) {
       const int use = used + step;
@@ -589,31 +591,36 @@ __device__ __forceinline__ void load_tiles(unsigned shared, const Barriers& barr
       load_values(step);
     }
     used += tiles.count;
-    // A launch increments once after each tile: the last increment wraps the counter to the 0 that it began with.
+    // A launch increments the counter once after each tile: the last increment wraps it to 0, as it began.
     index = arguments.next_tile == nullptr ? arguments.tiles
                                            : gridDim.x + atomicInc(arguments.next_tile, arguments.tiles - 1);
   }
   mbarrier_wait(barriers.queries_empty(), queries_used);
-  barriers.tile_index() = index;   // no tile: those that compute are done
+  barriers.tile_index() = index;   // not a tile: the consumers are done
   mbarrier_arrive(barriers.queries_full());
 }
 
-// ---- The steps of those that compute --------------------------------------------------------------------------------
+// ---- The consumers --------------------------------------------------------------------------------------------------
 
-// A lane holds scores and output as wgmma does: its n-th is of its row n / 2 % 2, which stand 8 apart, and of the tile's
-// column n / 4 * 8 + n % 2 on from the lane's first.
+// A lane holds the fragments of a wgmma accumulator: element n is in row n / 2 % 2 of the lane's two rows, which are 8 apart,
+// and in column n / 4 * 8 + n % 2 from the lane's first column.
 
-// Products to scores: -inf where the mask forbids a key, and beyond the last key. Most tiles are spared both.
-__device__ __forceinline__ void finish_scores(float (&scores)[kTileK / 2], const Position& position,
-                                              const KeyTiles& tiles, int step, const ForwardArguments& arguments) {
-  const int first_key = tiles.first_key(step);
-  if (!tiles.full(step)) {
+// Applies the mask: sets scores of masked-out keys to -inf.
+__device__ __forceinline__ void apply_mask(float (&scores)[kTileK / 2], const Position& position, int first_key,
+                                           const ForwardArguments& arguments) {
 #pragma unroll
-    for (int n = 0; n < kTileK / 2; ++n) {
-      const int q = position.query + n / 2 % 2 * 8, k = first_key + position.key + n / 4 * 8 + n % 2;
-      scores[n] = may_attend(q, k, arguments) ? scores[n] : minus_infinity();
-    }
+  for (int n = 0; n < kTileK / 2; ++n) {
+    const int q = position.query + n / 2 % 2 * 8, k = first_key + position.key + n / 4 * 8 + n % 2;
+    scores[n] = mask_mod(q, k, arguments) ? scores[n] : minus_infinity();
   }
+}
+
+// Turns products into scores. Tiles that are not fully visible apply the mask; keys beyond the last one get -inf.
+__device__ __forceinline__ void apply_score_and_mask(float (&scores)[kTileK / 2], const Position& position,
+                                                     const KeyTiles& tiles, int step,
+                                                     const ForwardArguments& arguments) {
+  const int first_key = tiles.first_key(step);
+  if (!tiles.full(step)) apply_mask(scores, position, first_key, arguments);
   const int left = arguments.len_k - first_key;
   if (left < kTileK) {
 #pragma unroll
@@ -623,11 +630,11 @@ __device__ __forceinline__ void finish_scores(float (&scores)[kTileK / 2], const
   }
 }
 
-// Probabilities of a tile of scores, relative to the rows' references and rounded to the input's type: the operand of
-// P * V, 16 keys at a time. `sums` are this lane's shares of their sums. True where some row has outgrown its reference.
+// Computes the probabilities 2^(s - m) of a tile of scores, rounded to the input's type, as the operand of P * V, 16 keys at a
+// time. `sums` receives this lane's part of their row sums. Returns whether a row exceeds its maximum by too much.
 __device__ __forceinline__ bool exponentiate(unsigned (&probabilities)[kTileK / 16][4], float (&sums)[2],
                                              const float (&scores)[kTileK / 2], const float (&offsets)[2]) {
-  float even[2] = {}, odd[2] = {};   // two chains of additions a row, half as long
+  float even[2] = {}, odd[2] = {};   // two independent chains per row
 #pragma unroll
   for (int n = 0; n < kTileK / 2; n += 2) {
     const int r = n / 2 % 2;
@@ -639,33 +646,34 @@ __device__ __forceinline__ bool exponentiate(unsigned (&probabilities)[kTileK / 
   }
   sums[0] = even[0] + odd[0];
   sums[1] = even[1] + odd[1];
-  return fmaxf(sums[0], sums[1]) > kMostSum;
+  return fmaxf(sums[0], sums[1]) > kMaxLaneSum;
 }
 
-// Makes the rows' maxima their references, where these are lower: output and sums shrink by as much. Whether the next
-// tile may try them: the warp's rows have offsets, and where they had references before, the new ones are near those.
-__device__ __forceinline__ bool raise_references(RowState (&rows)[2], float (&output)[kValueDimPadded / 2],
+// Raises row maxima that lag to the true maxima, and rescales output and row sums. Returns whether the next tile may use them
+// as they are: the rows of the warp have offsets, and their maxima did not grow much.
+__device__ __forceinline__ bool update_row_maxima(RowState (&rows)[2], float (&output)[kValueDimPadded / 2],
                                                  const float (&scores)[kTileK / 2]) {
   float shrink[2];
   bool steady = true;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const bool had_one = rows[r].reference != minus_infinity();
-    shrink[r] = rows[r].raise_to(row_maximum(scores, r));
-    steady &= rows[r].has_offset() && !(had_one && shrink[r] < 1.0f / kMostSum);
+    const bool had_one = rows[r].row_max != minus_infinity();
+    shrink[r] = rows[r].update_row_max(row_maximum(scores, r));
+    steady &= rows[r].has_offset() && !(had_one && shrink[r] < 1.0f / kMaxLaneSum);
   }
   rescale(output, shrink);
   return __all_sync(0xffffffffu, steady);
 }
 
-// Scores to probabilities. While references are `steady`, those of earlier tiles are tried first, which takes no maximum:
-// whether they will do shows in the sums, and nearly always they do. A tile's first step has none to try.
+// Turns scores into probabilities. While row maxima are `steady`, those of earlier tiles are tried first, without computing a
+// maximum: the row sums show whether they are large enough, and they nearly always are. The first step of a work tile has
+// none to try.
 __device__ __forceinline__ void softmax(unsigned (&probabilities)[kTileK / 16][4], float (&output)[kValueDimPadded / 2],
                                         RowState (&rows)[2], bool& steady, float (&scores)[kTileK / 2]) {
   float sums[2], offsets[2] = {rows[0].offset(), rows[1].offset()};
   if (!steady || __any_sync(0xffffffffu, exponentiate(probabilities, sums, scores, offsets))) {
-    steady = raise_references(rows, output, scores);
-    if (!steady) subtract_references(scores, rows);
+    steady = update_row_maxima(rows, output, scores);
+    if (!steady) subtract_row_max(scores, rows);
 #pragma unroll
     for (int r = 0; r < 2; ++r) offsets[r] = steady ? rows[r].offset() : 0.0f;
     exponentiate(probabilities, sums, scores, offsets);
@@ -674,10 +682,10 @@ __device__ __forceinline__ void softmax(unsigned (&probabilities)[kTileK / 16][4
   rows[1].sum += sums[1];
 }
 
-// Divides by the row sums and stores this warp's 16 rows; and the log-sum-exp of this lane's two, to the base e. A row
-// with nothing to attend to is 0, whatever V holds, and its log-sum-exp -inf.
-__device__ __forceinline__ void write_rows(float (&output)[kValueDimPadded / 2], RowState (&rows)[2], unsigned tile,
-                                           const Position& position, const ForwardArguments& arguments) {
+// The epilogue: divides by the row sums, stores this warp's 16 rows of the output and, to the base e, the log-sum-exp of
+// this lane's two rows. A row that attends to no key is 0, whatever V holds, and its log-sum-exp is -inf.
+__device__ __forceinline__ void epilogue(float (&output)[kValueDimPadded / 2], RowState (&rows)[2], unsigned tile,
+                                         const Position& position, const ForwardArguments& arguments) {
   float normalise[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -689,7 +697,7 @@ __device__ __forceinline__ void write_rows(float (&output)[kValueDimPadded / 2],
     normalise[r] = rows[r].sum == 0.0f ? 0.0f : 1.0f / rows[r].sum;
   }
   rescale(output, normalise);
-  if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // of the tile before
+  if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // the store of the previous tile has read shared memory
   __syncwarp();
   store_rows(output, tile, arguments.o_map, true, position.query, position.head, position.batch);
   if (arguments.lse == nullptr || threadIdx.x % 4 != 0) return;
@@ -698,23 +706,23 @@ __device__ __forceinline__ void write_rows(float (&output)[kValueDimPadded / 2],
     const int query = position.query + r * 8;
     const long long head = static_cast<long long>(position.batch) * arguments.heads_q + position.head;
     if (query >= arguments.len_q) continue;
-    const float log2_sum = rows[r].reference * kScoreToLog2 + log2_approx(rows[r].sum);
+    const float log2_sum = rows[r].row_max * kScoreToLog2 + log2_approx(rows[r].sum);
     arguments.lse[head * arguments.len_q + query] = rows[r].sum == 0.0f ? minus_infinity() : log2_sum * 0.69314718f;
   }
 }
 
-// What a computing warpgroup does for its 64 rows of each tile. The scores of the next step and P * V of this one run on
-// the tensor cores one after the other, beside the softmax of another warpgroup; they take turns in starting them.
-__device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Barriers& barriers,
-                                       const ForwardArguments& arguments) {
+// A consumer warpgroup: computes 64 rows of each work tile. Q * K^T of the next step and P * V of this one run on the tensor
+// cores one after the other, beside the softmax of another warpgroup; ping-pong barriers order their starts.
+__device__ __forceinline__ void consumer(int warpgroup, unsigned shared, const Barriers& barriers,
+                                         const ForwardArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16;
   const unsigned queries = shared + warpgroup * kRowsBytes;
-  int use = 0;   // of a stage, by this step
-  for (unsigned queries_use = 0;; queries_use ^= 1) {   // parity of this use of Q
-    mbarrier_wait(barriers.queries_full(), queries_use);
-    const int index = __shfl_sync(0xffffffffu, barriers.tile_index(), 0);   // the same in a warp, as the compiler can see
+  int use = 0;   // of the stages of K and V, counted over all work tiles
+  for (unsigned queries_phase = 0;; queries_phase ^= 1) {
+    mbarrier_wait(barriers.queries_full(), queries_phase);
+    const int index = __shfl_sync(0xffffffffu, barriers.tile_index(), 0);   // shows the compiler that a warp has one index
     if (index >= arguments.tiles) break;
-    const Work work = work_of(index, arguments);
+    const WorkTile work = work_tile_at(index, arguments);
     const KeyTiles tiles = key_tiles_of(work, arguments);
     const int first = 0, last = tiles.count;   // steps
     const Position position = {work.batch, work.head, work.first_query + warp_row + lane / 4, lane % 4 * 2};
@@ -723,41 +731,41 @@ __device__ __forceinline__ void attend(int warpgroup, unsigned shared, const Bar
     RowState rows[2];
     bool steady = false;
 
-    if (warpgroup == kConsumers - 1) pass_turn(warpgroup, tiles.count <= 1);   // the first turn is warpgroup 0's
+    if (warpgroup == kConsumers - 1) ping_pong_arrive(warpgroup, tiles.count <= 1);   // warpgroup 0 starts
     if (first < last) {
-      mbarrier_wait(barriers.keys_full(use), barriers.parity(use));
+      mbarrier_wait(barriers.keys_full(use), barriers.phase(use));
       start_scores(scores, queries, keys_at(shared, use));
       await_product<0>(scores);
       release(barriers.keys_empty(use));
       if (first + 1 == last) release(barriers.queries_empty());
-      finish_scores(scores, position, tiles, first, arguments);
+      apply_score_and_mask(scores, position, tiles, first, arguments);
       softmax(probabilities, output, rows, steady, scores);
       for (int step = first + 1; step < last; ++step, ++use) {
-        mbarrier_wait(barriers.keys_full(use + 1), barriers.parity(use + 1));
-        take_turn(warpgroup);
+        mbarrier_wait(barriers.keys_full(use + 1), barriers.phase(use + 1));
+        ping_pong_wait(warpgroup);
         start_scores(scores, queries, keys_at(shared, use + 1));
-        mbarrier_wait(barriers.values_full(use), barriers.parity(use));
+        mbarrier_wait(barriers.values_full(use), barriers.phase(use));
         start_output(output, probabilities, values_at(shared, use));
-        pass_turn(warpgroup, step + 1 == tiles.count);
+        ping_pong_arrive(warpgroup, step + 1 == tiles.count);
         await_product<1>(scores);
         release(barriers.keys_empty(use + 1));
         if (step + 1 == last) release(barriers.queries_empty());
-        finish_scores(scores, position, tiles, step, arguments);
+        apply_score_and_mask(scores, position, tiles, step, arguments);
         await_product<0>(output);
         release(barriers.values_empty(use));
         softmax(probabilities, output, rows, steady, scores);
       }
-      mbarrier_wait(barriers.values_full(use), barriers.parity(use));
+      mbarrier_wait(barriers.values_full(use), barriers.phase(use));
       start_output(output, probabilities, values_at(shared, use));
       await_product<0>(output);
       release(barriers.values_empty(use++));
     } else {
-      __syncwarp();   // the whole warp has seen this use of Q
+      __syncwarp();   // all lanes have seen this phase of Q
       release(barriers.queries_empty());
     }
-    write_rows(output, rows, queries + kQueryBytes, position, arguments);
+    epilogue(output, rows, queries + kQueryBytes, position, arguments);
   }
-  if (lane == 0) bulk_wait_read<0>();   // shared memory goes with the block
+  if (lane == 0) bulk_wait_read<0>();   // before the block ends and its shared memory is freed
 }
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
@@ -769,12 +777,12 @@ attention_forward_fp16_d64_causal_and_document_ids_41b70eec(const __grid_constan
   if (threadIdx.x == 0) barriers.init();
   __syncthreads();
 
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // the same in a warp, as the compiler can see
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // shows the compiler that a warp has one value
   if (warpgroup == kConsumers) {
     registers_decrease<24>();
-    if (threadIdx.x / 32 % 4 == 0 && elect_one()) load_tiles(shared, barriers, arguments);
+    if (threadIdx.x / 32 % 4 == 0 && elect_one()) producer(shared, barriers, arguments);
   } else {
     registers_increase<240>();
-    attend(warpgroup, shared, barriers, arguments);
+    consumer(warpgroup, shared, barriers, arguments);
   }
 }

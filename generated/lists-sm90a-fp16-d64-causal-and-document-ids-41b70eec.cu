@@ -49,7 +49,7 @@ __device__ __forceinline__ int load_ids(const ListArguments& arguments, int i0) 
 }
 
 // Mask: causal() & document('ids')
-__device__ __forceinline__ bool may_attend(int q, int k, const ListArguments& arguments) {
+__device__ __forceinline__ bool mask_mod(int q, int k, const ListArguments& arguments) {
   return (k <= q + (arguments.len_k - arguments.len_q)) & (load_ids(arguments, q) == load_ids(arguments, k));
 }
 
@@ -96,7 +96,7 @@ __device__ __forceinline__ Range load_ids(const ListArguments& arguments, Range 
 }
 
 // The mask over a tile: its own expression, of ranges.
-__device__ __forceinline__ Truth may_attend_within(Range q, Range k, const ListArguments& arguments) {
+__device__ __forceinline__ Truth mask_mod_within(Range q, Range k, const ListArguments& arguments) {
   return (k <= q + (arguments.len_k - arguments.len_q)) & (load_ids(arguments, q) == load_ids(arguments, k));
 }
 
@@ -109,7 +109,7 @@ __device__ __forceinline__ Truth look_at_elements(int first_q, int first_k, cons
       // Where a tile overhangs, its last query or key stands for those that are missing.
       const int q = min(first_q + element / kTileK, arguments.len_q - 1);
       const int k = min(first_k + element % kTileK, arguments.len_k - 1);
-      const bool attends = may_attend(q, k, arguments);
+      const bool attends = mask_mod(q, k, arguments);
       some |= attends;
       every &= attends;
     }
@@ -134,7 +134,7 @@ __device__ __forceinline__ Classes classify(int q_tile, int first_tile, int end_
   if (exists) {
     const Range q(q_tile * kTileQ, min((q_tile + 1) * kTileQ, arguments.len_q) - 1);
     const Range k(k_tile * kTileK, min((k_tile + 1) * kTileK, arguments.len_k) - 1);
-    truth = may_attend_within(q, k, arguments);
+    truth = mask_mod_within(q, k, arguments);
   }
   Classes classes = {__ballot_sync(0xffffffffu, !truth.never), __ballot_sync(0xffffffffu, truth.always) & whole};
   unsigned open = __ballot_sync(0xffffffffu, !truth.never && !truth.always);

@@ -13,7 +13,7 @@ from flashgen.language.spec import AttentionSpec
 
 _ONLINE_SOFTMAX = (  # what the kernel and the paper call a row's state
     "online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): "
-    "reference is the paper's m, which may lag; sum is its l"
+    "row_max is the paper's m, which may lag; sum is its l"
 )
 _BLOCK_PER_TILE = "one block per (tile of queries, head, batch), along x, y and z"
 _BLOCK_PER_SLOT = "one block per (slot of a tile of queries of some sequence, head), along x and y"

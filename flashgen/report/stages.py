@@ -43,16 +43,16 @@ _SUM = block(_DQ, _EQUALS, _TAU, f"<munder>{sign('∑')}{name('j')}</munder>", s
 # Functions by what they do, in the order in which a reader would ask; the first that a text has is linked.
 _FORWARD = (
     ("Which tiles of keys are visited", "", ("key_tiles_of",)),
-    ("Q, K and V come in", "", ("load_tiles", "copy_tile", "load_stage")),
+    ("Q, K and V come in", "", ("producer", "load_tiles", "copy_tile", "load_stage")),
     ("Scores", _SCORES, ("start_scores", "multiply_by_transpose")),
-    ("The score function", _MODIFIED, ("modify_scores", "modify_score")),
-    ("The mask", _MASKED, ("mask_scores", "finish_scores")),
+    ("The score function", _MODIFIED, ("apply_score", "score_mod")),
+    ("The mask", _MASKED, ("apply_mask", "apply_score_and_mask")),
     ("The online softmax", _SOFTMAX, ("online_softmax", "softmax")),
     ("Dropout", block(_P, _INTO, _P, _TIMES, over(name("Z"), row(number(1), _MINUS, name("p")))), ("drop",)),
     ("The output", _OUTPUT, ("start_output", "multiply_registers")),
-    ("Divided by the sum, and stored", _DIVIDE, ("stage_output", "write_rows")),
-    ("The log-sum-exp", _LSE, ("write_lse", "write_rows")),
-    ("All that a warpgroup does", "", ("attend",)),
+    ("Divided by the sum, and stored", _DIVIDE, ("epilogue", "stage_output", "write_rows")),
+    ("The log-sum-exp", _LSE, ("write_lse", "epilogue", "write_rows")),
+    ("All that a warpgroup does", "", ("consumer",)),
 )
 _BACKWARD = (
     ("Which tiles of queries are visited", "", ("query_tiles_of",)),
@@ -60,7 +60,7 @@ _BACKWARD = (
     ("Tiles come in", "", ("load_tiles", "copy_tile", "load_stage")),
     ("D of each row", _ROWSUM, ("dot",)),
     ("Scores, computed anew", _SCORES, ("start_scores", "multiply_by_transpose", "start_product")),
-    ("The score function, and its derivative", _SLOPE, ("modify_score",)),
+    ("The score function, and its derivative", _SLOPE, ("score_mod",)),
     (
         "Weights and their gradients",
         _ANEW,

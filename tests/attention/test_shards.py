@@ -120,7 +120,7 @@ def test_positions_of_the_whole_are_computed_in_32_bits() -> None:
     spec = fg.AttentionSpec(64, mask=fg.causal() & fg.sliding_window(64), score=fg.alibi(4)).shard()
     for target in ("sm_80", "sm_90a"):
         source = forward_kernels(spec, target_named(target))["forward"].source
-        begin = source.index("may_attend(")
+        begin = source.index("mask_mod(")
         assert "long long" not in source[begin : source.index("}", begin)]
 
 

@@ -188,7 +188,7 @@ def test_a_spec_without_a_sink_is_called_what_it_was() -> None:
 
 
 FAULTS = {
-    "the sink is not counted": ("fwd", ".take(sink);", ".take(minus_infinity());"),
+    "the sink is not counted": ("fwd", ".add_sink(sink);", ".add_sink(minus_infinity());"),
     "the output does not shrink": ("fwd", ".shrink / (", ".sum / ("),
     "the sink is scaled": ("fwd", "kSinkToScore = 5.65685415f", "kSinkToScore = 1.0f"),
     "the gradient's sign": ("bwd-sink", "sum -= exp2", "sum += exp2"),

@@ -55,7 +55,7 @@ def functions_fit(
 
 def of_one_element(source: str) -> int:
     """Lines that a kernel has more where it finds out which tiles read one element of an array."""
-    return 12 if "reads_alike" in source else 0
+    return 12 if "reads_uniform" in source else 0
 
 
 def of_diagonals(source: str) -> int:

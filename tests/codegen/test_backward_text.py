@@ -130,7 +130,7 @@ def test_a_kernel_names_its_spec_and_its_maker() -> None:
 @modes
 def test_a_full_mask_needs_no_mask(deterministic: bool) -> None:
     for source in parts(fg.AttentionSpec(64), deterministic).values():
-        for absent in ("may_attend", "modify_score", "philox", "tiles.full", "full_begin", "find_dropped", "slope"):
+        for absent in ("mask_mod", "score_mod", "philox", "tiles.full", "full_begin", "find_dropped", "slope"):
             assert absent not in source, absent
 
 
@@ -140,7 +140,7 @@ def test_only_products_are_recomputed_where_the_scores_are_(deterministic: bool)
     spec = fg.AttentionSpec(64, mask=fg.causal(), score=fg.softcap(30), dropout=0.1)
     for part, source in parts(spec, deterministic).items():
         looks_at_scores = part in ("keys", "queries")
-        for word in ("may_attend", "modify_score", "philox", "mma_m16n8k16_f16"):
+        for word in ("mask_mod", "score_mod", "philox", "mma_m16n8k16_f16"):
             assert (word in source) == looks_at_scores, (part, word)
 
 
@@ -155,7 +155,7 @@ def test_a_score_plus_a_bias_has_no_slope(score: fg.Score, deterministic: bool) 
 def test_a_softcap_takes_one_tanh_for_both_the_score_and_its_slope(deterministic: bool) -> None:
     found = parts(fg.AttentionSpec(64, score=fg.softcap(30)), deterministic)
     for part in ("keys", "queries") if deterministic else ("keys",):
-        body = functions(found[part])["modify_score"]
+        body = functions(found[part])["score_mod"]
         assert body.count("tanh") == 1 and "slope = 1.0f - x0 * x0;" in body
         others = found[part].replace(body, "").replace(functions(found[part])["tanh_approx"], "")
         assert "tanh" not in others and "cosh" not in found[part]
@@ -166,7 +166,7 @@ def test_tiles_that_read_one_element_have_scores_of_their_own(target: str) -> No
     clipped, endless = fg.relative_bias("table", 24), fg.alibi("slopes")
     for score, alike in ((clipped, True), (endless, False)):
         text = keys_of(fg.AttentionSpec(64, score=score), target)
-        assert ("differentiate_scores<Tests::kAlike>" in text or "exponentiate<Tests::kAlike>" in text) == alike
+        assert ("differentiate_scores<Tests::kUniform>" in text or "exponentiate<Tests::kUniform>" in text) == alike
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])

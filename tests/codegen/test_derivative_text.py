@@ -73,19 +73,19 @@ def test_softcap_computes_tanh_once_and_has_the_scale_in_its_constant() -> None:
     assert rendered("softcap") == (
         "// Score function: softcap(30), with the scale folded into its constants\n"
         "// slope: its derivative by the score.\n"
-        "__device__ __forceinline__ float modify_score(float product, const TestArguments& arguments, float& slope) {\n"
+        "__device__ __forceinline__ float score_mod(float product, const TestArguments& arguments, float& slope) {\n"
         "  const float x0 = tanh_approx(product * (kScale / 30.0f));\n"
         "  slope = 1.0f - x0 * x0;\n"
         "  return 30.0f * x0;\n"
         "}\n"
     )
-    assert gradient_of("softcap").call("scores[i][j][e]", "slope") == "modify_score(scores[i][j][e], arguments, slope)"
+    assert gradient_of("softcap").call("scores[i][j][e]", "slope") == "score_mod(scores[i][j][e], arguments, slope)"
 
 
 def test_a_slope_of_one_is_not_emitted() -> None:
     text, gradient = rendered("alibi"), gradient_of("alibi")
     assert gradient.slope is None and "slope:" not in text and "float& slope" not in text
-    assert gradient.call("x", "slope") == "modify_score(x * kScale, position.head, q, k, arguments)"
+    assert gradient.call("x", "slope") == "score_mod(x * kScale, position.head, q, k, arguments)"
     (gather,) = gradient.gathers
     assert (gather.capture, gather.member, gather.shown, gather.shared) == ("slopes", "slopes", "slopes[h]", "block")
     assert gather.place_call("x") == "gather0_place(position.head, arguments)"

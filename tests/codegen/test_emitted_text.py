@@ -105,7 +105,7 @@ def test_bounds_of_causal_print_as_a_person_writes_them() -> None:
 
 def test_a_full_mask_needs_no_mask() -> None:
     source = render_forward(fg.AttentionSpec(64), TARGETS["sm_80"]).source
-    assert "may_attend" not in source and "modify_score" not in source and "philox" not in source
+    assert "mask_mod" not in source and "score_mod" not in source and "philox" not in source
 
 
 def test_rendering_is_deterministic_across_processes() -> None:

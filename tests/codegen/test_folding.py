@@ -50,15 +50,15 @@ def test_nothing_is_folded_that_float32_cannot_hold() -> None:
 
 def test_softcap_takes_the_product() -> None:
     source = render_forward(fg.AttentionSpec(64, score=fg.softcap(20)), TARGETS["sm_80"]).source
-    assert "modify_score(float product, const" in source
+    assert "score_mod(float product, const" in source
     assert "return 20.0f * tanh_approx(product * (kScale / 20.0f));" in source
-    assert "= modify_score(scores[i][j][e], arguments);" in source
+    assert "= score_mod(scores[i][j][e], arguments);" in source
 
 
 def test_what_reads_the_score_takes_the_score() -> None:
     source = render_forward(fg.AttentionSpec(64, score=fg.alibi(8)), TARGETS["sm_80"]).source
-    assert "modify_score(float score, int h" in source
-    assert "= modify_score(scores[i][j][e] * kScale, position.head, q, k, arguments);" in source
+    assert "score_mod(float score, int h" in source
+    assert "= score_mod(scores[i][j][e] * kScale, position.head, q, k, arguments);" in source
 
 
 def test_a_product_that_stands_twice_stands_in_a_variable() -> None:

@@ -14,4 +14,4 @@ def alike_text(spec: AttentionSpec) -> FunctionText | None:
     if condition is None:
         return None
     declarations, (text,) = statements(condition)
-    return FunctionText("reads_alike", tuple(declarations), text, indices_in(condition))
+    return FunctionText("reads_uniform", tuple(declarations), text, indices_in(condition))

@@ -94,7 +94,7 @@ class ScoreGradient:
     """A score function and its derivatives.
 
     Attributes:
-        function: modify_score, which also computes the slope.
+        function: score_mod, which also computes the slope.
         slope: text of the derivative by the score, in terms of the function's declarations; None if that is 1.
         gathers: the elements that gradients are asked of, without those that the score does not depend on.
     """
@@ -106,7 +106,7 @@ class ScoreGradient:
     def call(self, product: str, slope: str, names: Names = DEVICE_NAMES) -> str:
         """A call that gives the modified score and, unless that is 1, sets the variable `slope`."""
         into = f", {slope}" if self.slope else ""
-        return f"modify_score({self.function.of(product)}, {self.function.call(names)}{into})"
+        return f"score_mod({self.function.of(product)}, {self.function.call(names)}{into})"
 
 
 def score_gradient(spec: AttentionSpec, with_gathers: bool = True) -> ScoreGradient | None:

@@ -35,18 +35,18 @@ def forward_barriers(stages: Extent, paged: bool) -> tuple[BarrierGroup, ...]:
     return (
         BarrierGroup(queries, (_full("queries"), _empty("queries"))),
         *([BarrierGroup(tail, (_full("tail"),), at_end=True)] if paged else []),
-        _pipeline(staged, "keys", "values", stages=stages, parity="parity"),
+        _pipeline(staged, "keys", "values", stages=stages, parity="phase"),
     )
 
 
 def _queries_and_outputs(stages: Extent) -> BarrierGroup:
     comment = "A stage of Q and of the rows' statistics has landed, and has been released; the same of dO."
-    return _pipeline(comment, "queries", "outputs", stages=stages, parity="parity")
+    return _pipeline(comment, "queries", "outputs", stages=stages, parity="phase")
 
 
 def _scores(comment: str, stages: Extent, arrivals: str) -> BarrierGroup:
     barriers = Barrier("scores_full", arrivals), Barrier("scores_empty", arrivals)
-    return BarrierGroup(comment, barriers, stages, parity="score_parity")
+    return BarrierGroup(comment, barriers, stages, parity="score_phase")
 
 
 @cache
@@ -59,7 +59,7 @@ def key_barriers(stages: Extent, score_stages: Extent, dq_apart: bool) -> tuple[
     gradients = BarrierGroup(written, (Barrier("gradients_full", _CONSUMER_WARPS),), literal(2))
     work_readers = _CONSUMER_WARPS if dq_apart else f"{_CONSUMER_WARPS} + kAdders"
     released = _empty("keys"), _empty("values")
-    work = _full("work"), Barrier("work_empty", work_readers)
+    work = _full("work_tile"), Barrier("work_tile_empty", work_readers)
     return (
         _queries_and_outputs(stages),
         *(() if dq_apart else (scores, added, gradients)),
@@ -80,6 +80,6 @@ def query_barriers(key_stages: Extent, value_stages: Extent) -> tuple[BarrierGro
     """Of the kernel whose blocks walk the keys of a tile of queries."""
     return (
         BarrierGroup("Q and dO have landed.", (_full("queries"),)),
-        _pipeline("A stage of K has landed, and has been released.", "keys", stages=key_stages, parity="key_parity"),
-        _pipeline("The same of V.", "values", stages=value_stages, parity="value_parity"),
+        _pipeline("A stage of K has landed, and has been released.", "keys", stages=key_stages, parity="key_phase"),
+        _pipeline("The same of V.", "values", stages=value_stages, parity="value_phase"),
     )

@@ -93,7 +93,7 @@ def decode_layout(spec: AttentionSpec, lists: bool, scheduled: bool = False) -> 
     of, each = ("columns", "groups of heads, splits") if scheduled else ("splits", "tiles of rows, splits")
     two = ", 2" if scheduled else ""
     fields.append(Field("float*", "partial_outputs", comment=f"of {of}: ({each}{two}, kTileQ, kValueDim)"))
-    fields.append(Field("float*", "partial_states", comment=f"({each}{two}, kTileQ, 2): reference and sum"))
+    fields.append(Field("float*", "partial_states", comment=f"({each}{two}, kTileQ, 2): row maximum and row sum"))
     counted = "column and group of heads" if scheduled else "tile of rows"
     fields.append(Field("unsigned*", "arrivals", comment=f"of each {counted}: 0, before and after; null for 1 split"))
     if scheduled:

@@ -56,7 +56,7 @@ def mixed_layout(spec: AttentionSpec, plan: MixedPlan) -> ArgumentLayout:
     fields.append(Field("float*", "lse", comment="(heads_q, total_q), or null"))
     of = "of columns: (groups of heads, splits, 2, kTileQ"
     fields.append(Field("float*", "partial_outputs", comment=f"{of}, kValueDim)"))
-    fields.append(Field("float*", "partial_states", comment=f"{of}, 2): reference and sum"))
+    fields.append(Field("float*", "partial_states", comment=f"{of}, 2): row maximum and row sum"))
     fields.append(Field("unsigned*", "arrivals", comment="of each column and group of heads: 0, before and after"))
     fields.append(Field("const int*", "cu_seqlens_q", comment="(batch + 1): where sequences begin among the rows of q"))
     fields += cache_fields(spec)
