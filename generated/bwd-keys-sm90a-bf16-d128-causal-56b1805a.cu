@@ -105,7 +105,7 @@ constexpr int kScoreBytes = kTileQ * kTileK * kElementBytes;
 constexpr int kGradientBytes = kTileQ * kHeadDimPadded * sizeof(float);
 constexpr int kStatisticsBytes = kTileQ * sizeof(float2);
 constexpr int kBarrierBytes = (4 * kStages + 2 * kScoreStages + 1 + 2 + 2 + 2 * 2) * 8;
-constexpr int kWorkBytes = 16;
+constexpr int kWorkTileBytes = 16;
 constexpr int kValueOffset = kKeyBytes;
 constexpr int kQueryOffset = kValueOffset + kValueBytes;
 constexpr int kOutputOffset = kQueryOffset + kStages * kQueryBytes;
@@ -113,8 +113,8 @@ constexpr int kScoreOffset = kOutputOffset + kStages * kOutputBytes;
 constexpr int kGradientOffset = kScoreOffset + kScoreStages * kScoreBytes;
 constexpr int kStatisticsOffset = kGradientOffset + kGradientBytes;
 constexpr int kBarrierOffset = kStatisticsOffset + kStages * kStatisticsBytes;
-constexpr int kWorkOffset = kBarrierOffset + kBarrierBytes;
-static_assert(kWorkOffset + 2 * kWorkBytes <= 231144, "the shared memory of the launch");
+constexpr int kWorkTileOffset = kBarrierOffset + kBarrierBytes;
+static_assert(kWorkTileOffset + 2 * kWorkTileBytes <= 231144, "the shared memory of the launch");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
 
@@ -587,11 +587,11 @@ struct WorkTile {
   int first_key, head_kv, batch;
 };
 
-static_assert(sizeof(WorkTile) <= kWorkBytes, "the room of a work tile in shared memory");
+static_assert(sizeof(WorkTile) <= kWorkTileBytes, "the room of a work tile in shared memory");
 
 // Where the loading thread tells a work, two of them at a time. One that begins before the first key is none: the block ends.
 __device__ __forceinline__ WorkTile& work_tile_slot(int turn) {
-  return reinterpret_cast<WorkTile*>(shared_memory + kWorkOffset)[turn % 2];
+  return reinterpret_cast<WorkTile*>(shared_memory + kWorkTileOffset)[turn % 2];
 }
 
 // The work of a number: tile after tile, then the next head of K and V of all batches. Of the last heads, as many as

@@ -158,7 +158,7 @@ MUTANTS = (
     ),
     Mutant(
         "the output takes Q's place without a barrier",
-        "templates/hopper/steps.cuh.jinja",
+        "templates/hopper/mainloop.cuh.jinja",
         "    named_barrier_sync(1 + kConsumers + warpgroup, 128);\n",
         "",
         (

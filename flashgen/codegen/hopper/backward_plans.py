@@ -166,7 +166,7 @@ class HopperBackwardPlan(Checked):
                 *(() if dq_apart else summed),
                 Buffer("Statistics", "L, D", (queries,), FLOAT2, copies=stages),
                 mbarriers(barriers),
-                Buffer("Work", "work tile", (work_bytes,), BYTE, copies=literal(2)),
+                Buffer("WorkTile", "work tile", (work_bytes,), BYTE, copies=literal(2)),
                 *(() if self.heads_apart else stored),
             ),
             barriers,

@@ -1,0 +1,87 @@
+"""Identifiers that were replaced by the field's terms stay out of the code and of emitted kernels."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RETIRED = {
+    # Emitted kernels and their templates.
+    "may_attend": "mask_mod",
+    "modify_score": "score_mod",
+    "modify_scores": "apply_score",
+    "mask_scores": "apply_mask",
+    "finish_scores": "apply_score_and_mask",
+    "reads_alike": "reads_uniform",
+    "kAlike": "kUniform",
+    "Work": "WorkTile",
+    "work_of": "work_tile_at",
+    "work_of_block": "work_tile_of_block",
+    "work_full": "work_tile_full",
+    "work_empty": "work_tile_empty",
+    "take_turn": "ping_pong_wait",
+    "pass_turn": "ping_pong_arrive",
+    "pass_by": "skip_step",
+    "raise_to": "update_row_max",
+    "subtract_references": "subtract_row_max",
+    "kMostReference": "kMaxFoldedRowMax",
+    "key_parity": "key_phase",
+    "value_parity": "value_phase",
+    "score_parity": "score_phase",
+    # Dispatch and launch cache.
+    "KernelChoice": "ForwardDispatch",
+    "BackwardChoice": "BackwardDispatch",
+    "BuiltForward": "ForwardKernels",
+    "HeadDivision": "HeadSplit",
+    "PlansBySizes": "SizeRules",
+    "forward_stages": "render_forward_kernels",
+    "backward_stages": "render_backward_kernels",
+    "plan_by_sizes": "plan_with",
+    "likenesses": "launch_cache",
+    "Remembered": "Cache",
+    "forgotten": "generation",
+    "made_once": "locked_cached_property",
+    "taken_apart": "split_varlen_arguments",
+    "refuse_ragged": "refuse_varlen",
+    "_put_right": "_copy_if_misaligned",
+    "_said": "a name that says what it holds",
+}
+WORD = re.compile(r"(?<![\w/.-])(?:" + "|".join(map(re.escape, RETIRED)) + r")(?![\w-])")
+FILES = [
+    path
+    for folder, pattern in (
+        ("flashgen", "**/*.py"),
+        ("benchmarks", "**/*.py"),
+        ("templates", "**/*.jinja"),
+        ("generated", "*.cu"),
+    )
+    for path in sorted((ROOT / folder).glob(pattern))
+]
+
+
+def retired_in(text: str) -> list[str]:
+    """The retired identifiers of a text, each with its line and the term to use."""
+    return [
+        f"line {number}: {word}, use {RETIRED[word]}"
+        for number, line in enumerate(text.splitlines(), 1)
+        for word in WORD.findall(line)
+    ]
+
+
+@pytest.mark.parametrize("folder", ["flashgen", "benchmarks", "templates", "generated"])
+def test_retired_identifiers_are_gone(folder: str) -> None:
+    files = [path for path in FILES if path.relative_to(ROOT).parts[0] == folder]
+    assert files
+    found = [f"{path.relative_to(ROOT)}, {each}" for path in files for each in retired_in(path.read_text("utf-8"))]
+    assert not found, "\n".join(found)
+
+
+def test_a_retired_identifier_is_noticed() -> None:
+    assert retired_in("const Work work = work_of(index, arguments);") == [
+        "line 1: Work, use WorkTile",
+        "line 1: work_of, use work_tile_at",
+    ]
+    assert not retired_in("const WorkTile work = work_tile_at(index, arguments);")
