@@ -71,7 +71,7 @@ def test_show_without_a_cache(folder: Path) -> None:
     folder.touch()
     result = invoke("show", "causal()", "--target", "sm_80", "--what", "resources", "--json")
     assert json.loads(result.stdout)["cubin"] == "in memory"
-    assert "kept in memory" in result.stderr
+    assert "builds in memory" in result.stderr
 
 
 @pytest.mark.skipif(
@@ -91,7 +91,7 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "flashgen", "run", "full()", "-i", str(EXAMPLE), "--emulate", "-o"]
         done = subprocess.run([*command, str(disk / "out.npz")], env=environment, capture_output=True, text=True)
         assert done.returncode == 2 and "Traceback" not in done.stderr
-        assert "No space left on device" in done.stderr and "kept in memory" in done.stderr
+        assert "No space left on device" in done.stderr and "builds in memory" in done.stderr
         assert f"error: --output {disk / 'out.npz'} cannot be written: No space left" in done.stderr
         assert (disk / "out.npz").read_bytes() == b"before"
         assert sorted(path.name for path in disk.iterdir()) == ["cache", "out.npz"]

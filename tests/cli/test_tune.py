@@ -66,7 +66,7 @@ def test_there_must_be_a_gpu() -> None:
 def test_options_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "require_gpu", lambda: None)
     assert "did you mean causal" in invoke("tune", "casual()", expect=2).stderr
-    assert "must be integers" in invoke("tune", "causal()", "--lengths", "1k", expect=2).stderr
+    assert "must be comma-separated integers" in invoke("tune", "causal()", "--lengths", "1k", expect=2).stderr
     assert "must be positive" in invoke("tune", "causal()", "--lengths", "0", expect=2).stderr
     divides = invoke("tune", "causal()", "--heads", 32, "--heads-kv", 5, expect=2)
     assert "--heads-kv 5 does not divide --heads 32" in divides.stderr
