@@ -5,7 +5,8 @@ python docs/refresh.py --check     # names it, and ends with status 1 if there i
 
 Of a page's fenced blocks, `console` is a transcript: what its `$ ` lines print stands below them. A block with a title
 such as `generated/NAME.cu: online_softmax` is that function of that file, `FILE: /first line/ to /last line/` those
-lines. A command of an `sh` block that writes to docs/ makes the picture that is committed there.
+lines. A command of an `sh` block that writes to docs/ makes the picture that is committed there. Tables of features
+stand between two marks (features.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -27,6 +29,7 @@ ROOT = DOCS.parent
 FENCE = re.compile(r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?[^\n]*\n(?P<text>.*?)^```$', re.M | re.S)
 TEXT = re.compile(r"<text[^>]*>([^<]*)</text>")
 PICTURE = re.compile(r"--output (docs/\S+\.svg)")
+FEATURES = runpy.run_path(str(DOCS / "features.py"))
 WIDTH = "96"  # characters of the terminal that transcripts are of
 
 
@@ -64,7 +67,7 @@ def refreshed(text: str) -> str:
         before, behind = match.start("text") - match.start(), match.end("text") - match.start()
         return match[0][:before] + _content(match) + match[0][behind:]
 
-    return FENCE.sub(anew, text)
+    return FEATURES["with_tables"](FENCE.sub(anew, text))
 
 
 def _content(match: re.Match[str]) -> str:

@@ -1,0 +1,144 @@
+"""The tables of docs/what-it-does.md: which features work with which layouts, passes, element types and targets.
+
+Each cell is what rendering the kernels of such a spec says: they are rendered, or refused by an error that names the
+reason. `docs/refresh.py` writes the tables between the marks of the page, and a test compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+import flashgen as fg
+from flashgen.attention.tile_lists import sizes_of
+from flashgen.attention.varlen import refuse_varlen
+from flashgen.codegen.dispatch import render_backward_kernels, render_forward_kernels
+from flashgen.codegen.targets import TARGETS
+from flashgen.errors import ArgumentError, SpecError, UnsupportedError
+
+BEGIN, END = "<!-- features -->", "<!-- end of features -->"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "varlen": {"layout": "thd"},
+    "paged": {"page_size": 16},
+    "varlen over pages": {"layout": "thd", "page_size": 16},
+    "paged, 8 bits": {"page_size": 16, "kv_dtype": "int8"},
+    "varlen over pages, 8 bits": {"layout": "thd", "page_size": 16, "kv_dtype": "int8"},
+}
+FEATURES: dict[str, Callable[[], dict[str, Any]]] = {
+    "mask with a closed form": lambda: {"mask": fg.causal()},
+    "mask by tile lists": lambda: {"mask": fg.document(fg.Tensor("ids", "int32", ndim=2))},
+    "score function": lambda: {"score": fg.softcap(30.0)},
+    "captured array": lambda: {"score": fg.alibi(fg.Tensor("slopes"))},
+    "captured array with a gradient": lambda: {"score": fg.relative_bias(fg.Tensor("table", ndim=2, grad=True), 128)},
+    "dropout": lambda: {"dropout": 0.1},
+    "sink": lambda: {"sink": fg.Tensor("sinks", "float32", 1, grad=True)},
+    "value dim of its own": lambda: {"value_dim": 64},
+    "head dim 256": lambda: {"head_dim": 256},
+}
+REPRESENTATIVES = ("sm_75", "sm_80", "sm_90a")
+"""A target of each family."""
+
+
+@cache
+def _accepts(layout: str, feature: str, dtype: str, target: str, backward: bool, deterministic: bool = False) -> bool:
+    options = {"head_dim": 128, **(FEATURES[feature]() if feature else {}), **LAYOUTS[layout]}
+    try:
+        spec = fg.AttentionSpec(options.pop("head_dim"), dtype, **options)
+        if backward:
+            render_backward_kernels(spec, TARGETS[target], deterministic=deterministic)
+        else:
+            render_forward_kernels(spec, TARGETS[target])
+    except (SpecError, UnsupportedError):
+        return False
+    return True
+
+
+def _cell(accepted: dict[str, bool]) -> str:
+    """What a cell says of some targets."""
+    if all(accepted.values()):
+        return "works"
+    if not any(accepted.values()):
+        return "refused by name"
+    return f"refused by name on {', '.join(target for target, works in accepted.items() if not works)}"
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    lines = [head, ["---"] * len(head), *map(list, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _of_targets(layout: str, feature: str, backward: bool, deterministic: bool = False) -> str:
+    return _cell(
+        {name: _accepts(layout, feature, "float16", name, backward, deterministic) for name in REPRESENTATIVES}
+    )
+
+
+def tables() -> str:
+    """The tables, in Markdown."""
+    layouts = [*LAYOUTS]
+    forward = _table(
+        ["forward", *layouts],
+        ([feature, *(_of_targets(layout, feature, False) for layout in layouts)] for feature in FEATURES),
+    )
+    trained = [layout for layout in layouts if _accepts(layout, "", "float16", "sm_80", backward=True)]
+    backward = _table(
+        ["backward", *trained],
+        [
+            *([feature, *(_of_targets(layout, feature, True) for layout in trained)] for feature in FEATURES),
+            ["deterministic", *(_of_targets(layout, "", True, deterministic=True) for layout in trained)],
+        ],
+    )
+    refused = ", ".join(layout for layout in layouts if layout not in trained)
+    types = _table(
+        ["element type", *TARGETS],
+        (
+            [dtype, *(_cell({name: _accepts("dense", "", dtype, name, backward=False)}) for name in TARGETS)]
+            for dtype in ("float16", "bfloat16")
+        ),
+    )
+    return f"{forward}\n\n{backward}\n\nThe backward refuses by name: {refused}.\n\n{types}\n\n{options_table()}"
+
+
+def _is_accepted(layout: str, call: Callable[[Any], Any]) -> bool:
+    """Whether a compiled attention of a layout takes a call, on the emulator."""
+    spec = fg.AttentionSpec(64, mask=fg.document(fg.Tensor("ids", "int32", ndim=2)), **LAYOUTS[layout])
+    try:
+        call(fg.compile(spec, target="sm_80", emulate=True))
+    except (ArgumentError, SpecError, UnsupportedError):
+        return False
+    return True
+
+
+def _decode_schedule(attention: Any) -> None:
+    numbers = np.zeros((1, 4), np.int32)
+    attention.decode_schedule(1, page_table=numbers, seqused_k=numbers[0, :1], heads=1, ids=numbers)
+
+
+OPTIONS: dict[str, Callable[[Any], Any]] = {
+    "`num_splits`": lambda attention: attention.forward.dispatch.for_splits(sizes_of(1, 64, 1, 1, 1), 2),
+    "`decode_schedule`": _decode_schedule,
+    "`plan_for`, `tune`": lambda attention: refuse_varlen(attention.spec, "tune", "..."),
+    "`tiles`, `tile_lists`": lambda attention: attention.tiles(64, 64, ids=np.zeros((1, 64), np.int32)),
+    "`spec.shard()`": lambda attention: attention.spec.shard(),
+}
+"""What a call, or a compiled attention, is asked for."""
+
+
+def options_table() -> str:
+    """What calls of each layout may ask for."""
+    rows = ([name, *(_cell({"": _is_accepted(layout, call)}) for layout in LAYOUTS)] for name, call in OPTIONS.items())
+    return _table(["call", *LAYOUTS], rows)
+
+
+def with_tables(text: str) -> str:
+    """A page with the tables as they are now between its marks, if it has any."""
+    if BEGIN not in text:
+        return text
+    before, _, rest = text.partition(BEGIN)
+    _, _, behind = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{behind}"
