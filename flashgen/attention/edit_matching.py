@@ -12,7 +12,7 @@ from flashgen.attention.given_sources import GivenText
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.source_text import constants, entry_points, struct_members, without_comments
-from flashgen.codegen.stages import Kernels, backward_kernels, forward_kernels, set_apart
+from flashgen.codegen.stages import Kernels, backward_kernels, forward_kernels, with_unique_names
 from flashgen.codegen.targets import Target
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
@@ -49,7 +49,7 @@ class Emitted:
     def released(self) -> Mapping[str, str]:
         """The names of the backward's kernels in a release, by part."""
         plain = {part.removeprefix("backward_"): kernel for part, kernel in self.backward.items()}
-        renamed = set_apart(plain, self._deterministic).values()
+        renamed = with_unique_names(plain, self._deterministic).values()
         return {part: kernel.name for part, kernel in zip(self.backward, renamed, strict=True)}
 
     def part_of(self, given: GivenText) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from flashgen.attention.problem import INT32_MAX, Problem
-from flashgen.codegen.arguments import OF_QUERIES, ArgumentLayout, member_name
+from flashgen.codegen.arguments import QUERY_ARRAYS, ArgumentLayout, member_name
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import Kernels, struct_values
 from flashgen.errors import ArgumentError
@@ -49,7 +49,7 @@ def launch_of(
     if not kernel.boxes:
         return Launch(kernel.grid(problem), ArgumentWriter(kernel.layout, values), counts)
     has_keys = problem.rows_k and (problem.pages or not spec.page_size)
-    empty = () if has_keys else [name for name in kernel.boxes if name not in OF_QUERIES]
+    empty = () if has_keys else [name for name in kernel.boxes if name not in QUERY_ARRAYS]
     shapes = map_shapes(spec, kernel, problem, problem.strides, problem.pages)
     return Launch(kernel.grid(problem), TensorMapWriter(kernel.layout, values, shapes, empty), counts)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from flashgen.attention.outputs import check_contiguous, check_kind
 from flashgen.codegen.families import emulated_target, target_of_gpu
-from flashgen.codegen.merge_kernel import MOST_PARTS, render_merge
+from flashgen.codegen.merge_kernel import MAX_PARTIALS, render_merge
 from flashgen.codegen.sizes import Sizes
 from flashgen.errors import ArgumentError
 from flashgen.launch.argument_writer import ArgumentWriter
@@ -59,8 +59,8 @@ def merge_states(outs: Sequence[Any], lses: Sequence[Any], *, layout: str = "bhs
     if layout not in ("bhsd", "bshd"):
         raise ArgumentError(f"layout={layout!r} must be 'bhsd' or 'bshd'")
     outs, lses = list(outs), list(lses)
-    if not 2 <= len(outs) <= MOST_PARTS or len(outs) != len(lses):
-        raise ArgumentError(f"{len(outs)} outputs and {len(lses)} LSEs: give as many of each, 2 to {MOST_PARTS}")
+    if not 2 <= len(outs) <= MAX_PARTIALS or len(outs) != len(lses):
+        raise ArgumentError(f"{len(outs)} outputs and {len(lses)} LSEs: give as many of each, 2 to {MAX_PARTIALS}")
     engine: Engine = Emulator() if emulate else Gpu()
     library = engine.library(outs[0], "outs[0]")
     if library is engine.copied:

@@ -1,4 +1,4 @@
-"""The kernel that writes new keys and values into pages: the text of `append_kv`, one for all sizes and types."""
+"""The kernel of `append_kv`, which writes new keys and values into pages. One kernel serves all sizes and types."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ _STRUCT, _ENTRY = "AppendArguments", "append_kv"
 
 
 def render_append(target: Target) -> RenderedKernel:
-    """The kernel. Sizes: `count` is of the larger of a sequence's new keys and values, in groups of 8 elements."""
+    """Renders the kernel.
+
+    In its `Sizes`, `count` is the number of groups of 8 elements in the new keys or the new values of one sequence,
+    whichever is larger.
+    """
     fields = [Field("const Element*", f"{name}_new") for name in "kv"] + [Field("Element*", name) for name in "kv"]
     fields += [Field("const int*", "page_table"), Field("const int*", "seqused_k", comment="before")]
     fields += [Field("Strides", f"{name}_strides") for name in ("k_new", "v_new", "k", "v")]

@@ -1,4 +1,4 @@
-"""The one struct that a kernel takes by value: its C declaration and its layout, from one list of fields."""
+"""The argument struct that a kernel takes by value: one list of fields gives its C declaration and its layout."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from flashgen.language.operations import Capture
 
-# C type -> (format of Python's struct module, size in bytes). Strides is three long long: batch, head, row. TensorMap
-# is what TMA knows of an array, 16 words that are aligned to 64 bytes.
+# C type -> (format of Python's struct module, size in bytes). Strides holds three long long: batch, head, row.
+# TensorMap is the descriptor by which TMA accesses an array: 16 words, aligned to 64 bytes.
 _SCALARS = {
     "TensorMap": ("16Q", 128),
     "long long": ("q", 8),
@@ -19,7 +19,7 @@ _SCALARS = {
 _POINTER = ("Q", 8)
 _MAP_ALIGNMENT = 64
 
-# NumPy dtype of a capture -> the C type its elements have in the kernel.
+# NumPy dtype of a capture -> the C type of its elements in the kernel.
 ELEMENT_TYPES = {
     "bool": "unsigned char",
     "int8": "signed char",
@@ -32,15 +32,15 @@ ELEMENT_TYPES = {
     "float32": "float",
 }
 
-
-# Arrays that kernels have maps of, beside those of keys whose rows are head_dim wide.
+# Arrays with tensor maps: those with rows of value_dim elements (others have head_dim), and those with rows per query
+# (others have rows per key).
 VALUE_WIDE = frozenset(("v", "o", "d_o", "dv"))
-OF_QUERIES = frozenset(("q", "o", "d_o", "dq"))
+QUERY_ARRAYS = frozenset(("q", "o", "d_o", "dq"))
 
 
 @dataclass(frozen=True)
 class Field:
-    """A member of the struct: C type, name, number of elements of an array (0 for a plain member), and a comment."""
+    """A member of the struct: its C type, name, array length (0 for a plain member) and comment."""
 
     type: str
     name: str
@@ -58,13 +58,13 @@ class Field:
 
 @dataclass(frozen=True)
 class ArgumentLayout:
-    """The struct: fields by decreasing alignment, so that natural alignment leaves no holes."""
+    """The layout of the struct. Fields are sorted by decreasing alignment, so that there is no padding between them."""
 
     fields: tuple[Field, ...]
 
     @property
     def format(self) -> str:
-        """Format for struct.pack: one value for each plain member and for each element of an array."""
+        """The format for struct.pack, which takes one value per plain member and per array element."""
         text = "".join(field.format[0] * max(field.count, 1) for field in self.fields)
         return f"<{text}{'x' * (-self._unpadded_size % (_MAP_ALIGNMENT if self.has_maps else 8))}"
 
@@ -83,7 +83,7 @@ class ArgumentLayout:
         return sum(field.format[1] * max(field.count, 1) for field in self.fields)
 
     def offset(self, name: str) -> int:
-        """Byte offset of a field in the struct."""
+        """Returns the byte offset of a field in the struct."""
         position = 0
         for field in self.fields:
             if field.name == name:
@@ -93,7 +93,10 @@ class ArgumentLayout:
 
 
 def ordered(fields: list[Field]) -> ArgumentLayout:
-    """The layout of the fields: maps, then pointers, then 8-byte numbers, then 4-byte ones, otherwise as listed."""
+    """Returns the layout of the fields: tensor maps, pointers, 8-byte numbers, then 4-byte numbers.
+
+    Fields of the same kind keep the order of `fields`.
+    """
     maps = [field for field in fields if field.type == "TensorMap"]
     wide = [field for field in fields if field.format[1] % 8 == 0 and field not in maps]
     return ArgumentLayout(
@@ -117,7 +120,7 @@ DROPOUT_FIELDS = (
     *(Field("unsigned", name) for name in ("seed_low", "seed_high", "offset")),
 )
 
-# Members of some kernel's struct, and what the emulator's header defines; a capture of such a name gets a longer one.
+# Members of any kernel's struct, and macros of the emulator's headers. A capture with one of these names is renamed.
 # fmt: off
 _RESERVED = frozenset({
     "q", "k", "v", "o", "lse", "batch", "heads", "heads_q", "kv_reciprocal", "len_q", "len_k", "tile_counts",
@@ -131,12 +134,15 @@ _RESERVED = frozenset({
     "total_k",
 })
 # fmt: on
-_GRADIENT = "d_"  # begins the member of a captured array's gradient
+_GRADIENT = "d_"  # prefix of the member for the gradient of a captured array
 _RESERVED_ENDINGS = ("_map", "_stride", "_strides", "_size", "_capture")
 
 
 def member_name(capture: Capture) -> str:
-    """The name of a capture in the struct: its own, unless that may be a type, a constant or another member."""
+    """Returns the name of a capture in the struct.
+
+    The suffix `_capture` is added to a name that may collide with a type, a constant or another member.
+    """
     name = capture.name
     taken = name in _RESERVED or name.startswith(_GRADIENT) or name.endswith(_RESERVED_ENDINGS)
     taken = taken or name != name.lower()
@@ -144,17 +150,20 @@ def member_name(capture: Capture) -> str:
 
 
 def summed_gradient(capture: Capture) -> str:
-    """The pointer that the gradient of a captured array is summed at."""
+    """Returns the member that points to the sums of a captured array's gradient."""
     return f"{_GRADIENT}{member_name(capture)}"
 
 
 def capture_gradient(capture: Capture) -> str:
-    """What a backward pass calls the gradient of a captured array, where that is not what is summed."""
+    """Returns the pass's name for a captured array's final gradient.
+
+    It is used if the sums at `summed_gradient` are kept in an array of their own.
+    """
     return f"gradient of {capture.name}"
 
 
 def capture_fields(captures: tuple[Capture, ...]) -> list[Field]:
-    """Members that hold the captures: pointer, strides and sizes of an array; the value of a number."""
+    """Returns the members for captures: pointer, strides and sizes of an array; the value of a scalar."""
     fields: list[Field] = []
     for capture in captures:
         name = member_name(capture)

@@ -1,4 +1,4 @@
-"""The pieces of a kernel put together: what every template is told, and the primitives that a kernel's text calls."""
+"""Assembles kernels: the context that all templates share, and the primitives that a kernel's text calls."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.language.well_formed import FLOAT32_MAX
 
 LOG2_E = math.log2(math.e)
-_MOST_OFFSET = 2.0**24  # which float32 rounds by less than 1
+_MAX_OFFSET = 2.0**24  # float32 rounds values up to this by less than 1
 _SUFFIXES = {"float16": "f16", "bfloat16": "bf16"}
 
 
 def assemble(template: str, context: Mapping[str, Any], target: Target, sizes: Mapping[str, Any] | None = None) -> str:
-    """Renders a template in a context, with the primitives and the shared-memory constants that the rest of it uses.
+    """Renders a template, with the primitives and the shared-memory constants that the rendered text uses.
 
-    The context's "layouts" are shared-memory layouts by the name under which the template asks for their constants.
+    Args:
+        context: Variables of the template. Its "layouts" map a variable name to the shared-memory layout of which the
+            template inserts the constants under that name.
+        sizes: Sizes for which the size-dependent primitives (wgmma) are written out.
     """
     body, primitives = environment().get_template(template), environment().get_template("primitives.cuh.jinja")
     layouts: Mapping[str, SharedMemoryLayout] = context.get("layouts", {})
@@ -43,7 +46,7 @@ def assemble(template: str, context: Mapping[str, Any], target: Target, sizes: M
 
 
 def check_spec(spec: AttentionSpec, target: Target) -> None:
-    """UnsupportedError where the target has not the spec's type, or float32 not its scale."""
+    """Raises UnsupportedError if the target lacks the spec's dtype, or scale * log2(e) overflows float32."""
     if spec.dtype not in target.dtypes:
         raise UnsupportedError(
             f"dtype={spec.dtype!r} is not supported on {target.name} (family {target.family}); use float16 there"
@@ -53,7 +56,7 @@ def check_spec(spec: AttentionSpec, target: Target) -> None:
 
 
 def suffix_of(spec: AttentionSpec) -> str:
-    """What the primitives of the spec's element type end in."""
+    """Returns the suffix of the primitives for the spec's dtype."""
     return _SUFFIXES[spec.dtype]
 
 
@@ -66,16 +69,17 @@ def common_context(
     gradient: ScoreGradient | None = None,
     position: bool = True,
 ) -> dict[str, Any]:
-    """What every kernel of a spec on mma.sync hardware is told: its types, sizes, constants and primitives.
+    """Returns the template context that all kernels of a spec share: types, sizes, constants and primitive names.
 
-    gradient: the score function with its derivatives, for kernels that want these. position: whether the place of a
-    score is declared.
+    Args:
+        gradient: The score function with its derivatives, for kernels that use them.
+        position: Whether the struct `Position`, the indices of a score, is declared.
     """
     types = environment().get_template("types.cuh.jinja").render(struct=struct, dtype=spec.dtype, layout=layout)
-    told = {"struct": struct, "variant": variant, "position": position, "gradient": gradient}
-    declared = environment().get_template("variant.cuh.jinja").render(told)
+    options = {"struct": struct, "variant": variant, "position": position, "gradient": gradient}
+    declared = environment().get_template("variant.cuh.jinja").render(options)
     suffix = suffix_of(spec)
-    factors = _SUFFIXES["float16"] if spec.kv_dtype else suffix  # which holds 8 bits exactly
+    factors = _SUFFIXES["float16"] if spec.kv_dtype else suffix  # float16 holds 8-bit values exactly
     return {
         "spec": spec,
         "target": target,
@@ -87,7 +91,7 @@ def common_context(
         "head_padded": padded(spec.head_dim),
         "value_padded": padded(spec.value_dim),
         "scale_log2": spec.scale * LOG2_E,
-        "most_reference": min(_MOST_OFFSET / (LOG2_E if spec.score else spec.scale * LOG2_E), FLOAT32_MAX),
+        "most_reference": min(_MAX_OFFSET / (LOG2_E if spec.score else spec.scale * LOG2_E), FLOAT32_MAX),
         "keep_threshold": spec.keep_threshold,
         "keep_scale": 256 / spec.keep_threshold,
         "masked": variant.mask is not None,
@@ -105,12 +109,12 @@ ENDS_OF_TILES = {
     K_FIRST: "const int k_first = work.first_key;",
     K_LAST: "const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;",
 }
-"""What a range calls the ends of the tile that it is of -> their declarations in a kernel."""
+"""Symbols of a tile's first and last query and key in the bounds of ranges -> their declarations in a kernel."""
 _SEQUENCE = "const int b = work.batch;"
 
 
 def range_texts(tiles: TileRange, ends: Mapping[sympy.Symbol, str] = ENDS_OF_TILES) -> dict[str, Any]:
-    """The texts of a range for templates/key_tiles.cuh.jinja."""
+    """Returns the texts of a range for templates/key_tiles.cuh.jinja."""
     parts = ("begin", "end", "full_begin", "full_end")
     nodes = [getattr(tiles, part) for part in parts]
     declarations, texts = statements(*nodes)
@@ -128,9 +132,17 @@ def visited_tiles(
     any_size: bool = False,
     in_turns: bool = False,
 ) -> str:
-    """The text of which tiles a block visits, keys or `queries`: by a range, or by lists where there is none.
+    """Returns the text that enumerates the tiles a block visits.
 
-    in_turns: others ask which ones a block visits, as blocks add to a visited tile in turns.
+    Args:
+        tiles: The range of visited tiles; None if they are read from lists.
+        masked: Whether the spec has a mask.
+        queries: Whether a block visits tiles of queries instead of keys.
+        ends: Declarations of the first and last query and key of a tile.
+        ragged: Whether the layout is varlen.
+        any_size: Whether tiles of keys have several sizes.
+        in_turns: Whether blocks add to a visited tile in a fixed order (by a semaphore), and therefore also ask which
+            tiles other blocks visit.
     """
     module: Any = environment().get_template("key_tiles.cuh.jinja").module
     side = module.QUERIES if queries else module.KEYS
@@ -141,5 +153,5 @@ def visited_tiles(
 
 
 def longest_last(tiles: TileRange | None) -> bool:
-    """Whether later queries see more keys: the run ends later and does not begin later."""
+    """Whether later queries see more keys: their range ends later, but does not begin later."""
     return tiles is not None and tiles.end.has(Q_LAST, Q_FIRST) and not tiles.begin.has(Q_LAST, Q_FIRST)

@@ -1,7 +1,7 @@
-"""Which plans of a spec's backward are worth timing on a target, for calls of some sizes.
+"""The backward plans that are worth timing for a spec, a target and the sizes of a call.
 
-They are few: a family's own table, or every form of its kernel that fits. All of them are timed, so that no model of
-their cost is needed; the assembler leaves out those that spill.
+There are few: a family lists them, or tries every variant of its kernel that fits. All of them are timed, so no cost
+model is needed. Plans for which the assembler reports register spills are left out by the caller.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from flashgen.language.spec import AttentionSpec
 def backward_candidates(
     spec: AttentionSpec, default: RenderedKernel, workload: Workload, deterministic: bool
 ) -> tuple[Any, ...]:
-    """Plans of the kind of the default one, of whose kernel that walks queries they would take the place; that first.
+    """Returns the plans that may replace that of the main kernel `default` (dK and dV), which comes first.
 
-    Query heads have blocks of their own only where several share a head of k and v, and gradients need not have the
-    same bits in every run; they add in turns only where gradients need. Where tiles are read from lists all plans have
-    the default one's, so that lists that a caller keeps stand for each.
+    Plans with one CTA per query head are candidates only if several query heads share a KV head and gradients need not
+    be deterministic. Plans that order the additions to dQ by a semaphore are candidates only for deterministic
+    gradients. If tiles are read from lists, all plans have the tile sizes of the default plan, so that the lists that a
+    caller keeps are valid for each.
     """
     plan, target = default.plan, default.target
 

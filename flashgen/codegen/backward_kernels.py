@@ -36,7 +36,7 @@ from flashgen.codegen.arguments import (
 from flashgen.codegen.assembly import assemble, common_context
 from flashgen.codegen.costs import backward_cost
 from flashgen.codegen.header import backward_header
-from flashgen.codegen.ragged import ragged_fields, sequences_text, slots
+from flashgen.codegen.ragged import sequences_text, slots, varlen_fields
 from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, Workspace, entry_name, kernel_name
 from flashgen.codegen.shared_memory import NO_SHARED_MEMORY, SharedMemoryLayout, slot_per_warp
 from flashgen.codegen.sizes import Sizes, ceil_div
@@ -86,7 +86,7 @@ def rows_of(multiple: int, ragged: bool = False) -> Rows:
 
     ragged: those of all sequences together, each with room for its own rounding.
     """
-    return partial(_ragged_rows if ragged else _rows, row_multiple(multiple))
+    return partial(_varlen_rows if ragged else _rows, row_multiple(multiple))
 
 
 def row_multiple(multiple: int) -> int:
@@ -94,11 +94,11 @@ def row_multiple(multiple: int) -> int:
     return math.lcm(multiple, PREPARE_ROWS)
 
 
-def _ragged_rows(multiple: int, sizes: Sizes) -> Any:
+def _varlen_rows(multiple: int, sizes: Sizes) -> Any:
     return slots(sizes.total_q, sizes, multiple) * multiple
 
 
-def ragged_context(
+def varlen_context(
     spec: AttentionSpec,
     struct: str,
     layout: ArgumentLayout,
@@ -133,7 +133,7 @@ def rows_shape(spec: AttentionSpec, rows: Rows, *columns: int) -> Callable[[Size
     return lambda sizes: (sizes.batch, sizes.heads_q, rows(sizes), *columns)
 
 
-def _as_ragged(layout: ArgumentLayout) -> ArgumentLayout:
+def _with_varlen_comments(layout: ArgumentLayout) -> ArgumentLayout:
     """The same members, and comments as a ragged batch has them."""
     comments = {
         "statistics": "(heads_q, rows, 2): LSE to the base 2, and D",
@@ -155,7 +155,7 @@ ROWS = Field("int", "rows", comment="len_q, rounded up")
 KEYS = Field("int", "keys", comment="len_k, rounded up")
 
 
-def prepare(
+def preprocess(
     spec: AttentionSpec,
     target: Target,
     plan: KeysPlan,
@@ -179,7 +179,7 @@ def prepare(
     fields += () if dq_apart else counts if first_stores else (DQ_SUMS,)
     fields += [PART_TURNS, Field("int", "turns", comment="that part_turns has")] if turns else []
     fields += [*strides("o", "d_o"), *(() if spec.is_ragged else numbers("heads_q")), *numbers("len_q"), ROWS]
-    layout = ordered([*fields, *(ragged_fields(keys=False) if spec.is_ragged else ())])
+    layout = ordered([*fields, *(varlen_fields(keys=False) if spec.is_ragged else ())])
     lanes = max(1 << (spec.value_dim // 8 - 1).bit_length(), _PREPARE_THREADS // PREPARE_ROWS)
     context: dict[str, Any] = {
         "threads": _PREPARE_THREADS,
@@ -192,7 +192,7 @@ def prepare(
         "turns": turns is not None,
         "tile": plan.tile_q,
     }
-    context |= ragged_context(spec, "BackwardPrepareArguments", layout, plan.tile_q, "kRowMultiple")
+    context |= varlen_context(spec, "BackwardPrepareArguments", layout, plan.tile_q, "kRowMultiple")
     memory = [Workspace("statistics", rows_shape(spec, rows, 2), "float32")]
     if not dq_apart:
         columns = context["head_padded"] = plan.head_columns(spec)
@@ -220,7 +220,7 @@ def row_values(rows: Rows, sizes: Sizes) -> dict[str, Any]:
     return {"rows": rows(sizes)}
 
 
-def finish(
+def postprocess_dq(
     spec: AttentionSpec, target: Target, plan: KeysPlan, rows: Rows, first_stores: bool = False
 ) -> RenderedKernel:
     """The kernel after the others: dQ from its sums. first_stores: as `prepare` was told."""
@@ -232,7 +232,7 @@ def finish(
         *strides("dq"),
         *numbers("len_q"),
     ]
-    layout = ordered([*fields, ROWS, *(ragged_fields(keys=False) if spec.is_ragged else ())])
+    layout = ordered([*fields, ROWS, *(varlen_fields(keys=False) if spec.is_ragged else ())])
     context: dict[str, Any] = {
         "plan": plan,
         "gradient_of": "q",
@@ -243,12 +243,12 @@ def finish(
         "factor": spec.scale,
         "first_stores": first_stores,
     }
-    context |= ragged_context(spec, "BackwardFinishArguments", layout, plan.tile_q, "kRowMultiple")
+    context |= varlen_context(spec, "BackwardFinishArguments", layout, plan.tile_q, "kRowMultiple")
     launch = {"grid": partial(_blocks_of_rows, spec, rows, plan.tile_q), "values": partial(row_values, rows)}
-    return _finish("", spec, target, layout, context, launch)
+    return _postprocess("", spec, target, layout, context, launch)
 
 
-def finish_keys(
+def postprocess_dkv(
     spec: AttentionSpec, target: Target, plan: Any, of: Literal["k", "v"], columns: int, keys: Rows
 ) -> RenderedKernel:
     """dK or dV from the sums over the query heads that share a head of K and V, of 16 keys a warp.
@@ -270,10 +270,10 @@ def finish_keys(
         "grid": lambda sizes: (keys(sizes) // plan.tile_k, sizes.heads_kv, sizes.batch),
         "values": lambda sizes: {"keys": keys(sizes)},
     }
-    return _finish(f"d{of}", spec, target, ordered([*fields, KEYS]), context, launch)
+    return _postprocess(f"d{of}", spec, target, ordered([*fields, KEYS]), context, launch)
 
 
-def _finish(
+def _postprocess(
     of: str,
     spec: AttentionSpec,
     target: Target,
@@ -390,7 +390,7 @@ def backward_kernel(
         optional: members that not every variant reads.
         reads: what a plain kernel has of the variant all the same.
     """
-    layout = _as_ragged(layout) if spec.is_ragged else layout
+    layout = _with_varlen_comments(layout) if spec.is_ragged else layout
     struct, entry = f"Backward{part.title()}Arguments", entry_name(f"attention_backward_{part}{of and f'_{of}'}", spec)
     shown = (f"finish_{of}" if part == "finish" else f"d_{of}") if of else part
     plan, dq_apart = context.get("plan"), context.get("dq_apart", False)

@@ -1,27 +1,27 @@
-"""Which plans of a spec's forward kernel are worth timing on a target, best first by an explicit model of their cost.
+"""The forward plans that are worth timing for a spec and a target, ranked by an analytical cost model.
 
-Each family's default plans are the one small table of measured ones: what a spec gets that nobody tuned. This module
-knows of them only that the default stands first in its list, so that tuning can say what it gained. A plan that wins
-again and again belongs into that table.
+A family's default plans are a small table of measured plans, which specs use without tuning. Here the default plan only
+comes first in the list, so that tuning can report its gain over it. A plan that wins repeatedly belongs in that table.
 
-**Feasible** is a plan that has no `problem()`, that does not cut across the blocks of a mask that reads a table of
-them, and whose registers suffice by estimate. The assembler has the last word on registers: whoever times
-plans leaves out those that spill.
+A plan is **feasible** if it has no `problem()`, its estimated registers fit, and its tiles do not straddle the blocks
+of a block mask. The assembler decides about registers in the end: the code that times plans leaves out those that
+spill.
 
-**Cost** is cycles of the busiest multiprocessor for the lengths of a `Workload`:
+The **cost** is in cycles of the busiest multiprocessor, for the lengths of a `Workload`:
 
     rounds x (kTile / blocks + steps x (kStep / blocks + step))
 
-    rounds    tiles of queries, of all heads, over the multiprocessors, rounded up
-    blocks    that a multiprocessor holds at once, one of which works while another waits; at most the rounds
-    steps     tiles of keys that a tile of queries visits, on average, by the mask's ranges; all where it has none
-    step      max(compute, loads) where there are two stages, else compute + loads / blocks
-    compute   max(matrix, other) + exposed x min(matrix, other): the products on the tensor cores, and all that is done
-              to scores beside; what of the shorter is not hidden behind the longer follows from who may overtake whom
-    loads     of K and V from the L2
+    rounds    query tiles of all heads / multiprocessors, rounded up
+    blocks    resident thread blocks of a multiprocessor, which hide each other's latency; at most `rounds`
+    steps     average number of key tiles that a query tile visits, by the mask's ranges; all key tiles without ranges
+    step      max(compute, loads) with two stages or more, else compute + loads / blocks
+    compute   max(matrix, other) + exposed x min(matrix, other): `matrix` is the matrix products on the tensor cores,
+              `other` is everything else that is done to scores, and `exposed` is the fraction of the shorter one that
+              does not overlap with the longer one
+    loads     of K and V from L2
 
-The numbers are an H100's by its data sheet (wgmma) or an A100's (mma.sync), rounded. Nothing hangs on a percent of
-them: a list is timed, not believed, and the model need only leave out what has no chance.
+The constants are rounded from the data sheets of the H100 (wgmma) and the A100 (mma.sync). They need not be precise:
+the plans are timed, and the model only leaves out plans that cannot win.
 """
 
 from __future__ import annotations
@@ -39,23 +39,26 @@ from flashgen.codegen.tiling import ELEMENT_BYTES, padded
 from flashgen.codegen.workload import Workload, steps_of
 from flashgen.language.spec import AttentionSpec
 
-MOST = 12
-_OF_A_SHAPE = 2
+MAX_CANDIDATES = 12
+_MAX_PER_SHAPE = 2
 
 _INSTRUCTION_LANES = Target.partitions * Target.threads_per_warp  # of a multiprocessor, per cycle
-_TILE_CYCLES = 1500.0  # Q in, the first keys in, O out
-_FIXED_CYCLES = 120.0  # of a step: barriers, the rows' maxima, the rescaling of the output
-_PER_STAGE = 0.01  # of a step: a stage beyond two hides little, and is more to fill
+_TILE_CYCLES = 1500.0  # per query tile: load Q and the first keys, store O
+_FIXED_CYCLES = 120.0  # per step: barriers, row maxima, rescaling of the output
+_PER_STAGE = 0.01  # cost of each stage beyond two, as a fraction of a step: it hides little and must be filled
 _L2_BYTES = 32.0  # per cycle and multiprocessor
 
 
-def candidates(spec: AttentionSpec, target: Target, workload: Workload, most: int = MOST) -> tuple[Plan, ...]:
-    """Feasible plans, at most so many: the default one first, the others by their cost for the workload.
+def candidates(
+    spec: AttentionSpec, target: Target, workload: Workload, limit: int = MAX_CANDIDATES
+) -> tuple[Plan, ...]:
+    """Returns at most `limit` feasible plans: the default plan, then the others by increasing cost for the workload.
 
-    At most two have tiles of one shape, and half of them the same queries: the model may be wrong about a shape, and
-    then a list of it in all its stages and orders would hold nothing else. The same list on every machine.
+    At most two of them have the same tile shape, and at most half the same `tile_q`. Otherwise a wrong estimate for one
+    shape could fill the list with its variants. The list does not depend on the machine.
 
-    UnsupportedError where the target cannot run the spec.
+    Raises:
+        UnsupportedError: The target cannot run the spec.
     """
     check_spec(spec, target)
     default = default_plan(spec, target)
@@ -63,22 +66,22 @@ def candidates(spec: AttentionSpec, target: Target, workload: Workload, most: in
     chosen, shapes = [default], Counter[tuple[int, ...]]()
     for plan in ranked:
         queries, shape = (plan.tile_q,), (plan.tile_q, plan.tile_k)
-        if plan != default and shapes[shape] < _OF_A_SHAPE and shapes[queries] < most // 2:
+        if plan != default and shapes[shape] < _MAX_PER_SHAPE and shapes[queries] < limit // 2:
             chosen.append(plan)
             shapes.update((queries, shape))
-    return tuple(chosen[:most])
+    return tuple(chosen[:limit])
 
 
 def _feasible(spec: AttentionSpec, target: Target) -> Iterator[Plan]:
-    whole_blocks = demand_of(spec).reads_blocks
+    reads_blocks = demand_of(spec).reads_blocks
     for plan in forward_family(target).candidates(spec, target):
-        cuts_across = whole_blocks and not is_power_of_2(plan.tile_k)
-        if not cuts_across and plan.registers(spec) <= plan.register_budget and plan.problem(spec, target) is None:
+        straddles_blocks = reads_blocks and not is_power_of_2(plan.tile_k)
+        if not straddles_blocks and plan.registers(spec) <= plan.register_budget and plan.problem(spec, target) is None:
             yield plan
 
 
 def cost(plan: Plan, spec: AttentionSpec, workload: Workload) -> float:
-    """Cycles of the busiest multiprocessor, by the model above. Only good for comparing plans."""
+    """Returns the estimated cycles of the busiest multiprocessor. Only comparisons between plans are meaningful."""
     rounds = -(-workload.heads * -(-workload.len_q // plan.tile_q) // workload.multiprocessors)
     blocks = max(min(plan.blocks, rounds), 1)
     steps = steps_of(spec, workload.len_q, workload.len_k, plan.tile_q, plan.tile_k)
@@ -87,7 +90,7 @@ def cost(plan: Plan, spec: AttentionSpec, workload: Workload) -> float:
 
 
 def _step_cycles(plan: Plan, blocks: int, spec: AttentionSpec) -> float:
-    """Of a step of keys beside those that each takes whatever its size."""
+    """Returns the cycles of a step over one key tile, without the fixed cycles of each step."""
     matrix = plan.matrix_cycles(spec)
     score_cycles = 1 / Target.exponentials_per_cycle + demand_of(spec).instructions / _INSTRUCTION_LANES
     other = plan.tile_q * plan.tile_k * score_cycles

@@ -1,4 +1,4 @@
-"""What a variant asks of a thread beside the products: registers, and instructions for each score."""
+"""The demand of a variant: registers of a thread, and instructions per score, beside the matrix products."""
 
 from __future__ import annotations
 
@@ -10,40 +10,43 @@ import sympy
 
 from flashgen.analysis.closed_forms.distances import depends_on_difference
 from flashgen.analysis.closed_forms.uniform_tiles import uniform_condition
-from flashgen.codegen.expressions.operation_text import is_of_longs, is_shift_or_mask
+from flashgen.codegen.expressions.operation_text import is_64_bit, is_shift_or_mask
 from flashgen.codegen.visited import visited_keys
 from flashgen.language.operations import HEAD, KEY, QUERY, Capture, FloorDiv, FloorMod, Load, Operation, Tanh
 from flashgen.language.spec import AttentionSpec
 
 
 class Weight(IntEnum):
-    """How many registers a variant takes beside scores, probabilities and output, from few to many."""
+    """How many registers a variant needs beside scores, probabilities and output, in ascending order."""
 
-    NONE = 0  # nothing but the softmax
+    NONE = 0  # softmax only
     PLAIN = 1  # a mask of few operations
     BUSY = 2  # a short score function, divisions by powers of 2, or tiles from lists
-    LOADING = 3  # an array element for each score, or for each distance q - k
+    LOADING = 3  # the mask loads an array element per score, or the score function one per distance q - k
     MODERATE = 4  # dropout, or a long score function
     COSTLY = 5  # divisions by other numbers
-    HEAVY = 6  # an element for each score beside more, or divisions of 64 bits
+    HEAVY = 6  # an element per score for the score function, or for the mask beside one or dropout; 64-bit divisions
 
 
-_INSTRUCTIONS = (5, 5, 7, 9, 10, 14, 14)  # for each score, by weight
+_INSTRUCTIONS = (5, 5, 7, 9, 10, 14, 14)  # per score, by weight
 _PLAIN_MASK, _BUSY_SCORE = 8, 8  # operations
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What plans are chosen by, of a spec.
+    """The properties of a spec by which plans are chosen.
 
     Attributes:
-        weight: how many registers the variant takes.
-        listed: tiles of keys come from lists, as no closed form describes them.
-        drops, drops_alone: there is dropout; and nothing beside it but a plain mask.
-        long_score: the score function has operations of many instructions, or numbers known only at a launch.
-        reads_blocks: the mask reads a table of blocks, which tiles of a width that is no power of 2 would cut across.
-        mask_axes: the most axes of an array that the mask reads; 0 where it reads none.
-        reads_by_head: the score function reads an array by head; reads_by_head_and_position: and by query or key, too.
+        weight: How many registers the variant needs.
+        listed: Whether tiles of keys are read from lists, because no closed form describes them.
+        drops: Whether there is dropout.
+        drops_alone: Whether there is dropout, without a score function, and with a plain mask or none.
+        long_score: Whether the score function has operations of many instructions, or scalars known only at launch.
+        reads_blocks: Whether the mask reads a table of blocks. Tiles straddle these blocks unless their width is a
+            power of 2.
+        mask_axes: The maximum number of axes of an array that the mask reads; 0 if it reads none.
+        reads_by_head: Whether the score function reads an array by head.
+        reads_by_head_and_position: Whether it reads one by head and by query or key.
     """
 
     weight: Weight
@@ -58,13 +61,16 @@ class Demand:
 
     @property
     def instructions(self) -> int:
-        """For each score, beside its products and its exponential: scaling, maximum, sum, conversion; the variant's."""
+        """Estimated instructions per score: scaling, maximum, sum, conversion and the variant's own.
+
+        Matrix products and the exponential are not included.
+        """
         return _INSTRUCTIONS[self.weight]
 
 
 @lru_cache(maxsize=128)
 def demand_of(spec: AttentionSpec) -> Demand:
-    """The demand of a spec."""
+    """Returns the demand of a spec."""
     mask, score = spec.mask.expression, spec.score.expression if spec.score else sympy.S.Zero
     loads = mask.atoms(Load)
     by_head = [load for load in score.atoms(Load) if load.has(HEAD)]
@@ -88,19 +94,19 @@ def _weight(spec: AttentionSpec) -> Weight:
         return Weight.HEAVY
     divisions = mask.atoms(FloorDiv, FloorMod)
     if not all(is_shift_or_mask(node) for node in divisions):
-        return Weight.HEAVY if any(is_of_longs(node) for node in divisions) else Weight.COSTLY
+        return Weight.HEAVY if any(is_64_bit(node) for node in divisions) else Weight.COSTLY
     if spec.dropout or _operations(score) > _BUSY_SCORE:
         return Weight.MODERATE
     if mask_loads or any(load.has(QUERY, KEY) for load in score.atoms(Load)):
         return Weight.LOADING
-    listed = visited_keys(spec) is None  # lists take registers of their own
+    listed = visited_keys(spec) is None  # reading lists takes registers
     if spec.score or listed or divisions or operations > _PLAIN_MASK:
         return Weight.BUSY
     return Weight.PLAIN if operations else Weight.NONE
 
 
 def _loads_per_score(expression: sympy.Basic) -> bool:
-    """Whether an array is read at indices that differ between the scores of a tile, and not just by its diagonals."""
+    """Whether an array is read at indices that depend on more than the distance q - k within a tile."""
     return not all(map(depends_on_difference, expression.atoms(Load)))
 
 
@@ -109,16 +115,22 @@ def _operations(expression: sympy.Basic) -> int:
 
 
 def is_clipped(spec: AttentionSpec) -> bool:
-    """Whether it is proven when all scores of a tile read the same elements of arrays, as most do of a clipped bias."""
+    """Whether there is a condition under which all scores of a tile read the same array elements.
+
+    With a clipped relative bias, for example, most tiles do.
+    """
     return spec.score is not None and uniform_condition(spec.score.expression) is not None
 
 
 def is_power_of_2(number: int) -> bool:
-    """Of a positive number."""
+    """Whether a positive number is a power of 2."""
     return number & (number - 1) == 0
 
 
 def divides_tiles(spec: AttentionSpec, tile: int, index: Operation = KEY) -> bool:
-    """Whether the mask divides k, or q, by multiples of a tile's width, a power of 2: a tile has one quotient."""
+    """Whether the mask divides the index by a multiple of the tile width, so that the quotient is constant in a tile.
+
+    The tile width must be a power of 2.
+    """
     divisors = [node.args[1] for node in spec.mask.expression.atoms(FloorDiv, FloorMod) if node.args[0] == index]
     return is_power_of_2(tile) and any(isinstance(by, sympy.Integer) and by % tile == 0 for by in divisors)

@@ -1,4 +1,4 @@
-"""The one Jinja environment, and the primitives: which ones a text calls, and their text."""
+"""The Jinja environment of all templates, and the device primitives that a kernel's text calls."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
 @cache
 def environment() -> jinja2.Environment:
-    """The environment that every kernel is rendered in: undefined names are errors, blocks leave no blank lines."""
-    made = jinja2.Environment(
+    """Returns the environment of all templates. Undefined names are errors; block tags leave no blank lines."""
+    jinja = jinja2.Environment(
         loader=jinja2.FileSystemLoader(template_root()),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -27,19 +27,19 @@ def environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    made.filters["float_literal"] = float_literal
-    made.filters["mentions"] = _mentions
-    return made
+    jinja.filters["float_literal"] = float_literal
+    jinja.filters["mentions"] = _mentions
+    return jinja
 
 
 def _mentions(text: str, *names: str) -> bool:
-    """Whether one of some identifiers stands in a text."""
+    """Whether a text contains any of the identifiers."""
     return not set(names).isdisjoint(_IDENTIFIER.findall(text))
 
 
 @cache
 def _primitive_templates() -> dict[str, tuple[str, str | None]]:
-    """Name of each primitive -> its template and, for one that comes in several element types, the type."""
+    """Returns primitive name -> template, and the element type if the template has several."""
     found: dict[str, tuple[str, str | None]] = {}
     for path in sorted((template_root() / "device").glob("*.cuh.jinja")):
         template, stem = f"device/{path.name}", path.name.removesuffix(".cuh.jinja")
@@ -52,7 +52,7 @@ def _primitive_templates() -> dict[str, tuple[str, str | None]]:
 
 
 def _primitive_text(name: str, target: Target, sizes: Mapping[str, Any]) -> tuple[bool, str]:
-    """Whether host and device share the primitive's text, and the text."""
+    """Returns whether host and device share the primitive, and its text."""
     template, dtype = _primitive_templates()[name]
     module: Any = environment().get_template(template).make_module({"target": target, **sizes})
     shared = hasattr(module, "shared")
@@ -66,11 +66,14 @@ def _called(text: str) -> list[str]:
 
 
 def primitives_for(text: str, target: Target, sizes: Mapping[str, Any] | None = None) -> tuple[list[str], list[str]]:
-    """Texts of the primitives that `text` calls, directly or through others: those of the device, those shared.
+    """Returns the texts of the primitives that `text` calls, directly or indirectly.
 
-    `sizes`: what primitives written out for some sizes only, those of wgmma, are to be written out for.
+    Args:
+        sizes: Sizes for which the size-dependent primitives (wgmma) are written out.
 
-    Callees come before their callers within each list; a device primitive calls no shared one.
+    Returns:
+        The device-only primitives, and those that host and device share. In each list callees come before their
+        callers. Device-only primitives never call shared ones.
     """
     done: dict[str, tuple[bool, str]] = {}
 
@@ -89,6 +92,6 @@ def primitives_for(text: str, target: Target, sizes: Mapping[str, Any] | None = 
 
 
 def tidy(text: str) -> str:
-    """A rendered kernel without trailing blanks, and with single empty lines, none after { or before }."""
+    """Removes trailing blanks, repeated empty lines, and empty lines after { or before }."""
     text = re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+\n", "\n", text)).strip() + "\n"
     return re.sub(r"\n\n( +\})", r"\n\1", re.sub(r"\{\n\n", "{\n", text))

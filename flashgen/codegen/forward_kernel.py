@@ -1,4 +1,4 @@
-"""What the forward kernels of every family have alike: what their templates are told, and what their records say."""
+"""The template context and the launch record that the forward kernels of all families share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ _STRUCT = "ForwardArguments"
 
 
 def page_fields(spec: AttentionSpec, strides: bool = True) -> list[Field]:
-    """The members that say where a sequence's keys are, where those are in pages; strides: with those of the pages."""
+    """Returns the members that locate a sequence's keys in pages; none without paged K and V.
+
+    Args:
+        strides: Whether the struct holds `k_strides`.
+    """
     if not spec.page_size:
         return []
     of_pages = "; k_strides.batch is from page to page" if strides else ""
@@ -47,11 +51,15 @@ def forward_context(
     position: bool = True,
     any_size: bool = False,
 ) -> dict[str, Any]:
-    """What the template of a forward kernel is told, but for its header.
+    """Returns the template context of a forward kernel, without its header.
 
-    score: the text of a score where the score function is called, with `names` for its indices. ends: declarations of
-    the ends of a tile. struct: the name of the argument struct. position: whether a score stands where it does in every
-    kernel; else the template declares its own `Position`. any_size: whether tiles of keys have several sizes.
+    Args:
+        score: Text of a score at the call of the score function.
+        names: Texts of the score's indices at that call.
+        ends: Declarations of the first and last query and key of a tile.
+        struct: Name of the argument struct.
+        position: Whether the common `Position` struct is used; otherwise the template declares its own.
+        any_size: Whether tiles of keys have several sizes.
     """
     tiles, variant, shared = visited_keys(spec), variant_of(spec, sink=True), plan.shared_memory(spec)
     return common_context(spec, target, variant, struct, layout, position=position) | {
@@ -63,7 +71,7 @@ def forward_context(
         "memory": shared,
         "layouts": {"shared_constants": shared},
         "longest_first": longest_last(tiles),
-        "score_operand": variant.score.of(score) if variant.score else "",
+        "score_operand": variant.score.operand_text(score) if variant.score else "",
         "score_call": variant.score.call(names) if variant.score else "",
         "divides_tiles": divides_tiles(spec, plan.tile_k),
         "alike": None,
@@ -76,7 +84,7 @@ def forward_context(
 def forward_kernel(
     spec: AttentionSpec, target: Target, plan: Plan, layout: ArgumentLayout, source: str, **launch: Any
 ) -> RenderedKernel:
-    """The record of a forward kernel; `launch` is what it says of that."""
+    """Returns the record of a forward kernel; `launch` holds the fields of `RenderedKernel` about its launch."""
     return RenderedKernel(
         kernel_name("fwd", target, spec),
         entry_name("attention_forward", spec),

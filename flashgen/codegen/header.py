@@ -1,4 +1,4 @@
-"""The comment at the top of an emitted kernel: what it is, how it divides the work, what it costs, who made it."""
+"""The header comment of an emitted kernel: what it computes, its plan and grid, its cost, and how to reproduce it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashgen.codegen.rendered_kernel import Cost
 from flashgen.codegen.targets import Target
 from flashgen.language.spec import AttentionSpec
 
-_ONLINE_SOFTMAX = (  # what the kernel and the paper call a row's state
+_ONLINE_SOFTMAX = (  # names of the softmax state in the kernel and in the paper
     "online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): "
     "row_max is the paper's m, which may lag; sum is its l"
 )
@@ -41,7 +41,7 @@ _GRIDS = {
 }
 
 
-_RAGGED_GRIDS = {
+_VARLEN_GRIDS = {
     "prepare": "(rows of all sequences, head)",
     "keys": "(slot of a tile of keys of some sequence, head of K and V)",
     "finish": "(tile of queries of all sequences, head)",
@@ -50,20 +50,20 @@ _RAGGED_GRIDS = {
 
 
 class BackwardPlan(Protocol):
-    """A plan of the backward pass that says in a line what it is, and what its blocks are."""
+    """The members of a backward plan that headers use."""
 
     @property
     def heads_apart(self) -> bool: ...
 
     @property
     def persistent(self) -> bool:
-        """Whether a block of the kernel that walks queries has one tile of keys after the other."""
+        """Whether a block of the main kernel (dK and dV) processes several tiles of keys, one after the other."""
 
     def summary(self, shared_bytes: int) -> str: ...
 
 
 def show_command(plan: Plan, spec: AttentionSpec) -> str:
-    """What shows, or builds, the kernel of a default plan, or one that packs or decodes; target and spec follow it."""
+    """Returns the `flashgen show` command that selects the plan, without the target and the spec."""
     return f"flashgen show {plan.show_options(spec)}".rstrip()
 
 
@@ -77,10 +77,14 @@ def header(
     cost: Cost | None = None,
     options: str = "",
 ) -> str:
-    """The forward kernel's header comment.
+    """Returns the header comment of a forward kernel.
 
-    grid: how many blocks a launch has. beside: its algorithm, beside the softmax. title: what it is. cost: None is that
-    of a kernel whose blocks each have a tile of queries. options: of the command that shows it, beside its plan's.
+    Args:
+        grid: The blocks of a launch.
+        beside: A further line about the algorithm, after the online softmax.
+        title: What the kernel is.
+        cost: None selects `forward_cost`.
+        options: Options of the `flashgen show` command, beside those of the plan.
     """
     cost = cost or forward_cost(spec)
     grid = _BLOCK_PER_SLOT if spec.is_ragged and grid == _BLOCK_PER_TILE else grid
@@ -105,10 +109,13 @@ def backward_header(
     dq_apart: bool,
     finishes: bool,
 ) -> str:
-    """The header comment of the kernel of that part: "prepare", "keys", "queries", "finish" or "d_" and a capture.
+    """Returns the header comment of a backward kernel.
 
-    deterministic: the command that shows it asks for that mode. dq_apart: dQ is made by a kernel of its own. finishes:
-    no kernel is needed to make it of its shares.
+    Args:
+        part: Role of the kernel, as for `backward_cost`.
+        deterministic: Whether the `flashgen show` command needs `--deterministic`.
+        dq_apart: Whether a kernel of its own computes dQ.
+        finishes: Whether the main kernel converts the dQ accumulator itself.
     """
     apart = plan is not None and plan.heads_apart
     kind = "d_" if part.startswith("d_") else "keys of heads apart" if apart and part == "keys" else part
@@ -122,7 +129,7 @@ def backward_header(
         [f"flashgen: attention backward, {part}, {spec.name}", does],
         [*_facts(spec, target, target.backward_family), *divided],
         [f"FLOPs    {cost.flops}", f"HBM      {cost.hbm} bytes, at least"],
-        f"{per} {_RAGGED_GRIDS.get(kind, _GRIDS[kind]) if spec.is_ragged else _GRIDS[kind]}",
+        f"{per} {_VARLEN_GRIDS.get(kind, _GRIDS[kind]) if spec.is_ragged else _GRIDS[kind]}",
         f"flashgen show --pass backward {which} --target {target.name} {shlex.quote(spec.to_json())}",
     )
 

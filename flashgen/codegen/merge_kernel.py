@@ -1,4 +1,4 @@
-"""The kernel that merges what attention gave for parts of the keys, by the LSE of each: the text of `merge_states`."""
+"""The kernel of `merge_states`, which merges the partial outputs of disjoint sets of keys by their LSE."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from flashgen.codegen.sizes import ceil_div
 from flashgen.codegen.targets import Target
 from flashgen.errors import UnsupportedError
 
-MOST_PARTS = 16
+MAX_PARTIALS = 16
 _THREADS = 256
 _STRUCT = "MergeArguments"
 _SUFFIXES = {"float16": "f16", "bfloat16": "bf16"}
 
 
 def render_merge(dtype: str, parts: int, layout: str, target: Target) -> RenderedKernel:
-    """The kernel for so many parts, contiguous arrays of a dtype and a layout; a block has 256 groups of 8 columns.
+    """Renders the kernel for a number of partial outputs, which are contiguous arrays of `dtype` and `layout`.
 
-    Sizes: `count` is that of the groups, with those that fill rows up to a power of 2. UnsupportedError where the
-    target has not the type.
+    A block processes 256 groups of 8 columns. In its `Sizes`, `count` is the number of groups, with the groups per row
+    rounded up to a power of 2.
+
+    Raises:
+        UnsupportedError: The target does not support the dtype.
     """
     if dtype != "float32" and dtype not in target.dtypes:
         raise UnsupportedError(f"dtype={dtype!r} is not supported on {target.name} (family {target.family})")

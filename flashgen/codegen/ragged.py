@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashgen.codegen.arguments import OF_QUERIES, ArgumentLayout, Field
+from flashgen.codegen.arguments import QUERY_ARRAYS, ArgumentLayout, Field
 from flashgen.codegen.environment import environment
 from flashgen.codegen.rendered_kernel import Grid
 from flashgen.codegen.sizes import Sizes, ceil_div
@@ -19,13 +19,13 @@ from flashgen.language.spec import AttentionSpec
 
 MAP_ROWS = 256
 """Rows along the second axis of a tensor map of a packed array: as many as a copy may move, or more."""
-BESIDE = 2
+EXTRA_SEQUENCES = 2
 """Rows before the first sequence, and behind the last, are sequences of their own."""
 _OF_ROWS = frozenset(("lse", "d_lse"))
 _PADDED_ROWS = frozenset(("statistics", "dq_sums"))
 
 
-def ragged_fields(keys: bool = True) -> list[Field]:
+def varlen_fields(keys: bool = True) -> list[Field]:
     """Members of a kernel's struct by which it finds its sequence; of the queries alone where it needs no more."""
     fields = [Field("const int*", "cu_seqlens_q", comment="(batch + 1): where sequences begin among the rows of q")]
     if keys:
@@ -37,7 +37,7 @@ def ragged_fields(keys: bool = True) -> list[Field]:
 
 def slots(total: Any, sizes: Sizes, tile: int) -> Any:
     """How many slots the tiles of a ragged batch have, of arrays of so many rows."""
-    return total // tile + (sizes.batch + BESIDE)
+    return total // tile + (sizes.batch + EXTRA_SEQUENCES)
 
 
 def tiles_of_queries(spec: AttentionSpec, tile: int, sizes: Sizes) -> Grid:
@@ -89,7 +89,7 @@ def _moved(name: str, members: set[str]) -> str:
     """How far the pointer of that name is from where it begins for the sequence, as text; nothing if it stays."""
     if f"{name}_strides" in members:
         return (
-            f"arguments.{name} += sequence.first_{'q' if name in OF_QUERIES else 'k'} * arguments.{name}_strides.row;"
+            f"arguments.{name} += sequence.first_{'q' if name in QUERY_ARRAYS else 'k'} * arguments.{name}_strides.row;"
         )
     if name in _OF_ROWS:
         return f"if (arguments.{name}) arguments.{name} += sequence.first_q;"

@@ -152,12 +152,12 @@ class SharedMemoryLayout:
     Attributes:
         buffers: in the order of their addresses; a buffer that overlays another is declared after all that it overlays.
         barriers: the mbarriers, which the buffer named "Barrier" holds; see `mbarriers`.
-        least_bytes: the bytes of the launch, where other blocks of the kernel need more.
+        min_bytes: the bytes of the launch, where other blocks of the kernel need more.
     """
 
     buffers: tuple[Buffer, ...] = ()
     barriers: tuple[BarrierGroup, ...] = ()
-    least_bytes: int = 0
+    min_bytes: int = 0
 
     @cached_property
     def offsets(self) -> dict[str, int]:
@@ -175,7 +175,7 @@ class SharedMemoryLayout:
         cursor = end = reserved = 0
         for buffer in self.buffers:
             if buffer.at_end:
-                end = max(end + buffer.bytes, self.least_bytes)
+                end = max(end + buffer.bytes, self.min_bytes)
                 offsets[buffer.name] = end - buffer.bytes
                 continue
             cursor = offsets[buffer.overlays] if buffer.overlays else cursor
@@ -184,7 +184,7 @@ class SharedMemoryLayout:
             offsets[buffer.name] = cursor + skipped
             cursor += skipped + buffer.bytes
             end = max(end, cursor)
-        return offsets, max(end + reserved, self.least_bytes)
+        return offsets, max(end + reserved, self.min_bytes)
 
     # ---- what the kernel's text says
 

@@ -55,13 +55,13 @@ def ceil_div(dividend: Any, divisor: Any) -> Any:
     return -(-dividend // divisor)
 
 
-def least(first: Any, second: Any) -> Any:
+def minimum(first: Any, second: Any) -> Any:
     """The smaller of two."""
     named = isinstance(first, Formula) or isinstance(second, Formula)
     return Formula(f"min({first}, {second})") if named else min(first, second)
 
 
-def most(first: Any, second: Any) -> Any:
+def maximum(first: Any, second: Any) -> Any:
     """The larger of two."""
     named = isinstance(first, Formula) or isinstance(second, Formula)
     return Formula(f"max({first}, {second})") if named else max(first, second)

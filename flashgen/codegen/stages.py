@@ -138,7 +138,7 @@ def backward_kernels(
 ) -> Kernels:
     """The kernels of a backward call; `apart` as above; `plan` of its main kernel."""
     kernels = with_lists(spec, render_backward_kernels(spec, target, plan, deterministic))
-    return set_apart(kernels, deterministic) if apart else kernels
+    return with_unique_names(kernels, deterministic) if apart else kernels
 
 
 def with_lists(spec: AttentionSpec, kernels: Iterable[RenderedKernel]) -> Kernels:
@@ -157,7 +157,7 @@ def struct_values(kernel: RenderedKernel, spec: AttentionSpec, sizes: Sizes) -> 
     return values
 
 
-def set_apart(backward: Kernels, deterministic: bool) -> Kernels:
+def with_unique_names(backward: Kernels, deterministic: bool) -> Kernels:
     """The kernels of a backward call under names of which no two kernels of a spec and target are alike."""
     apart = {part: _named("backward", kernel) if part == "lists" else kernel for part, kernel in backward.items()}
     return {part: _named("deterministic", kernel) for part, kernel in apart.items()} if deterministic else apart

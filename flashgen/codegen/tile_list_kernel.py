@@ -16,10 +16,10 @@ from flashgen.codegen.assembly import assemble
 from flashgen.codegen.environment import environment
 from flashgen.codegen.expressions.interval_text import interval_text
 from flashgen.codegen.expressions.printer import statements
-from flashgen.codegen.ragged import ragged_fields, sequences_text, slots
+from flashgen.codegen.ragged import sequences_text, slots, varlen_fields
 from flashgen.codegen.rendered_kernel import Direction, Grid, RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.shared_memory import slot_per_warp
-from flashgen.codegen.sizes import Sizes, ceil_div, most
+from flashgen.codegen.sizes import Sizes, ceil_div, maximum
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import WARP
 from flashgen.codegen.variant import Variant, captures_read, variant_of
@@ -101,7 +101,7 @@ def list_layout(spec: AttentionSpec) -> ArgumentLayout:
     """The argument struct of the list kernel."""
     fields = [Field("int*", "counts"), Field("long long*", "offsets"), Field("int*", "entries")]
     fields += [Field("int", name) for name in ("len_q", "len_k")]
-    fields += ragged_fields() if spec.is_ragged else []
+    fields += varlen_fields() if spec.is_ragged else []
     fields.append(Field("int", "spacing", comment="entries from list to list; 0 where `offsets` says"))
     return ordered(fields + capture_fields(captures_read(spec, score=False)))
 
@@ -149,7 +149,7 @@ def render_lists(spec: AttentionSpec, target: Target, plan: Tiles, direction: Di
         role="lists" if direction == "keys" else "query_lists",
         lists=direction,
         grid=lambda sizes: shape(sizes).grid,
-        values=lambda sizes: {"spacing": most(shape(sizes).listed, 1)},
+        values=lambda sizes: {"spacing": maximum(shape(sizes).listed, 1)},
     )
 
 

@@ -6,7 +6,7 @@ from flashgen.codegen.shared_memory import Extent
 from flashgen.codegen.targets import TARGETS, Target
 from flashgen.language.spec import AttentionSpec
 
-WARP, MOST_THREADS = Target.threads_per_warp, Target.threads_per_block
+WARP, MAX_THREADS = Target.threads_per_warp, Target.threads_per_block
 MMA_DEPTH = 16
 DROPOUT_COLUMNS = 32  # that one call of the generator serves
 RESERVED_SHARED = max(target.reserved_shared_per_block for target in TARGETS.values())

@@ -8,7 +8,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any, Self
 
-from flashgen.codegen.arguments import OF_QUERIES, VALUE_WIDE, ArgumentLayout
+from flashgen.codegen.arguments import QUERY_ARRAYS, VALUE_WIDE, ArgumentLayout
 from flashgen.codegen.ragged import MAP_ROWS
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes
@@ -92,7 +92,7 @@ def map_shapes(
     """
     packed, shapes = kernel.plan.packed_heads > 1, {}
     for name, box in kernel.boxes.items():
-        if spec.is_ragged and (name in OF_QUERIES or not spec.page_size):
+        if spec.is_ragged and (name in QUERY_ARRAYS or not spec.page_size):
             shapes[name] = _varlen_shape(spec, kernel, sizes, name, strides[name])
             continue
         extents, steps = _map_axes(spec, sizes, name, strides[name], pages)
@@ -100,7 +100,7 @@ def map_shapes(
             shapes[name] = panel_map_shape(name, spec.dtype, extents, steps, box)
             continue
         argument = "out" if name == "o" else name
-        shapes[name] = map_shape(argument, spec.dtype, extents, steps, box, packed and name in OF_QUERIES)
+        shapes[name] = map_shape(argument, spec.dtype, extents, steps, box, packed and name in QUERY_ARRAYS)
     return shapes
 
 
@@ -131,7 +131,7 @@ def _map_axes(
 
 def _extents(spec: AttentionSpec, sizes: Sizes, name: str, pages: int) -> tuple[int, int, int]:
     """Returns (rows, heads, sequences or pages) of an array."""
-    if name in OF_QUERIES:
+    if name in QUERY_ARRAYS:
         return sizes.len_q, sizes.heads_q, sizes.batch
     return (spec.page_size, sizes.heads_kv, pages) if spec.page_size else (sizes.len_k, sizes.heads_kv, sizes.batch)
 
@@ -141,7 +141,7 @@ def _varlen_shape(
 ) -> MapShape:
     """Returns the map of a varlen array, with its rows along two axes: see templates/hopper/copies.cuh.jinja."""
     columns = spec.value_dim if name in VALUE_WIDE else spec.head_dim
-    rows, heads = (sizes.total_q, sizes.heads_q) if name in OF_QUERIES else (sizes.total_k, sizes.heads_kv)
+    rows, heads = (sizes.total_q, sizes.heads_q) if name in QUERY_ARRAYS else (sizes.total_k, sizes.heads_kv)
     _, head, row = strides
     if rows <= 1:  # arrays of at most one row may have invalid strides
         row, head = columns * heads, head if rows else columns

@@ -11,8 +11,8 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from flashgen.codegen.arguments import OF_QUERIES, VALUE_WIDE, ArgumentLayout, member_name
-from flashgen.codegen.merge_kernel import MOST_PARTS
+from flashgen.codegen.arguments import QUERY_ARRAYS, VALUE_WIDE, ArgumentLayout, member_name
+from flashgen.codegen.merge_kernel import MAX_PARTIALS
 from flashgen.codegen.ragged import MAP_ROWS
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import NAMED_SIZES
@@ -74,8 +74,8 @@ _STEP_MEANINGS = {
         "len_q": "queries",
     },
 }
-_PARTIAL_MEANINGS = {f"out{i}": f"partial output {i}, contiguous" for i in range(MOST_PARTS)} | {
-    f"lse{i}": f"LSE of partial output {i}, (batch, heads, len_q)" for i in range(MOST_PARTS)
+_PARTIAL_MEANINGS = {f"out{i}": f"partial output {i}, contiguous" for i in range(MAX_PARTIALS)} | {
+    f"lse{i}": f"LSE of partial output {i}, (batch, heads, len_q)" for i in range(MAX_PARTIALS)
 }
 
 
@@ -187,7 +187,7 @@ def _map(name: str, kernel: RenderedKernel, spec: AttentionSpec) -> dict[str, An
     All maps have element strides of 1, no interleaving, and zeros outside of the array.
     """
     columns = spec.value_dim if name in VALUE_WIDE else spec.head_dim
-    rows, heads = ("len_q", "heads_q") if name in OF_QUERIES else ("len_k", "heads_kv")
+    rows, heads = ("len_q", "heads_q") if name in QUERY_ARRAYS else ("len_k", "heads_kv")
     box = kernel.boxes[name]
     if spec.page_size and len(box) == len(_PANEL_STRIDES):
         panel, group, joined, _ = box
@@ -200,21 +200,21 @@ def _map(name: str, kernel: RenderedKernel, spec: AttentionSpec) -> dict[str, An
             "strides": list(_PANEL_STRIDES),
         }
     box = (*box, 1, 1, 1)[:4]
-    if spec.page_size and name not in OF_QUERIES:
+    if spec.page_size and name not in QUERY_ARRAYS:
         return {
             **_map_facts(name, spec, box),
             "sizes": [str(columns), str(spec.page_size), heads, "pages"],
             "strides": ["row", "head", "page"],
         }
     if spec.is_ragged:
-        total = "total_q" if name in OF_QUERIES else "total_k"
+        total = "total_q" if name in QUERY_ARRAYS else "total_k"
         return {
             **_map_facts(name, spec, box),
             "sizes": [str(columns), str(MAP_ROWS), heads, f"{total} + 1"],
             "strides": ["row", "head", "row"],
             "rows_before": MAP_ROWS,
         }
-    packed = kernel.plan.packed_heads > 1 and name in OF_QUERIES
+    packed = kernel.plan.packed_heads > 1 and name in QUERY_ARRAYS
     return {
         **_map_facts(name, spec, box),
         "sizes": [str(columns), heads, rows, "batch"] if packed else [str(columns), rows, heads, "batch"],

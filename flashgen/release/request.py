@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from flashgen.codegen.append_kernel import render_append
-from flashgen.codegen.merge_kernel import MOST_PARTS, render_merge
+from flashgen.codegen.merge_kernel import MAX_PARTIALS, render_merge
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import PARTS, Part
 from flashgen.codegen.targets import Target, target_named
@@ -170,8 +170,8 @@ def _merge_steps(group: Mapping[str, Any], target: Target) -> Iterator[Step]:
     for dtype, layout, count in itertools.product(_values_of(group, "dtype"), layouts, parts):
         if layout not in ("bhsd", "bshd"):
             raise SpecError(f"`layout` is {layout!r}; merge_states takes 'bhsd' and 'bshd'")
-        if isinstance(count, bool) or not isinstance(count, int) or not 2 <= count <= MOST_PARTS:
-            raise SpecError(f"`parts` is {count!r}; merge_states takes 2 to {MOST_PARTS}")
+        if isinstance(count, bool) or not isinstance(count, int) or not 2 <= count <= MAX_PARTIALS:
+            raise SpecError(f"`parts` is {count!r}; merge_states takes 2 to {MAX_PARTIALS}")
         yield Step("merge_states", target, dtype_name(dtype, ELEMENTS, "dtype"), layout, count)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import flashgen.language as fg
 from flashgen.build import nvrtc
-from flashgen.codegen.candidates import MOST, candidates, cost
+from flashgen.codegen.candidates import MAX_CANDIDATES, candidates, cost
 from flashgen.codegen.dispatch import default_plan, render_forward
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
@@ -30,7 +30,7 @@ def test_every_candidate_is_feasible_and_the_default_one_is_first(name: str) -> 
     for variant, dim in product(variants(), (64, 256)):
         spec = spec_of(variant, dim, "float16")
         plans = candidates(spec, target, LONG)
-        assert plans[0] == default_plan(spec, target) and 1 <= len(plans) <= MOST
+        assert plans[0] == default_plan(spec, target) and 1 <= len(plans) <= MAX_CANDIDATES
         assert len(set(plans)) == len(plans)
         for plan in plans:
             assert plan.problem(spec, target) is None
@@ -48,9 +48,13 @@ def test_the_others_come_by_their_cost(workload: Workload) -> None:
 def test_a_list_is_of_several_shapes_and_as_short_as_asked_for() -> None:
     spec = AttentionSpec(64)
     plans = candidates(spec, HOPPER, LONG)
-    assert len(plans) == MOST and len({plan.tile_k for plan in plans}) >= 4 and len({plan.tile_q for plan in plans}) > 1
-    assert candidates(spec, HOPPER, LONG, most=3)[0] == plans[0]
-    assert len(candidates(spec, HOPPER, LONG, most=3)) == 3 and len(candidates(spec, HOPPER, LONG, most=1)) == 1
+    assert (
+        len(plans) == MAX_CANDIDATES
+        and len({plan.tile_k for plan in plans}) >= 4
+        and len({plan.tile_q for plan in plans}) > 1
+    )
+    assert candidates(spec, HOPPER, LONG, limit=3)[0] == plans[0]
+    assert len(candidates(spec, HOPPER, LONG, limit=3)) == 3 and len(candidates(spec, HOPPER, LONG, limit=1)) == 1
 
 
 def test_a_list_follows_from_spec_target_and_workload() -> None:
@@ -100,5 +104,5 @@ def test_what_a_target_cannot_run_is_refused() -> None:
 def test_the_first_candidates_do_not_spill() -> None:
     """The estimate of registers, where it matters: most of a list must not be thrown away."""
     spec = AttentionSpec(64, "bfloat16")
-    for plan in candidates(spec, HOPPER, LONG, most=4)[1:]:
+    for plan in candidates(spec, HOPPER, LONG, limit=4)[1:]:
         assert nvrtc.compile(render_forward(spec, HOPPER, plan).source, "sm_90a", "candidate").resources.spills == 0

@@ -86,7 +86,7 @@ def test_buffers_behind_an_overlay_follow_it_and_the_last_stands_at_the_end() ->
     assert [region.name for region in layout.overlays()] == ["shares", "states"]
     assert names(layout)[-1] == ("run", 8192, 16) and layout.total_bytes == 8208
     assert "static_assert(kKeyOffset + kStages * kKeyBytes <= kRunOffset," in layout.constants("")
-    larger = SharedMemoryLayout(layout.buffers, least_bytes=10000)
+    larger = SharedMemoryLayout(layout.buffers, min_bytes=10000)
     assert larger.total_bytes == 10000 and larger.offsets["Run"] == 9984
 
 

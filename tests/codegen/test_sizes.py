@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashgen.codegen.sizes import NAMED_SIZES, SIZE_NAMES, Sizes, ceil_div, least, most, reciprocal, size_values
+from flashgen.codegen.sizes import NAMED_SIZES, SIZE_NAMES, Sizes, ceil_div, maximum, minimum, reciprocal, size_values
 
 POSITIVE = st.integers(1, 10**4)
 FOLLOWING: dict[str, Callable[[Sizes], Any]] = {
@@ -18,8 +18,8 @@ FOLLOWING: dict[str, Callable[[Sizes], Any]] = {
     "a quotient by a product": lambda s: 10**9 // (2 * s.len_k * s.batch),
     "a quotient by a quotient": lambda s: s.len_q // (s.len_k // s.len_k),
     "rounded rows": lambda s: ceil_div(s.len_q, 64) * 64 // 16,
-    "bounds": lambda s: most(least(s.batch * s.heads_q, s.multiprocessors), 1),
-    "a reciprocal": lambda s: reciprocal(most(s.heads_per_kv // 2, 1)),
+    "bounds": lambda s: maximum(minimum(s.batch * s.heads_q, s.multiprocessors), 1),
+    "a reciprocal": lambda s: reciprocal(maximum(s.heads_per_kv // 2, 1)),
 }
 
 

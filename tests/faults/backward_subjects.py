@@ -59,7 +59,7 @@ class BackwardSubject:
         kernels = _rendered(self)
         kernel = kernels[self.part]
         source = texts[self.part] if texts else kernel.source
-        shared = SharedMemoryLayout(least_bytes=kernel.shared_bytes + shared_bytes)
+        shared = SharedMemoryLayout(min_bytes=kernel.shared_bytes + shared_bytes)
         changed = replace(kernel, source=source, shared=shared)
         engine = SanitizesOne(sanitize, schedule, entry=kernel.entry) if texts else Emulator(sanitize, schedule)
         attention = Attention(self.spec, TARGETS["sm_80"], engine, deterministic=self.deterministic)

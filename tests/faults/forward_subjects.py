@@ -65,7 +65,7 @@ class ForwardSubject:
         kernels = self._kernels()
         kernel = kernels["forward"]
         source = texts["forward"] if texts else kernel.source
-        shared = SharedMemoryLayout(least_bytes=kernel.shared_bytes + shared_bytes)
+        shared = SharedMemoryLayout(min_bytes=kernel.shared_bytes + shared_bytes)
         changed = replace(kernel, source=source, shared=shared)
         with mock.patch.object(callable_module, "forward_kernels", lambda *_, plan: {**kernels, "forward": changed}):
             engine = Emulator(sanitize, schedule)

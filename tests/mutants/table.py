@@ -299,8 +299,8 @@ MUTANTS = (
     Mutant(
         "slots without room for a tile of each sequence",
         "flashgen/codegen/ragged.py",
-        "BESIDE = 2",
-        "BESIDE = 0",
+        "EXTRA_SEQUENCES = 2",
+        "EXTRA_SEQUENCES = 0",
         ("tests/codegen/test_ragged_text.py::test_slots_are_enough_and_apart_whatever_the_lengths",),
     ),
     Mutant(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import flashgen.language as fg
 import random_variants.scores as scores
-from flashgen.codegen.candidates import MOST
+from flashgen.codegen.candidates import MAX_CANDIDATES
 from flashgen.codegen.stages import Pass
 from flashgen.codegen.targets import TARGETS
 from flashgen.language import AttentionSpec
@@ -186,7 +186,7 @@ def draw_kernels(source: Source, options: Options) -> dict[str, Any]:
         "varlen": layout == "varlen",
         "sharded": layout == "sharded",
         "sink": source.chance(15),
-        "plan": source.pick(0, 0, 0, *range(1, MOST)),
+        "plan": source.pick(0, 0, 0, *range(1, MAX_CANDIDATES)),
         **(_emulated(source, options) if options.emulate else {"emulate": False}),
     }
 

@@ -10,7 +10,7 @@ from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
 import random_variants.cases
-from flashgen.codegen.candidates import MOST
+from flashgen.codegen.candidates import MAX_CANDIDATES
 from flashgen.codegen.targets import TARGETS
 from flashgen.language.dtypes import CACHED, CAPTURES, SCALARS
 from flashgen.language.operations import OPERATIONS
@@ -60,7 +60,7 @@ def test_everything_is_drawn() -> None:
         "dtype": ("float16", "bfloat16"),
         "layout": ("bhsd", "bshd"),
         "sanitize": (None, "address", "thread"),
-        "plan": range(MOST),
+        "plan": range(MAX_CANDIDATES),
         "page_size": (None, 1, 2, 4, 8, 16, 32, 64, 128, 256),
         "kv_dtype": (None, *CACHED),
         "splits": (None, 1, 2, 3, 7),

@@ -210,7 +210,7 @@ CLAMP = "min(static_cast<unsigned>(i0), arguments.ids_size[0] - 1u)"
 USED = "__ldg(arguments.seqused_k + {})"
 FAULTS: dict[str, tuple[Case, Planter, str]] = {
     "division by a reciprocal": (DIVIDED, item(operation_text.SPECIAL, ops.Divide, reciprocal), "Found: "),
-    "an index that is not clamped": (LOADED, attribute(operation_text, "index_of", lambda index: index), WRONG),
+    "an index that is not clamped": (LOADED, attribute(operation_text, "clamped_index", lambda index: index), WRONG),
     "a read outside": (replace(FAR, sanitize="address"), text(CLAMP, "i0"), "LaunchError: .*kernel.cu"),
     "another derivative": (TANH, item(derivatives.RULES, ops.Tanh, derivatives.RULES[ops.Sin]), BACKWARD),
     "a slope beside a kink": (PEAKED, item(derivatives.RULES, ops.Abs, LINEAR), BACKWARD),

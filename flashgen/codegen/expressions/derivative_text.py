@@ -21,7 +21,7 @@ from flashgen.codegen.expressions.function_text import (
     scaled,
     symbols_in,
 )
-from flashgen.codegen.expressions.operation_text import index_of
+from flashgen.codegen.expressions.operation_text import clamped_index
 from flashgen.codegen.expressions.printer import statements
 from flashgen.codegen.expressions.scale_folding import folded_products
 from flashgen.language.operations import KEY, QUERY, SCORE, Load, Mul
@@ -106,7 +106,7 @@ class ScoreGradient:
     def call(self, product: str, slope: str, names: Names = DEVICE_NAMES) -> str:
         """A call that gives the modified score and, unless that is 1, sets the variable `slope`."""
         into = f", {slope}" if self.slope else ""
-        return f"score_mod({self.function.of(product)}, {self.function.call(names)}{into})"
+        return f"score_mod({self.function.operand_text(product)}, {self.function.call(names)}{into})"
 
 
 def score_gradient(spec: AttentionSpec, with_gathers: bool = True) -> ScoreGradient | None:
@@ -148,7 +148,7 @@ def _gather(number: int, gather: Load, base: Base, factor: Node, slope: Node, pr
         member_name(gather.capture),
         to_text(gather),
         "distance" if sums_ds and _is_of_distance(gather) else _shared(gather),
-        _part(tuple(map(index_of, gather.indices)), products),
+        _part(tuple(map(clamped_index, gather.indices)), products),
         base,
         _part((_float(factor),), products) if factor is not ONE else None,
     )

@@ -36,7 +36,7 @@ class FunctionText:
         """Arguments of a call, given what the indices are called where it stands."""
         return ", ".join([*(names[symbol] for symbol in self.used), "arguments"])
 
-    def of(self, product: str) -> str:
+    def operand_text(self, product: str) -> str:
         """The operand that a call of a score function takes, given the text of the product q·k."""
         return scaled(self.operand, product)
 

@@ -45,7 +45,7 @@ def _divides_plainly(left: sympy.Basic, right: sympy.Basic, bounds: Bounds) -> b
     return isinstance(right, sympy.Integer) and int(right) > 0 and bounds.limits(left)[0] >= 0
 
 
-def is_of_longs(division: sympy.Basic) -> bool:
+def is_64_bit(division: sympy.Basic) -> bool:
     """Whether a floored division or modulo is one of 64-bit integers: a hundred instructions where it is no shift."""
     bounds = Bounds()
     integers = all(kind_of(node) == "int" for node in division.args)
@@ -63,7 +63,7 @@ def is_shift_or_mask(division: sympy.Basic) -> bool:
     return _divides_plainly(left, right, Bounds()) and _is_power_of_two(right)
 
 
-def integers_of(node: op.Operation) -> tuple[sympy.Basic, ...]:
+def integer_operands(node: op.Operation) -> tuple[sympy.Basic, ...]:
     """The operands that C++ takes for the type of an integer operation."""
     if isinstance(node, op.Where):
         return node.args[1:]
@@ -171,7 +171,7 @@ def _log(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
     return f"{logarithm} * 0.693147181f", PRODUCT
 
 
-def index_of(index: sympy.Basic) -> sympy.Basic:
+def clamped_index(index: sympy.Basic) -> sympy.Basic:
     """An index of a captured array as an int that is not below 0; what reads by it clamps it to the array's size."""
     low, high = Bounds().limits(index)
     if low < 0:
@@ -180,7 +180,7 @@ def index_of(index: sympy.Basic) -> sympy.Basic:
 
 
 def _load(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
-    indices = ", ".join(printer.text(index_of(index)) for index in node.indices)
+    indices = ", ".join(printer.text(clamped_index(index)) for index in node.indices)
     return f"load_{node.capture.name}(arguments, {indices})", ATOM
 
 

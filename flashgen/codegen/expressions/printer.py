@@ -16,7 +16,7 @@ import sympy
 
 from flashgen.analysis.integer_bounds import INT32_MIN, Bounds
 from flashgen.codegen.arguments import member_name
-from flashgen.codegen.expressions.operation_text import SPECIAL, integers_of, shift_amount
+from flashgen.codegen.expressions.operation_text import SPECIAL, integer_operands, shift_amount
 from flashgen.codegen.expressions.precedence import (
     ATOM,
     BIT_AND,
@@ -144,7 +144,7 @@ class Printer:
         """Whether the value is an int, and C++ gives a long long because an operand is one."""
         if node in self.names or not isinstance(node, (op.Arithmetic, op.Bitwise, op.Where)) or node.kind != "int":
             return False
-        return self.fits_int(node) and not all(map(self.fits_int, integers_of(node)))
+        return self.fits_int(node) and not all(map(self.fits_int, integer_operands(node)))
 
     def _operation(self, node: sympy.Basic) -> tuple[str, int]:
         if self._is_short_distance(node):

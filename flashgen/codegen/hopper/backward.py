@@ -21,20 +21,20 @@ from flashgen.codegen.backward_kernels import (
     Rows,
     backward_kernel,
     capture_sums,
-    finish,
-    finish_keys,
     is_masked,
     numbers,
-    prepare,
-    ragged_context,
+    postprocess_dkv,
+    postprocess_dq,
+    preprocess,
     row_values,
     rows_of,
     sink_sums,
     strides,
+    varlen_context,
 )
 from flashgen.codegen.demand import divides_tiles
-from flashgen.codegen.expressions.alike_text import alike_text
 from flashgen.codegen.expressions.derivative_text import GatherText, score_gradient
+from flashgen.codegen.expressions.uniform_text import uniform_text
 from flashgen.codegen.hopper import backward_works
 from flashgen.codegen.hopper.backward_plans import (
     HopperBackwardPlan,
@@ -46,7 +46,7 @@ from flashgen.codegen.hopper.backward_works import keys_of
 from flashgen.codegen.hopper.plans import panel_columns
 from flashgen.codegen.hopper.queries_plans import HopperQueriesPlan, choose_hopper_queries_plan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan, choose_hopper_wide_plan, handed_over
-from flashgen.codegen.ragged import MAP_ROWS, ragged_fields, tiles_of_keys, tiles_of_queries
+from flashgen.codegen.ragged import MAP_ROWS, tiles_of_keys, tiles_of_queries, varlen_fields
 from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import padded
@@ -83,14 +83,14 @@ def render_hopper_backward(
         apart, of_mode = deterministic and not plan.in_turns, deterministic
         finishes, turns = plan.finishes(spec, apart), backward_works.turns(spec, plan, apart)
         keys = _keys(spec, target, plan, rows, deterministic)
-    kernels = [prepare(spec, target, plan, rows, of_mode, apart, not apart, finishes, turns), keys]
+    kernels = [preprocess(spec, target, plan, rows, of_mode, apart, not apart, finishes, turns), keys]
     if apart:
         queries_plan = choose_hopper_queries_plan(spec, target)
         kernels.append(_queries(spec, target, queries_plan, rows, of_mode, plan.tile_q))
     elif not finishes:
-        kernels.append(finish(spec, target, plan, rows, True))
+        kernels.append(postprocess_dq(spec, target, plan, rows, True))
     if plan.heads_apart:
-        kernels += [finish_keys(spec, target, plan, of, width, keys_of(plan)) for of, width in _widths(spec, plan)]
+        kernels += [postprocess_dkv(spec, target, plan, of, width, keys_of(plan)) for of, width in _widths(spec, plan)]
     return (*kernels, *sink_sums(spec, target, rows), *capture_sums(spec, target, deterministic))
 
 
@@ -116,7 +116,7 @@ def _keys(
     gathers = gradient.gathers if gradient else ()
     fields += _gathered(gathers, deterministic)
     fields += [*numbers(*(() if spec.is_ragged else ("heads_q",)), "heads_per_kv", "len_q", "len_k"), ROWS]
-    fields += [*([KEYS] if plan.heads_apart else []), *(ragged_fields() if spec.is_ragged else [])]
+    fields += [*([KEYS] if plan.heads_apart else []), *(varlen_fields() if spec.is_ragged else [])]
     layout = layout_of(spec, fields, lists=tiles is None)
     context = {
         "plan": plan,
@@ -131,7 +131,7 @@ def _keys(
         "divides": backward_works.divides(spec, plan, dq_apart),
         "rotates": backward_works.rotates(spec, plan, dq_apart),
         "divides_columns": divides_tiles(spec, plan.tile_q, QUERY),
-        "alike": alike_text(spec),
+        "alike": uniform_text(spec),
         "gradient": gradient,
         "gathers": gathers,
         "exact_sums": deterministic,
@@ -154,7 +154,7 @@ def _keys(
         "map_rows": MAP_ROWS,
     }
     told = (spec, "BackwardKeysArguments", layout, plan.tile_q, "kTileK")
-    context |= ragged_context(*told, of_keys=True, moves_rows=False)
+    context |= varlen_context(*told, of_keys=True, moves_rows=False)
     launch: dict[str, Any] = {"reads": "queries" if tiles is None else None}
     launch |= backward_works.launch(spec, plan, rows, dq_apart)
     launch["boxes"] = {name: box for name, box in _boxes(spec, plan).items() if name not in ("dk", "dv") or written}
@@ -217,7 +217,7 @@ def _wide_keys(
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dk", "dv")]
     heads = () if spec.is_ragged else ("heads_q",)
     fields += [STATISTICS, *_gathered(gathers, deterministic), *numbers(*heads, "heads_per_kv", "len_q", "len_k"), ROWS]
-    fields += ragged_fields() if spec.is_ragged else []
+    fields += varlen_fields() if spec.is_ragged else []
     layout = layout_of(spec, fields, lists=tiles is None)
     context = {
         "plan": plan,
@@ -228,7 +228,7 @@ def _wide_keys(
         "in_turns": False,
         "divides": False,
         "divides_columns": divides_tiles(spec, plan.tile_q, QUERY),
-        "alike": alike_text(spec),
+        "alike": uniform_text(spec),
         "gradient": gradient,
         "gathers": gathers,
         "exact_sums": deterministic,
@@ -243,7 +243,7 @@ def _wide_keys(
         "map_rows": MAP_ROWS,
     }
     told = (spec, "BackwardKeysArguments", layout, plan.tile_q, "kTileK")
-    context |= ragged_context(*told, of_keys=True, moves_rows=False)
+    context |= varlen_context(*told, of_keys=True, moves_rows=False)
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
     launch["grid"] = partial(tiles_of_keys, spec, plan.tile_k)
     launch["boxes"] = _boxes(spec, plan)
@@ -271,7 +271,7 @@ def _queries(
     tiles, shared = key_range(spec.mask.expression), plan.shared_memory(spec)
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dq")]
     fields += [STATISTICS, *numbers(*(() if spec.is_ragged else ("heads_q",)), "len_q", "len_k"), ROWS]
-    fields += ragged_fields() if spec.is_ragged else []
+    fields += varlen_fields() if spec.is_ragged else []
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
     head, value = plan.head_panel(spec), panel_columns(spec.value_dim)
     context = {
@@ -296,7 +296,7 @@ def _queries(
     boxes = {"q": (head, _PART_ROWS), "k": (head, plan.tile_k), "v": (value, plan.tile_k)}
     launch["boxes"] = boxes | {"d_o": (value, _PART_ROWS), "dq": (head, _WARP_ROWS)}
     layout = layout_of(spec, fields, lists=tiles is None)
-    context |= ragged_context(spec, "BackwardQueriesArguments", layout, multiple, "kTileQ")
+    context |= varlen_context(spec, "BackwardQueriesArguments", layout, multiple, "kTileQ")
     primitives = {"shared_forms": [(plan.tile_k, "false")], "register_forms": [(padded(spec.head_dim), "true")]}
     return backward_kernel(
         "queries",

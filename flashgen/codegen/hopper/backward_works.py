@@ -22,7 +22,7 @@ from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan
 from flashgen.codegen.ragged import tiles_of_keys
 from flashgen.codegen.rendered_kernel import Grid, Workspace
-from flashgen.codegen.sizes import Sizes, ceil_div, least, most
+from flashgen.codegen.sizes import Sizes, ceil_div, maximum, minimum
 from flashgen.codegen.tiling import padded
 from flashgen.language.spec import AttentionSpec
 
@@ -97,9 +97,9 @@ def division(spec: AttentionSpec, plan: HopperBackwardPlan, sizes: Sizes) -> Div
     tiles, heads, batch = _works(spec, plan, sizes)
     works, places = tiles * heads * batch, sizes.multiprocessors
     rest = works - works // places * places
-    parts = most(least(sizes.len_q * sizes.heads_per_kv // _LEAST_QUERIES, _MOST_PARTS), 1)
+    parts = maximum(minimum(sizes.len_q * sizes.heads_per_kv // _LEAST_QUERIES, _MOST_PARTS), 1)
     rounds = ceil_div(rest * parts, places)
-    return Division(rest * least(parts - rounds, 1), parts)
+    return Division(rest * minimum(parts - rounds, 1), parts)
 
 
 def _part_sums(spec: AttentionSpec, plan: HopperBackwardPlan) -> Workspace:
@@ -134,8 +134,8 @@ def _grid(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, dq_apart: b
     """
     blocks = _all_works(spec, plan, dq_apart, sizes)
     if plan.finishes(spec, dq_apart):
-        blocks = most(blocks, rows(sizes) * sizes.heads_q * _works(spec, plan, sizes)[2] // _FINISHED_ROWS)
-    return most(least(blocks, sizes.multiprocessors), 1), 1, 1
+        blocks = maximum(blocks, rows(sizes) * sizes.heads_q * _works(spec, plan, sizes)[2] // _FINISHED_ROWS)
+    return maximum(minimum(blocks, sizes.multiprocessors), 1), 1, 1
 
 
 def _values(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, dq_apart: bool, sizes: Sizes) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def _values(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, dq_apart:
     values = row_values(rows, sizes) | {"tiles": _all_works(spec, plan, dq_apart, sizes), "tiles_k": tiles}
     values |= {} if spec.is_ragged else {"heads": heads}
     if interleaves(spec, plan):
-        values["heads_at_once"] = ceil_div(sizes.multiprocessors, most(tiles, 1))
+        values["heads_at_once"] = ceil_div(sizes.multiprocessors, maximum(tiles, 1))
     if divides(spec, plan, dq_apart):
         divided, parts = division(spec, plan, sizes)
         values |= {"divided": divided, "parts": parts}

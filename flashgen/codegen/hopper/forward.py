@@ -18,18 +18,18 @@ from flashgen.codegen.assembly import (
     longest_last,
     suffix_of,
 )
-from flashgen.codegen.costs import forward_cost, prompts_cost
-from flashgen.codegen.expressions.alike_text import alike_text
+from flashgen.codegen.costs import forward_cost, prefill_cost
 from flashgen.codegen.expressions.function_text import DEVICE_NAMES, FunctionText, Names
+from flashgen.codegen.expressions.uniform_text import uniform_text
 from flashgen.codegen.forward_kernel import forward_context, forward_kernel, page_fields
 from flashgen.codegen.header import header
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.pages import GROUP_ROWS, box_keys, panels_joined
 from flashgen.codegen.hopper.plans import PROMPT_QUERIES, HopperPlan, panel_columns
 from flashgen.codegen.hopper.smaller_tiles import smaller_option
-from flashgen.codegen.ragged import MAP_ROWS, ragged_fields, sequences_text, slots
+from flashgen.codegen.ragged import MAP_ROWS, sequences_text, slots, varlen_fields
 from flashgen.codegen.rendered_kernel import Grid, RenderedKernel
-from flashgen.codegen.sizes import Sizes, ceil_div, least, most, reciprocal
+from flashgen.codegen.sizes import Sizes, ceil_div, maximum, minimum, reciprocal
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import ELEMENT_BYTES, padded
 from flashgen.codegen.variant import layout_of
@@ -57,7 +57,7 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
     ragged = spec.is_ragged
     if ragged:
         fields[-2] = Field("float*", "lse", comment="(heads_q, total_q), or null")
-        fields += ragged_fields(keys=not spec.page_size)
+        fields += varlen_fields(keys=not spec.page_size)
     fields += page_fields(spec, strides=False)
     fields += [
         Field("int", f"{name}_head_panels", comment=f"from a head of {name} to the next, in panels of columns")
@@ -85,7 +85,7 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     ends = _ends_of_tiles(longest_first)
     producer_registers, consumer_registers = plan.warpgroup_registers(spec)
     mixed = spec.is_ragged and spec.page_size is not None
-    cost = prompts_cost(spec) if mixed else forward_cost(spec)
+    cost = prefill_cost(spec) if mixed else forward_cost(spec)
     told: dict[str, Any] = {"title": "attention forward of mixed batches, prompts", "cost": cost} if mixed else {}
     told["options"] = smaller_option(plan, spec, target)
     context = forward_context(spec, target, plan, layout, "scores[n]", _names(plan), ends) | {
@@ -132,14 +132,14 @@ def _packs(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Any:
 
 
 def _grid(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Grid:
-    blocks = least(_tiles(spec, plan, sizes), sizes.multiprocessors)
-    return blocks if spec.is_ragged and spec.page_size else most(blocks, 1), 1, 1
+    blocks = minimum(_tiles(spec, plan, sizes), sizes.multiprocessors)
+    return blocks if spec.is_ragged and spec.page_size else maximum(blocks, 1), 1, 1
 
 
 def _tiles(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Any:
     """Tiles of queries; of a mixed batch as many as prompts may have, none where no sequence may be one."""
     if spec.is_ragged and spec.page_size:
-        return least(sizes.len_q // PROMPT_QUERIES, 1) * (sizes.total_q // PROMPT_QUERIES) * sizes.heads_q
+        return minimum(sizes.len_q // PROMPT_QUERIES, 1) * (sizes.total_q // PROMPT_QUERIES) * sizes.heads_q
     return _packs(spec, plan, sizes) * _tiles_of_head(spec, plan, sizes)
 
 
@@ -156,7 +156,7 @@ def _values(spec: AttentionSpec, plan: HopperPlan, longest_first: bool, sizes: S
         "tiles_q": _tiles_of_head(spec, plan, sizes),
         "heads": heads,
         "section": _section(spec, sizes, heads, per_kv) if longest_first else 1,
-        "kv_reciprocal": reciprocal(most(per_kv, 1)),
+        "kv_reciprocal": reciprocal(maximum(per_kv, 1)),
     }
 
 
@@ -165,9 +165,9 @@ def _section(spec: AttentionSpec, sizes: Sizes, heads: Any, per_kv: Any) -> Any:
 
     Where all tiles are alike a head's tiles run after another's.
     """
-    head_bytes = ELEMENT_BYTES * (spec.head_dim + spec.value_dim) * most(sizes.len_k, 1)
-    fitting = most(_SECTION_BYTES // head_bytes, 1) * per_kv
-    return most(least(fitting, heads), 1)
+    head_bytes = ELEMENT_BYTES * (spec.head_dim + spec.value_dim) * maximum(sizes.len_k, 1)
+    fitting = maximum(_SECTION_BYTES // head_bytes, 1) * per_kv
+    return maximum(minimum(fitting, heads), 1)
 
 
 def _boxes(spec: AttentionSpec, plan: HopperPlan) -> dict[str, tuple[int, ...]]:
@@ -196,7 +196,7 @@ def _box_rows(rows: int, plan: HopperPlan) -> tuple[int, ...]:
 
 def _alike(spec: AttentionSpec, plan: HopperPlan) -> FunctionText | None:
     """When a lane's scores read the same elements of captured arrays, where that is one question for all of them."""
-    alike = alike_text(spec)
+    alike = uniform_text(spec)
     return None if alike and HEAD in alike.used and plan.packed_heads > _LANE_ROWS else alike
 
 

@@ -16,26 +16,26 @@ from flashgen.codegen.backward_kernels import (
     Rows,
     backward_kernel,
     capture_sums,
-    finish,
     is_masked,
     numbers,
-    prepare,
-    ragged_context,
+    postprocess_dq,
+    preprocess,
     row_values,
     rows_of,
     sink_sums,
     strides,
+    varlen_context,
 )
 from flashgen.codegen.demand import divides_tiles
-from flashgen.codegen.expressions.alike_text import alike_text
 from flashgen.codegen.expressions.derivative_text import score_gradient
+from flashgen.codegen.expressions.uniform_text import uniform_text
 from flashgen.codegen.mma_sync.backward_plans import (
     BackwardPlan,
     QueriesPlan,
     choose_backward_plan,
     choose_queries_plan,
 )
-from flashgen.codegen.ragged import ragged_fields, tiles_of_keys, tiles_of_queries
+from flashgen.codegen.ragged import tiles_of_keys, tiles_of_queries, varlen_fields
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import layout_of
@@ -58,13 +58,13 @@ def render_mma_sync_backward(
     plan.check(spec, target, deterministic)
     rows = rows_of(plan.tile_q, spec.is_ragged)
     kernels = [
-        prepare(spec, target, plan, rows, deterministic, deterministic),
+        preprocess(spec, target, plan, rows, deterministic, deterministic),
         _keys(spec, target, plan, rows, deterministic),
     ]
     if deterministic:
         kernels.append(_queries(spec, target, choose_queries_plan(spec, target), rows, plan.tile_q))
     else:
-        kernels.append(finish(spec, target, plan, rows))
+        kernels.append(postprocess_dq(spec, target, plan, rows))
     return (*kernels, *sink_sums(spec, target, rows), *capture_sums(spec, target, deterministic))
 
 
@@ -78,7 +78,7 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
     sums = "long long*" if deterministic else "float*"
     fields += [Field(sums, f"d_{member}") for member in dict.fromkeys(gather.member for gather in gathers)]
     fields += [*numbers(*(() if spec.is_ragged else ("heads_q",)), "heads_per_kv", "len_q", "len_k"), ROWS]
-    fields += ragged_fields() if spec.is_ragged else []
+    fields += varlen_fields() if spec.is_ragged else []
     layout = layout_of(spec, fields, lists=tiles is None)
     context = {
         "plan": plan,
@@ -87,7 +87,7 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
         "dq_apart": deterministic,
         "vector_reductions": target.vector_reductions,
         "divides_columns": divides_tiles(spec, plan.tile_q, QUERY),
-        "alike": alike_text(spec),
+        "alike": uniform_text(spec),
         "gradient": gradient,
         "gathers": gathers,
         "exact_sums": deterministic,
@@ -96,7 +96,7 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
             tiles, "BackwardKeysArguments", is_masked(spec), queries=True, ragged=spec.is_ragged
         ),
     }
-    context |= ragged_context(spec, "BackwardKeysArguments", layout, plan.tile_q, "kTileK", of_keys=True)
+    context |= varlen_context(spec, "BackwardKeysArguments", layout, plan.tile_q, "kTileK", of_keys=True)
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
     launch["grid"] = partial(tiles_of_keys, spec, plan.tile_k)
     return backward_kernel("keys", spec, target, layout, context, plan.threads, shared, launch, template=_KEYS)
@@ -111,7 +111,7 @@ def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows,
         *strides("q", "k", "v", "d_o", "dq"),
         *numbers(*(() if spec.is_ragged else ("heads_q",)), "len_q", "len_k"),
         ROWS,
-        *(ragged_fields() if spec.is_ragged else ()),
+        *(varlen_fields() if spec.is_ragged else ()),
     ]
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
     context = {
@@ -128,5 +128,5 @@ def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows,
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "keys" if tiles is None else None}
     launch["grid"] = partial(tiles_of_queries, spec, plan.tile_q)
     layout = layout_of(spec, fields, tiles is None)
-    context |= ragged_context(spec, "BackwardQueriesArguments", layout, multiple, "kTileQ")
+    context |= varlen_context(spec, "BackwardQueriesArguments", layout, multiple, "kTileQ")
     return backward_kernel("queries", spec, target, layout, context, plan.threads, shared, launch, template=_QUERIES)

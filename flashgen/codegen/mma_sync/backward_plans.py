@@ -16,8 +16,8 @@ from flashgen.codegen.shared_memory import FLOAT2, Buffer, Extent, SharedMemoryL
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import (
     DROPOUT_COLUMNS,
+    MAX_THREADS,
     MMA_DEPTH,
-    MOST_THREADS,
     RESERVED_SHARED,
     WARP,
     head_extent,
@@ -157,8 +157,8 @@ def _problem(
 ) -> str | None:
     """What is wrong with a plan; `rows` and `columns` are the sides of its tiles of scores that warps divide so."""
     warps, split = plan.warps, plan.split
-    if min(plan.tile_q, plan.tile_k, warps, split, plan.blocks) < 1 or plan.threads > MOST_THREADS:
-        return f"its numbers must be positive, and its warps at most {MOST_THREADS // WARP}"
+    if min(plan.tile_q, plan.tile_k, warps, split, plan.blocks) < 1 or plan.threads > MAX_THREADS:
+        return f"its numbers must be positive, and its warps at most {MAX_THREADS // WARP}"
     if warps % split or rows[1] % (warps // split * MMA_ROWS):
         return f"{rows[0]}={rows[1]} must be a multiple of 16 x warps={warps} / split={split}"
     if split > 1 and rows[1] // (warps // split) % split:

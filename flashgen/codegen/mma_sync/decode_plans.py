@@ -30,8 +30,8 @@ from flashgen.codegen.tile_list_kernel import depends_on_head
 from flashgen.codegen.tiling import (
     DROPOUT_COLUMNS,
     ELEMENT_BYTES,
+    MAX_THREADS,
     MMA_DEPTH,
-    MOST_THREADS,
     RESERVED_SHARED,
     WARP,
     head_extent,
@@ -146,9 +146,7 @@ class DecodePlan(Checked):
             "shared memory"
         )
 
-    def shared_memory(
-        self, spec: AttentionSpec, run_bytes: int = RUN_BYTES, least_bytes: int = 0
-    ) -> SharedMemoryLayout:
+    def shared_memory(self, spec: AttentionSpec, run_bytes: int = RUN_BYTES, min_bytes: int = 0) -> SharedMemoryLayout:
         """Q, the stages of each warp, and with keys of 8 bits the scales of Q's rows.
 
         At the end the partial outputs of the warps overlay all of it: their rows, then the maximum and the sum of each.
@@ -156,7 +154,7 @@ class DecodePlan(Checked):
 
         Args:
             run_bytes: bytes of a run.
-            least_bytes: the bytes of the launch, where other blocks of the kernel need more.
+            min_bytes: the bytes of the launch, where other blocks of the kernel need more.
         """
         rows, keys, warps = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k), Extent("kWarps", self.warps)
         head, value, cached = head_extent(spec), value_extent(spec), BYTE if spec.kv_dtype else ELEMENT
@@ -173,13 +171,13 @@ class DecodePlan(Checked):
                 Buffer("States", "maxima and sums of warps", (rows,), FLOAT2, copies=warps),
                 *((*search_buffers(self.warps, run_bytes), run) if self.scheduled else ()),
             ),
-            least_bytes=least_bytes,
+            min_bytes=min_bytes,
         )
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
-        if min(self.tile_q, self.tile_k, self.warps, self.stages, self.blocks) < 1 or self.threads > MOST_THREADS:
-            return f"its numbers must be positive, and its warps at most {MOST_THREADS // WARP}"
+        if min(self.tile_q, self.tile_k, self.warps, self.stages, self.blocks) < 1 or self.threads > MAX_THREADS:
+            return f"its numbers must be positive, and its warps at most {MAX_THREADS // WARP}"
         if self.tile_q % MMA_ROWS:
             return f"tile_q={self.tile_q} must be a multiple of {MMA_ROWS}"
         if self.tile_k % MMA_DEPTH or (spec.dropout and self.tile_k % DROPOUT_COLUMNS):

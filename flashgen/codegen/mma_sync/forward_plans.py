@@ -14,8 +14,8 @@ from flashgen.codegen.targets import TARGETS, Target
 from flashgen.codegen.tiling import (
     DROPOUT_COLUMNS,
     ELEMENT_BYTES,
+    MAX_THREADS,
     MMA_DEPTH,
-    MOST_THREADS,
     RESERVED_SHARED,
     WARP,
     head_extent,
@@ -96,8 +96,8 @@ class ForwardPlan(Checked):
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
-        if min(self.tile_q, self.tile_k, self.warps, self.blocks) < 1 or self.threads > MOST_THREADS:
-            return f"its numbers must be positive, and its warps at most {MOST_THREADS // WARP}"
+        if min(self.tile_q, self.tile_k, self.warps, self.blocks) < 1 or self.threads > MAX_THREADS:
+            return f"its numbers must be positive, and its warps at most {MAX_THREADS // WARP}"
         if self.tile_q % self.warps or self.tile_q // self.warps % MMA_ROWS:
             return f"tile_q={self.tile_q} must be a multiple of 16 x warps={self.warps}"
         if self.tile_k % MMA_DEPTH or (spec.dropout and self.tile_k % DROPOUT_COLUMNS):

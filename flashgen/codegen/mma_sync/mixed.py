@@ -24,7 +24,7 @@ from flashgen.codegen.mma_sync.decode_plans import BEGINNING, MOST_SHARED_TILES,
 from flashgen.codegen.mma_sync.mixed_plans import FEW, MixedPlan, choose_mixed_plan
 from flashgen.codegen.mma_sync.runs import LAST_QUERY, even_columns, run_counters, share_places
 from flashgen.codegen.mma_sync.splits import packed_heads, packs
-from flashgen.codegen.ragged import BESIDE
+from flashgen.codegen.ragged import EXTRA_SEQUENCES
 from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.sizes import Sizes, ceil_div
 from flashgen.codegen.targets import Target
@@ -130,13 +130,13 @@ def choose_mixed_columns(spec: AttentionSpec, plan: MixedPlan, sizes: Sizes) -> 
     few = plan.few
     queries = min(plan.prompt_queries - 1, sizes.len_q) if plan.prompt_queries else sizes.len_q
     row_tiles = ceil_div(queries * packed_heads(spec, sizes), few.tile_q)
-    tiles = shared_tiles(few, (sizes.batch + BESIDE) * row_tiles, sizes.len_k)
+    tiles = shared_tiles(few, (sizes.batch + EXTRA_SEQUENCES) * row_tiles, sizes.len_k)
     if tiles > MOST_SHARED_TILES or _prompts(plan, sizes) > _MOST_BLOCKS:
         raise UnsupportedError(
             f"{sizes.batch} sequences, {sizes.total_q} queries in all and up to {sizes.len_k} keys of each, have more "
             f"tiles than {plan} counts: split the batch, or give max_seqlen_k=..."
         )
-    honest = sizes.total_q * packed_heads(spec, sizes) // few.tile_q + sizes.batch + BESIDE
+    honest = sizes.total_q * packed_heads(spec, sizes) // few.tile_q + sizes.batch + EXTRA_SEQUENCES
     return even_columns(spec, few, sizes, min(tiles, shared_tiles(few, honest, sizes.len_k)))
 
 

@@ -120,7 +120,7 @@ class MixedPlan(Checked):
         if not self.prompt:
             return NO_SHARED_MEMORY
         tiles, total = self.prompt.shared_memory(spec).buffers, self.shared_bytes(spec)
-        return SharedMemoryLayout((*tiles, *search_buffers(self.few.warps, MIXED_TILE_BYTES)), least_bytes=total)
+        return SharedMemoryLayout((*tiles, *search_buffers(self.few.warps, MIXED_TILE_BYTES)), min_bytes=total)
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""

@@ -8,7 +8,7 @@ from flashgen.codegen.expressions.printer import statements
 from flashgen.language.spec import AttentionSpec
 
 
-def alike_text(spec: AttentionSpec) -> FunctionText | None:
+def uniform_text(spec: AttentionSpec) -> FunctionText | None:
     """Of a tile's ends, which the function is told, too; None where nothing can be said."""
     condition = uniform_condition(spec.score.expression) if spec.score else None
     if condition is None:
