@@ -81,7 +81,7 @@ def rendered(
     from flashgen.codegen.stages import kernels_of
     from flashgen.codegen.targets import target_named
 
-    options = {"deterministic": deterministic, "heads_apart": heads_apart, "apart": apart, **forward}
+    options = {"deterministic": deterministic, "heads_apart": heads_apart, "unique_names": apart, **forward}
     kernels = dict(kernels_of(spec, target_named(target), (of.value,), **options))
     if name is None:
         return kernels

@@ -1,4 +1,4 @@
-"""What every forward plan says of itself, whatever its family: how it is checked, ranked and shown."""
+"""The interface of forward plans of all families: how a plan is checked, ranked and shown."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class _Checkable(Protocol):
 
 
 class Checked:
-    """What the plans of every family and pass have in common."""
+    """Methods that the plans of all families and passes share."""
 
     def shared_bytes(self: _Checkable, *given: Any, **options: Any) -> int:
-        """The dynamic shared memory of a block, in bytes; takes the arguments of `shared_memory`."""
+        """Returns the dynamic shared memory of a block, in bytes. Takes the arguments of `shared_memory`."""
         return self.shared_memory(*given, **options).total_bytes
 
     def check(self: _Checkable, *given: Any) -> None:
-        """UnsupportedError where there is a problem; takes what `problem` does."""
+        """Raises UnsupportedError if `problem` returns a problem for these arguments."""
         problem = self.problem(*given)
         if problem:
             raise UnsupportedError(f"{self}: {problem}")
 
 
 def shared_memory_problem(taken: int, target: Target, remedy: str) -> str | None:
-    """What a plan says whose blocks take so many bytes of shared memory, if a block of the target has fewer."""
+    """Returns the problem of a plan whose blocks take more shared memory than the target has; None if it fits."""
     if taken <= target.shared_per_block:
         return None
     return (
@@ -42,13 +42,16 @@ def shared_memory_problem(taken: int, target: Target, remedy: str) -> str | None
 
 
 class Plan(Protocol):
-    """How a forward kernel divides its work: a frozen dataclass of each family, chosen by spec and target.
+    """The tile sizes and launch shape of a forward kernel: a frozen dataclass per family, chosen by spec and target.
 
     Attributes:
-        tile_q, tile_k: queries of a tile, keys of a step. stages: tiles of K, and of V, that shared memory holds.
-        blocks: thread blocks that should fit on a multiprocessor. threads: of a block.
-        packed_heads: query heads that are rows of one tile.
-        register_budget: registers that a thread which computes may have.
+        tile_q: Query rows of a tile.
+        tile_k: Keys of a tile, which one mainloop step processes.
+        stages: Pipeline stages: tiles of K, and of V, that shared memory holds.
+        blocks: Thread blocks that should be resident on a multiprocessor.
+        threads: Threads of a block.
+        packed_heads: Query heads of one KV head that are stacked as rows of a tile.
+        register_budget: Maximum registers of a thread that computes (not of a producer).
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -70,28 +73,32 @@ class Plan(Protocol):
     def __hash__(self) -> int: ...
 
     def show_options(self, spec: AttentionSpec) -> str:
-        """What `flashgen show` is told so that it shows the kernel of a default plan changed like this one."""
+        """Returns the options with which `flashgen show` selects this variant of a default plan."""
 
     def registers(self, spec: AttentionSpec) -> int:
-        """Registers of a thread that computes, by estimate."""
+        """Returns the estimated registers of a thread that computes."""
 
     def matrix_cycles(self, spec: AttentionSpec) -> float:
-        """Cycles of a step's products on a multiprocessor."""
+        """Returns the cycles that the matrix products of a step take on a multiprocessor."""
 
     def exposed(self, blocks: int) -> float:
-        """The share of the shorter of products and softmax that the other does not hide, with so many blocks."""
+        """Returns how much of the shorter of products and softmax does not overlap with the longer, from 0 to 1.
+
+        Args:
+            blocks: Resident blocks of a multiprocessor.
+        """
 
     def summary(self, spec: AttentionSpec) -> str:
-        """One line for the kernel's header."""
+        """Returns a line about the plan for the kernel's header comment."""
 
     def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
-        """The layout of a block's dynamic shared memory."""
+        """Returns the layout of a block's dynamic shared memory."""
 
     def shared_bytes(self, spec: AttentionSpec) -> int:
-        """The dynamic shared memory of a block, in bytes."""
+        """Returns the dynamic shared memory of a block, in bytes."""
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
-        """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
+        """Returns why the plan is inconsistent or does not fit the spec or the target; None if it fits."""
 
     def check(self, spec: AttentionSpec, target: Target) -> None:
-        """UnsupportedError where there is a problem."""
+        """Raises UnsupportedError if there is a problem."""

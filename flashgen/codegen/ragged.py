@@ -1,10 +1,10 @@
-"""Ragged batches: what kernels of layout "thd" have beside the others'.
+"""Varlen batches: what kernels of layout "thd" have in addition.
 
-The sequences of a batch lie one behind the other in packed arrays (tokens, heads, dim), and only the device knows where
-each begins. Tiles are numbered by slots: those of sequence b begin at first_row / tile + b + 1, which leaves room for
-all tiles of those before it whatever their lengths are, so that a launch depends on none of them. A block finds the
-sequence of its slot by a binary search, makes the arguments those of that sequence (its lengths, arrays that begin with
-its rows), and goes on as in any batch.
+The sequences of a batch are concatenated in packed arrays (tokens, heads, dim); where each begins is known only on the
+device (`cu_seqlens`). Tiles are numbered by slots. The slots of sequence b begin at first_row / tile + b + 1, which
+leaves enough slots for the tiles of all earlier sequences whatever their lengths, so that the launch does not depend on
+the lengths. A block finds the sequence of its slot by a binary search, replaces the lengths and array pointers of its
+arguments with those of the sequence, and then proceeds as in any other batch.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from flashgen.codegen.sizes import Sizes, ceil_div
 from flashgen.language.spec import AttentionSpec
 
 MAP_ROWS = 256
-"""Rows along the second axis of a tensor map of a packed array: as many as a copy may move, or more."""
+"""Rows along the second axis of a tensor map of a packed array: at least as many as one copy may move."""
 EXTRA_SEQUENCES = 2
-"""Rows before the first sequence, and behind the last, are sequences of their own."""
-_OF_ROWS = frozenset(("lse", "d_lse"))
+"""Extra sequences of a batch: the rows before the first sequence, and those after the last."""
+_ROW_ARRAYS = frozenset(("lse", "d_lse"))
 _PADDED_ROWS = frozenset(("statistics", "dq_sums"))
 
 
 def varlen_fields(keys: bool = True) -> list[Field]:
-    """Members of a kernel's struct by which it finds its sequence; of the queries alone where it needs no more."""
+    """Returns the members by which a kernel finds its sequence; without `keys` only those about the queries."""
     fields = [Field("const int*", "cu_seqlens_q", comment="(batch + 1): where sequences begin among the rows of q")]
     if keys:
         fields.append(Field("const int*", "cu_seqlens_k", comment="(batch + 1): and among those of k and v"))
@@ -36,19 +36,19 @@ def varlen_fields(keys: bool = True) -> list[Field]:
 
 
 def slots(total: Any, sizes: Sizes, tile: int) -> Any:
-    """How many slots the tiles of a ragged batch have, of arrays of so many rows."""
+    """Returns the number of tile slots of a varlen batch whose packed arrays have `total` rows."""
     return total // tile + (sizes.batch + EXTRA_SEQUENCES)
 
 
 def tiles_of_queries(spec: AttentionSpec, tile: int, sizes: Sizes) -> Grid:
-    """A block for each tile of queries, head and batch; in a ragged batch for each slot and head."""
+    """Returns the grid of one block per tile of queries, query head and sequence; per slot and head if varlen."""
     if spec.is_ragged:
         return slots(sizes.total_q, sizes, tile), sizes.heads_q, 1
     return ceil_div(sizes.len_q, tile), sizes.heads_q, sizes.batch
 
 
 def tiles_of_keys(spec: AttentionSpec, tile: int, sizes: Sizes) -> Grid:
-    """The same of keys, and of heads of K and V."""
+    """Returns the grid of one block per tile of keys, KV head and sequence; per slot and head if varlen."""
     if spec.is_ragged:
         return slots(sizes.total_k, sizes, tile), sizes.heads_kv, 1
     return ceil_div(sizes.len_k, tile), sizes.heads_kv, sizes.batch
@@ -62,16 +62,22 @@ def sequences_text(
     row_multiple: str = "",
     moves_rows: bool = True,
 ) -> str:
-    """The text by which a kernel finds the sequence of a slot, and makes the arguments those of the sequence.
+    """Returns the text that finds the sequence of a slot and sets the arguments to those of the sequence.
 
-    slot_rows: the constant that holds how many rows a slot is for. of_keys: slots are of tiles of keys, else of
-    queries. row_multiple: the constant of what rows of the backward's own arrays are rounded up to, where it has any;
-    moves_rows: whether those arrays begin with the sequence's first row, which the kernel adds otherwise.
+    Args:
+        struct: Name of the argument struct.
+        layout: Members of the struct.
+        slot_rows: Name of the constant with the rows of a slot.
+        of_keys: Whether slots are tiles of keys; otherwise they are tiles of queries.
+        row_multiple: Name of the constant to whose multiples the backward workspaces round the rows of a sequence up;
+            empty if the kernel has no workspaces.
+        moves_rows: Whether the pointers of these workspaces are advanced to the first row of the sequence; otherwise
+            the kernel adds the first row itself.
     """
     names = {field.name for field in layout.fields}
     stay = set() if moves_rows else _PADDED_ROWS
     moved = [_moved(field.name, names) for field in layout.fields if field.name not in stay]
-    told = {
+    context = {
         "struct": struct,
         "own": "k" if of_keys else "q",
         "other": "q" if of_keys else "k",
@@ -82,16 +88,16 @@ def sequences_text(
         "sums": "dq_sums" in names,
         "lengths": [name for name in ("len_q", "len_k") if name in names],
     }
-    return environment().get_template("ragged.cuh.jinja").render(told).strip()
+    return environment().get_template("ragged.cuh.jinja").render(context).strip()
 
 
 def _moved(name: str, members: set[str]) -> str:
-    """How far the pointer of that name is from where it begins for the sequence, as text; nothing if it stays."""
+    """Returns the statement that advances a pointer to the sequence's rows; "" if the pointer does not move."""
     if f"{name}_strides" in members:
         return (
             f"arguments.{name} += sequence.first_{'q' if name in QUERY_ARRAYS else 'k'} * arguments.{name}_strides.row;"
         )
-    if name in _OF_ROWS:
+    if name in _ROW_ARRAYS:
         return f"if (arguments.{name}) arguments.{name} += sequence.first_q;"
     if name == "statistics":
         return "arguments.statistics += sequence.first_row * 2ll;"

@@ -1,4 +1,4 @@
-"""A rendered kernel, a stage of its pass: its text, and what is needed to launch it for calls of any size."""
+"""Rendered kernels: the text of a kernel, and what is needed to launch it for calls of any size."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ from flashgen.codegen.targets import Target
 from flashgen.language.spec import AttentionSpec
 
 Grid = tuple[Any, Any, Any]
-"""Blocks along x, y and z: numbers, or formulas of named sizes."""
-# The tiles of keys of each tile of queries, for the forward; the tiles of queries of each tile of keys.
+"""Blocks along x, y and z: integers, or formulas of named sizes."""
+# What tile lists enumerate: "keys" lists the key tiles of each query tile, "queries" the query tiles of each key tile.
 Direction = Literal["keys", "queries"]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Formulas of a call's sizes. flops: of products, and of what is done once a row. hbm: bytes, each array once."""
+    """The cost of a kernel as formulas of a call's sizes.
+
+    Attributes:
+        flops: FLOPs of the matrix products and of the work per row.
+        hbm: Bytes of memory traffic if each array is moved once.
+    """
 
     flops: str
     hbm: str
@@ -33,10 +38,15 @@ def _always(sizes: Sizes) -> bool:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Memory that a pass makes for its own use, by the name of a pointer in its kernels' structs.
+    """Memory that a pass allocates for its own use.
 
-    shape: of the sizes of a call; of_capture: of the captured array of that name, `shape` then stands behind its shape.
-    zeroed: whether it begins as zeros. wanted: by calls of which sizes; the pointer is null for others.
+    Attributes:
+        name: Name of the pointer in the kernels' structs.
+        shape: Returns the shape for the sizes of a call.
+        dtype: NumPy dtype of the elements.
+        zeroed: Whether it must be zero before the first launch.
+        of_capture: Name of a captured array; the shape of that array is then prepended to `shape`.
+        wanted: Whether calls of these sizes need it; the pointer is null otherwise.
     """
 
     name: str
@@ -53,24 +63,28 @@ def _nothing(sizes: Sizes) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, repr=False)
 class RenderedKernel:
-    """A kernel's text and how it is launched. It prints as one line without its text; print `source` for that.
+    """A kernel's text and its launch parameters. `repr` is one line without the text, which `source` holds.
 
     Attributes:
-        name: for folders and reports. entry: of the extern "C" function.
-        shared: the layout of a block's dynamic shared memory.
-        plan: whose tiles the kernel is for, a dataclass; None where it knows of no tiles.
-        role: what the kernel is in its pass: "lists", "forward", "prepare", "keys", ...
-        cost: None where it is small beside the others'.
-        grid: of sizes.
-        values: members of its struct that follow from sizes, beside those that bear the sizes' names.
-        reads: which lists of tiles it reads; None where closed forms say what to visit.
-        lists: of a kernel that makes lists, which.
-        boxes: arrays that its struct holds tensor maps of -> (columns, rows) that one copy moves, or (columns, heads,
-            rows) where heads are packed, or (columns of a panel, rows of a group, panels, groups) where one moves
-            several panels.
-        counts: how many counters its blocks count by, 0 before and after the launch; None where they never do.
-        workspaces: memory that it is the first to need.
-        pointers: members of its struct that are called otherwise in the pass.
+        name: Name in folders and reports.
+        entry: Name of the extern "C" function.
+        source: The CUDA text.
+        layout: The argument struct.
+        threads: Threads of a block.
+        shared: The layout of a block's dynamic shared memory.
+        plan: The plan, a dataclass, that gives the tile sizes; None for kernels without tiles.
+        role: The kernel's role in its pass: "lists", "forward", "prepare", "keys", ...
+        grid: Returns the grid for sizes.
+        values: Returns members of the struct that follow from sizes, beside those that have the names of sizes.
+        cost: None if it is negligible beside the other kernels of the pass.
+        reads: The tile lists that it reads; None if closed forms give the tiles to visit.
+        lists: The tile lists that it writes; None if it writes none.
+        boxes: Array with a tensor map -> box of one TMA copy: (columns, rows); (columns, heads, rows) with packed
+            heads; (columns of a panel, rows of a group, panels, groups) if one copy moves several panels.
+        counts: Returns the number of int32 counters of its blocks, which are 0 before and after a launch; None if it
+            has no counters.
+        workspaces: Workspaces that this kernel is the first in the pass to use.
+        pointers: Member of its struct -> name of the array in the pass, if they differ.
     """
 
     name: str
@@ -94,7 +108,7 @@ class RenderedKernel:
 
     @property
     def shared_bytes(self) -> int:
-        """The dynamic shared memory of a block, in bytes."""
+        """Dynamic shared memory of a block, in bytes."""
         return self.shared.total_bytes
 
     def __repr__(self) -> str:
@@ -105,10 +119,10 @@ class RenderedKernel:
 
 
 def kernel_name(kind: str, target: Target, spec: AttentionSpec) -> str:
-    """A readable name such as fwd-sm90-bf16-d128-causal-1a2b3c4d."""
+    """Returns a readable name such as fwd-sm90-bf16-d128-causal-1a2b3c4d."""
     return f"{kind}-{target.name.replace('_', '')}-{spec.name}"
 
 
 def entry_name(prefix: str, spec: AttentionSpec) -> str:
-    """The name of a kernel's function: a C identifier."""
+    """Returns the name of a kernel's function: a C identifier."""
     return re.sub(r"\W+", "_", f"{prefix}_{spec.name}")

@@ -46,7 +46,7 @@ class Buffer:
 
     Attributes:
         name: the stem of its constants: `Key` has `kKeyBytes`, the bytes of one copy, and `kKeyOffset`.
-        label: what people call it: "K".
+        label: its name in reports and comments: "K".
         shape: extents of one copy, outermost first; empty where `parts` make it up.
         element: bytes of an element.
         copies: how many copies stand one after the other: the stages of a pipeline, or one for each warpgroup.
@@ -55,9 +55,9 @@ class Buffer:
         alignment: bytes of which its offset is a multiple.
         reserves_alignment: whether the total counts `alignment` bytes for that, however few are skipped, so that the
             total does not depend on what stands before.
-        overlays: the buffer at whose first byte it begins, and whose memory it takes over once that is done with.
-        at_end: whether it stands in the last bytes of the block's memory, behind all buffers and overlays.
-        note: what the kernel's text says beside its size, such as how elements are arranged.
+        overlays: the buffer at whose first byte it begins. It reuses that memory once the other buffer is not needed.
+        at_end: whether it occupies the last bytes of the block's memory, after all buffers and overlays.
+        note: an addition to the comment in the kernel's text, such as how elements are arranged.
     """
 
     name: str
@@ -118,8 +118,8 @@ class BarrierGroup:
         comment: a sentence, or several, for the kernel's text: what a completed phase of each means.
         barriers: their order within a stage.
         stages: stages of the pipeline; None for barriers that exist once.
-        parity: the accessor of the phase's parity, by the number of a use; "" where another group's serves.
-        at_end: whether the group stands behind all others, although it is initialised in the order of declaration.
+        parity: the accessor of the phase's parity, by the number of a use; "" if the group uses another group's.
+        at_end: whether the group is placed after all others, although it is initialised in the order of declaration.
     """
 
     comment: str
@@ -152,7 +152,7 @@ class SharedMemoryLayout:
     Attributes:
         buffers: in the order of their addresses; a buffer that overlays another is declared after all that it overlays.
         barriers: the mbarriers, which the buffer named "Barrier" holds; see `mbarriers`.
-        min_bytes: the bytes of the launch, where other blocks of the kernel need more.
+        min_bytes: the minimum bytes of the launch, if other blocks of the kernel need more.
     """
 
     buffers: tuple[Buffer, ...] = ()
@@ -162,15 +162,15 @@ class SharedMemoryLayout:
     @cached_property
     def offsets(self) -> dict[str, int]:
         """The first byte of each buffer."""
-        return self._placed[0]
+        return self._offsets_and_size[0]
 
     @cached_property
     def total_bytes(self) -> int:
         """The dynamic shared memory that a launch requests."""
-        return self._placed[1]
+        return self._offsets_and_size[1]
 
     @cached_property
-    def _placed(self) -> tuple[dict[str, int], int]:
+    def _offsets_and_size(self) -> tuple[dict[str, int], int]:
         offsets: dict[str, int] = {}
         cursor = end = reserved = 0
         for buffer in self.buffers:
@@ -209,11 +209,11 @@ class SharedMemoryLayout:
             yield f"//   {self.offsets[buffer.name]:6}  {buffer.label}{parts}, {size}{over}{note}"
 
     def _sizes(self) -> dict[str, str]:
-        """The constants of the buffers' sizes, each after those that it is made of."""
+        """The constants of the buffers' sizes, each after the constants that it refers to."""
         return {f"k{each.name}Bytes": each.copy_text for buffer in self.buffers for each in (*buffer.parts, buffer)}
 
     def _formulas(self) -> dict[str, str]:
-        """The constants of the buffers' offsets, each after those that it is made of."""
+        """The constants of the buffers' offsets, each after the constants that it refers to."""
         formulas: dict[str, str] = {}
         end = "0"
         for buffer in self.buffers:
@@ -229,11 +229,11 @@ class SharedMemoryLayout:
         return f"k{name}Offset" if self.offsets[name] else ""
 
     def _end(self, buffer: Buffer) -> str:
-        """The expression of the byte behind a buffer."""
+        """The expression of the first byte after a buffer."""
         return " + ".join(filter(None, (self._begin(buffer.name), buffer.bytes_text)))
 
     def _ends(self) -> list[str]:
-        """Where the buffers end, and where those do that overlay others and are not proven smaller."""
+        """The ends of the buffers, and of chains of overlays that may extend beyond the buffer they overlay."""
         chains: list[list[Buffer]] = [[]]
         for buffer in self.buffers:
             chains += [[]] if buffer.overlays or buffer.at_end else []
@@ -241,7 +241,7 @@ class SharedMemoryLayout:
         return [self._end(chain[-1]) for chain in chains if chain and not self._stays_within(chain)]
 
     def _stays_within(self, chain: list[Buffer]) -> bool:
-        """Whether buffers that overlay another need no more bytes than that."""
+        """Whether a chain of overlays ends within the buffer that it overlays."""
         first, last = chain[0], chain[-1]
         if not first.overlays:
             return first.at_end
@@ -249,7 +249,7 @@ class SharedMemoryLayout:
         return self.offsets[last.name] + last.bytes <= self.offsets[over.name] + over.bytes
 
     def barrier_address(self, name: str) -> str:
-        """The C++ expression of an mbarrier's address: of `first`, and of `use` where a pipeline's stages have one."""
+        """The C++ expression of an mbarrier's address, in terms of `first`, and of `use` if each stage has one."""
         fixed, terms = 0, ["first"]
         for group in self._barriers_by_address():
             names = [barrier.name for barrier in group.barriers]
@@ -272,7 +272,7 @@ class SharedMemoryLayout:
     def regions(self) -> list[Region]:
         """The memory from the first byte to the last: each copy of each buffer, or of its parts, and padding.
 
-        Buffers that take over the memory of others are not among them: see `overlays`.
+        Buffers that overlay others are not included: see `overlays`.
         """
         found: list[Region] = []
         at = 0
@@ -287,7 +287,7 @@ class SharedMemoryLayout:
         return [*found, Region("padding", at, self.total_bytes - at)] if at < self.total_bytes else found
 
     def overlays(self) -> list[Region]:
-        """The buffers that take over the memory of others, and those that follow them."""
+        """The regions of buffers that overlay others, and of the buffers that follow them."""
         over = self._over
         return [
             region for each in self.buffers if each.name in over for region in _copies(each, self.offsets[each.name])
@@ -304,7 +304,7 @@ class SharedMemoryLayout:
         return names
 
     def barrier_offsets(self) -> dict[int, str]:
-        """The name of each mbarrier, with its stage where there are several, by its byte in shared memory."""
+        """Byte offset in shared memory -> name of the mbarrier, with its stage if there are several."""
         found: dict[int, str] = {}
         at = self.offsets.get("Barrier", 0)
         for group in self._barriers_by_address():
@@ -322,13 +322,13 @@ NO_SHARED_MEMORY = SharedMemoryLayout()
 
 
 def slot_per_warp(label: str, warps: int) -> SharedMemoryLayout:
-    """The layout of kernels whose warps exchange a word of 4 bytes each."""
+    """Returns the layout of kernels whose warps exchange a word of 4 bytes each."""
     return SharedMemoryLayout((Buffer("Slot", label, (Extent("kWarps", warps),), INT),))
 
 
 @cache
 def mbarriers(groups: tuple[BarrierGroup, ...]) -> Buffer:
-    """The buffer that holds mbarriers; a layout that has it names the same groups."""
+    """Returns the buffer that holds mbarriers. Its layout must be given the same groups."""
     terms = []
     for group in groups:
         factors = [str(len(group.barriers))] if len(group.barriers) > 1 or not group.stages else []
@@ -338,7 +338,7 @@ def mbarriers(groups: tuple[BarrierGroup, ...]) -> Buffer:
 
 
 def _copies(buffer: Buffer, begin: int) -> Iterator[Region]:
-    """Each copy of a buffer, or each part of each copy."""
+    """Yields each copy of a buffer, or each part of each copy."""
     count = buffer.copies.value if buffer.copies else 1
     for number in range(count):
         at = begin + number * buffer.copy_bytes
@@ -350,7 +350,7 @@ def _copies(buffer: Buffer, begin: int) -> Iterator[Region]:
 
 
 def _list_of(buffer: Buffer) -> str:
-    """The labels of a buffer's parts."""
+    """Returns the labels of a buffer's parts as a list in words."""
     return (", then " if buffer.union else ", ").join(part.label for part in buffer.parts)
 
 
@@ -359,7 +359,7 @@ def _aligned(formula: str, alignment: int) -> str:
 
 
 def _closure(texts: list[str], known: dict[str, str]) -> set[str]:
-    """The constants that texts mention, and those that these are made of."""
+    """Returns the constants that texts mention, and the constants that those refer to, transitively."""
     wanted: set[str] = set()
     found = {name for text in texts for name in _CONSTANT.findall(text)} & known.keys()
     while found:

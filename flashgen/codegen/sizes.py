@@ -1,7 +1,7 @@
-"""Sizes of a call, as numbers or as names; what follows from them is one text for both.
+"""Sizes of a call, as integers or as symbolic names. The same code computes with both.
 
-A grid such as `ceil_div(sizes.len_q, 128)` is a number where a call is launched, and the formula "ceil_div(len_q, 128)"
-where a release says how a kernel is launched.
+A grid such as `ceil_div(sizes.len_q, 128)` is an integer when a call is launched, and the formula
+"ceil_div(len_q, 128)" in the manifest of a release.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-_SUM, _PRODUCT, _ATOM = 0, 1, 2  # how strongly a formula's outermost operation binds
+_SUM, _PRODUCT, _ATOM = 0, 1, 2  # precedence of a formula's outermost operation
 
 
 @dataclass(frozen=True)
 class Formula:
-    """An integer of sizes that are not known yet, in C++."""
+    """A C++ integer expression of named sizes; `binds` is the precedence of its outermost operation."""
 
     text: str
     binds: int = _ATOM
@@ -43,43 +43,47 @@ class Formula:
 
 
 def _factor(value: Any, right: bool = False) -> str:
-    """A factor: a sum needs parentheses, and a product does on the right, where division rounds."""
+    """Returns a factor's text: sums need parentheses, and so do products on the right, because division rounds."""
     loose = isinstance(value, Formula) and (value.binds == _SUM or (right and value.binds == _PRODUCT))
     return f"({value})" if loose else str(value)
 
 
 def ceil_div(dividend: Any, divisor: Any) -> Any:
-    """dividend / divisor, rounded up."""
+    """Returns dividend / divisor, rounded up."""
     if isinstance(dividend, Formula) or isinstance(divisor, Formula):
         return Formula(f"ceil_div({dividend}, {divisor})")
     return -(-dividend // divisor)
 
 
 def minimum(first: Any, second: Any) -> Any:
-    """The smaller of two."""
+    """Returns the smaller of two values."""
     named = isinstance(first, Formula) or isinstance(second, Formula)
     return Formula(f"min({first}, {second})") if named else min(first, second)
 
 
 def maximum(first: Any, second: Any) -> Any:
-    """The larger of two."""
+    """Returns the larger of two values."""
     named = isinstance(first, Formula) or isinstance(second, Formula)
     return Formula(f"max({first}, {second})") if named else max(first, second)
 
 
 def reciprocal(divisor: Any) -> Any:
-    """2^31 / divisor, rounded up: by which kernels divide a head's number."""
+    """Returns 2^31 / divisor, rounded up. Kernels multiply by it to divide the index of a head."""
     return ceil_div(2**31, divisor)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a launch depends on beside the arrays.
+    """The sizes that determine a launch.
 
-    batch: sequences. heads_q, heads_kv: of q; of k and v. len_q, len_k: queries and keys of a sequence, in a ragged
-    batch at most. total_q, total_k: rows of the packed arrays of a ragged batch.
-    multiprocessors: of the GPU. count: elements of the captured array that a kernel is for. splits: parts into which a
-    decode kernel splits the keys.
+    Attributes:
+        batch: Number of sequences.
+        heads_q, heads_kv: Query heads; KV heads.
+        len_q, len_k: Queries and keys of a sequence; the maximum over the sequences of a varlen batch.
+        multiprocessors: Multiprocessors of the GPU.
+        count: Number of elements for kernels that process an array elementwise, such as a captured array.
+        splits: KV splits of a decode kernel.
+        total_q, total_k: Rows of the packed arrays of a varlen batch.
     """
 
     batch: Any
@@ -95,7 +99,7 @@ class Sizes:
 
     @property
     def heads_per_kv(self) -> Any:
-        """Query heads that share a head of k and v."""
+        """Query heads per KV head."""
         return max(self.heads_q // max(self.heads_kv, 1), 1)
 
 
@@ -115,10 +119,10 @@ NAMED_SIZES: Sizes = _NamedSizes(
     total_q=Formula("total_q"),
     total_k=Formula("total_k"),
 )
-"""The sizes of any call, by name."""
+"""Symbolic sizes: each is the formula of its own name."""
 
 
 def size_values(sizes: Sizes) -> dict[str, Any]:
-    """The members of kernels' structs that bear the names of sizes, or follow from them in every kernel alike."""
+    """Returns the struct members that have the names of sizes, or follow from sizes equally in all kernels."""
     values = {name: getattr(sizes, name) for name in (*SIZE_NAMES, "count", "total_q", "total_k")}
     return values | {"heads_per_kv": sizes.heads_per_kv, "kv_reciprocal": reciprocal(sizes.heads_per_kv)}

@@ -1,6 +1,6 @@
-"""What a kernel's text says of its launch: its entry points, the struct that it takes, its integer constants.
+"""Parses a kernel's text for its launch: entry points, members of the argument struct, integer constants.
 
-Made for texts as they are emitted and then edited by hand; what is written in another way is not seen.
+It recognises the style of emitted kernels, possibly edited by hand. Other ways of writing the same are not recognised.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-# `__global__ void __launch_bounds__(kThreads, 2) name(parameters)`, the bounds before or after `void`, or left out.
+# `__global__ void __launch_bounds__(kThreads, 2) name(parameters)`; the bounds may precede `void` or be absent.
 _KERNEL = re.compile(
     r"__global__\s+(?:void\s+|__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)\s*)+(?P<name>\w+)\s*\((?P<parameters>[^)]*)\)"
 )
@@ -20,7 +20,7 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,  # of numbers that are not negative, as sizes are
+    ast.Div: operator.floordiv,  # sizes are not negative, so that this rounds as C++ does
     ast.Mod: operator.mod,
 }
 
@@ -30,7 +30,10 @@ def without_comments(source: str) -> str:
 
 
 def entry_points(code: str) -> dict[str, str]:
-    """The kernels of a text without comments: by name, the type of the one struct that each takes, "" where unclear."""
+    """Returns kernel name -> type of its one parameter, for a text without comments.
+
+    The type is "" for a kernel that does not take a single struct by value.
+    """
     return {match["name"]: _parameter_type(match["parameters"]) for match in _KERNEL.finditer(code)}
 
 
@@ -40,7 +43,7 @@ def _parameter_type(parameters: str) -> str:
 
 
 def struct_members(code: str, struct: str) -> tuple[str, ...] | None:
-    """The declarations in a struct of a text without comments, spaces made one; None where it is not seen."""
+    """Returns the declarations in a struct, with single spaces, for a text without comments; None if not found."""
     found = re.search(rf"\bstruct\s+{re.escape(struct)}\s*\{{(?P<body>[^{{}}]*)\}}", code)
     if found is None:
         return None
@@ -48,7 +51,7 @@ def struct_members(code: str, struct: str) -> tuple[str, ...] | None:
 
 
 def constants(code: str) -> dict[str, int]:
-    """The integer constants of a text without comments, by name: those that are sums and products of earlier ones."""
+    """Returns the integer constants of a text without comments: literals, and arithmetic on earlier constants."""
     known: dict[str, int] = {}
     for match in _CONSTANT.finditer(code):
         value = _value(match["value"], known)
@@ -58,7 +61,7 @@ def constants(code: str) -> dict[str, int]:
 
 
 def _value(text: str, known: Mapping[str, int]) -> int | None:
-    """The value of an expression of numbers, names and + - * / %; None where it is another."""
+    """Returns the value of an expression of integers, known names and + - * / %; None for any other."""
     try:
         return _computed(ast.parse(" ".join(text.split()), mode="eval").body, known)
     except (SyntaxError, ValueError, KeyError, ZeroDivisionError, RecursionError, MemoryError):

@@ -1,4 +1,4 @@
-"""Which kernels a spec needs on a target, pass by pass: one answer for those who launch, release and show them."""
+"""The kernels that a spec needs on a target for each pass, for launches, releases and `flashgen show`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Pass = Literal["forward", "backward"]
 Part = Literal["forward", "decode", "backward"]
 PASSES: tuple[Pass, ...] = get_args(Pass)
 PARTS: tuple[Part, ...] = get_args(Part)
-"""Passes, and the forward's kernels for few queries over many keys apart."""
+"""The passes, and "decode" for the forward kernels of few queries over many keys."""
 
 Kernels = Mapping[str, RenderedKernel]
-"""The stages of a pass: kernels by the role that each plays, in the order of their launches."""
+"""The stages of a pass: role -> kernel, in launch order."""
 
 
 def kernels_of(
@@ -39,39 +39,47 @@ def kernels_of(
     passes: Iterable[Part] = ("forward",),
     *,
     deterministic: bool = False,
-    apart: bool = False,
+    unique_names: bool = False,
     packed_heads: int = 1,
     smaller_tiles: bool = False,
     heads_apart: bool = False,
 ) -> Kernels:
-    """Every kernel that calls of these passes launch, with default plans; the forward's with so many heads packed, or
-    with smaller tiles of queries, the backward's with query heads apart.
+    """Returns every kernel that calls of these passes launch with default plans, by role.
 
-    Forward: "lists" where the mask has no closed form, then "forward". Decode: "decode_lists" likewise, then "decode"
-    or, for more rows where tiles may have as many, "decode_rows32"; over pages then "decode_scheduled" for several
-    sequences, and "decode_schedule", which schedules it beforehand, both of more rows likewise. Backward: "query_lists"
-    and "lists" for its own tiles where they are read, "prepare", "keys", "queries" or "finish" (and, of heads apart,
-    "finish_dk" and "finish_dv"), and "d_<name>" for each capture that has a gradient. With both passes the backward's
-    lists are "backward_lists".
+    Forward: "lists" if the mask has no closed form, then "forward".
 
-    apart: under names of which no two kernels of a spec and target are alike, in place of those that launches know.
+    Decode: "decode", and "decode_many", "decode_long" and "decode_rows32" where the spec has plans for other sizes.
+    "decode_lists" comes first if the mask has no closed form. With paged K and V there are also "decode_scheduled" for
+    several sequences, and "decode_schedule", which computes its tile schedule.
+
+    Backward: "query_lists" and "lists" if tiles are read from lists; "prepare"; "keys"; then "queries" or "finish"
+    (with one CTA per query head also "finish_dk" and "finish_dv"); "sink" if the sinks have a gradient; and "d_<name>"
+    for captures whose gradient needs a kernel. With both passes its lists are "backward_lists".
+
+    Args:
+        deterministic: Whether gradients must be bitwise equal from run to run.
+        unique_names: Whether no two kernels of a spec and target have the same `name`, as files of a release need.
+            Launches use the default names.
+        packed_heads: Query heads of a KV head that are rows of a forward tile.
+        smaller_tiles: Whether the forward plan has smaller tiles of queries.
+        heads_apart: Whether the backward plan has one CTA per query head.
 
     Raises:
-        SpecError: a pass that there is not.
-        UnsupportedError: the target cannot run the spec, cannot pack heads, or has no smaller tiles for it.
+        SpecError: There is no such pass.
+        UnsupportedError: The target cannot run the spec, cannot pack heads, or has no smaller tiles for it.
     """
     kernels: dict[str, RenderedKernel] = {}
     for name in passes:
         if name not in PARTS:
             raise SpecError(f"pass {name!r} is not known; choose from {', '.join(PARTS)}")
         if name == "decode":
-            kernels |= decode_kernels(spec, target, apart)
+            kernels |= decode_kernels(spec, target, unique_names)
             continue
         if name == "forward":
             more = forward_kernels(spec, target, packed_heads, smaller_tiles)
         else:
             plan = required_head_split_plan(spec, target) if heads_apart else None
-            more = backward_kernels(spec, target, deterministic, apart, plan)
+            more = backward_kernels(spec, target, deterministic, unique_names, plan)
         kernels |= {f"backward_{part}" if part in kernels else part: kernel for part, kernel in more.items()}
     return kernels
 
@@ -79,22 +87,24 @@ def kernels_of(
 def kernels_by_sizes(
     spec: AttentionSpec, target: Target, part: Part, heads_per_kv: int, deterministic: bool = False
 ) -> Iterator[Kernels]:
-    """The kernels that calls of some sizes launch in place of a pass's default ones, plan by plan.
+    """Yields the kernels that calls of some sizes launch in place of the default ones, for each plan.
 
-    heads_per_kv: how many query heads share a head of k and v in these calls. The kernels' names are their own: no two
-    of a spec and target are alike.
+    The names of the kernels are unique for a spec and target.
+
+    Args:
+        heads_per_kv: Query heads per KV head in these calls.
     """
     if part == "forward":
         for plan in refined_plans(spec, target, heads_per_kv):
             yield forward_kernels(spec, target, plan=plan)
     if part != "backward" or heads_per_kv == 1 or deterministic:
         return
-    divided = head_split_plan(spec, target)
-    if divided and divided.problem(spec, target) is None:
-        kernels = backward_kernels(spec, target, apart=True, plan=divided)
+    split = head_split_plan(spec, target)
+    if split and split.problem(spec, target) is None:
+        kernels = backward_kernels(spec, target, unique_names=True, plan=split)
         shared = {kernel.source for kernel in backward_kernels(spec, target).values()}
         yield {
-            role: kernel if kernel.source in shared else _named("heads-apart", kernel)
+            role: kernel if kernel.source in shared else _with_prefix("heads-apart", kernel)
             for role, kernel in kernels.items()
         }
 
@@ -106,25 +116,25 @@ def forward_kernels(
     smaller_tiles: bool = False,
     plan: Plan | None = None,
 ) -> Kernels:
-    """The kernels of a forward call, of a plan, or with so many query heads of a head of K and V as rows of a tile, or
-    with smaller tiles of queries."""
+    """Returns the kernels of a forward call, with `plan` or with the plan that the other options select."""
     plan = plan or plan_with(spec, target, packed_heads, smaller_tiles)
     return with_lists(spec, render_forward_kernels(spec, target, plan))
 
 
-def decode_kernels(spec: AttentionSpec, target: Target, apart: bool = False) -> Kernels:
-    """Those of few queries over many keys: a kernel for each number of rows of a tile, which are calls of their own.
+def decode_kernels(spec: AttentionSpec, target: Target, unique_names: bool = False) -> Kernels:
+    """Returns the decode kernels of all default decode plans; a call launches those of one plan.
 
-    apart: as above, of lists, whose tiles are others than the forward's.
+    Args:
+        unique_names: Whether list kernels are renamed, because their tiles differ from those of the forward.
     """
     decode, kernels = forward_family(target).decode, {}
     for plan in decode.default_plans(spec, target):
-        of_plan, part = forward_kernels(spec, target, plan=plan), plan.part(spec)
+        plan_kernels, part = forward_kernels(spec, target, plan=plan), plan.part(spec)
         if plan.scheduled:
             kernels[part.replace("scheduled", "schedule")] = decode.render_schedule(spec, target, plan)
-        for role, kernel in of_plan.items():
-            if role == "lists" and apart:
-                kernel = _named("decode", kernel)
+        for role, kernel in plan_kernels.items():
+            if role == "lists" and unique_names:
+                kernel = _with_prefix("decode", kernel)
             kernels[part if role == "forward" else part.replace("decode", f"decode_{role}", 1)] = kernel
     return kernels
 
@@ -133,16 +143,16 @@ def backward_kernels(
     spec: AttentionSpec,
     target: Target,
     deterministic: bool = False,
-    apart: bool = False,
+    unique_names: bool = False,
     plan: Any = None,
 ) -> Kernels:
-    """The kernels of a backward call; `apart` as above; `plan` of its main kernel."""
+    """Returns the kernels of a backward call; `plan` is the plan of its main kernel, None for the default."""
     kernels = with_lists(spec, render_backward_kernels(spec, target, plan, deterministic))
-    return with_unique_names(kernels, deterministic) if apart else kernels
+    return with_unique_names(kernels, deterministic) if unique_names else kernels
 
 
 def with_lists(spec: AttentionSpec, kernels: Iterable[RenderedKernel]) -> Kernels:
-    """The kernels of a pass by their roles, and before them those that list the tiles which they read."""
+    """Returns the kernels of a pass by role, preceded by the kernels that write the tile lists they read."""
     stages = {kernel.role: kernel for kernel in kernels}
     readers = [kernel for kernel in stages.values() if kernel.reads]
     lists = [render_lists(spec, kernel.target, kernel.plan, kernel.reads) for kernel in readers if kernel.reads]
@@ -150,7 +160,7 @@ def with_lists(spec: AttentionSpec, kernels: Iterable[RenderedKernel]) -> Kernel
 
 
 def struct_values(kernel: RenderedKernel, spec: AttentionSpec, sizes: Sizes) -> dict[str, Any]:
-    """The members of a kernel's struct that follow from sizes: numbers, or formulas of named ones."""
+    """Returns the struct members that follow from sizes: integers, or formulas if the sizes are symbolic."""
     values = size_values(sizes) | dict(kernel.values(sizes))
     if kernel.reads:
         values["list_strides"] = list_shape(spec, kernel.plan, kernel.reads, sizes).strides
@@ -158,10 +168,10 @@ def struct_values(kernel: RenderedKernel, spec: AttentionSpec, sizes: Sizes) -> 
 
 
 def with_unique_names(backward: Kernels, deterministic: bool) -> Kernels:
-    """The kernels of a backward call under names of which no two kernels of a spec and target are alike."""
-    apart = {part: _named("backward", kernel) if part == "lists" else kernel for part, kernel in backward.items()}
-    return {part: _named("deterministic", kernel) for part, kernel in apart.items()} if deterministic else apart
+    """Returns the kernels of a backward call with names that are unique for a spec and target."""
+    renamed = {role: _with_prefix("backward", it) if role == "lists" else it for role, it in backward.items()}
+    return {role: _with_prefix("deterministic", it) for role, it in renamed.items()} if deterministic else renamed
 
 
-def _named(prefix: str, kernel: RenderedKernel) -> RenderedKernel:
+def _with_prefix(prefix: str, kernel: RenderedKernel) -> RenderedKernel:
     return replace(kernel, name=f"{prefix}-{kernel.name}")

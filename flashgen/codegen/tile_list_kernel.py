@@ -1,4 +1,4 @@
-"""The kernel that lists tiles, for masks whose tiles no closed form describes."""
+"""The kernel that writes lists of visited tiles, for masks without a closed form."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flashgen.language.spec import AttentionSpec
 
 
 class Tiles(Protocol):
-    """What lists depend on of a plan: queries and keys of a tile."""
+    """The tile sizes of a plan, on which lists depend."""
 
     @property
     def tile_q(self) -> int: ...
@@ -44,7 +44,7 @@ _KINDS: dict[Direction, tuple[str, str]] = {
     "keys": ("lists", "list_key_tiles"),
     "queries": ("query-lists", "list_query_tiles"),
 }
-# What the template calls each side of a tile: one of it, its number, its size, the length.
+# Names of each side of a tile in the template: one element, the tile index, the tile size, the sequence length.
 _QUERIES = {"one": "query", "tile": "q_tile", "size": "kTileQ", "length": "arguments.len_q"}
 _KEYS = {"one": "key", "tile": "k_tile", "size": "kTileK", "length": "arguments.len_k"}
 
@@ -55,16 +55,19 @@ def depends_on_head(spec: AttentionSpec) -> bool:
 
 
 def depends_on_batch(spec: AttentionSpec) -> bool:
-    """Whether the mask differs between batches."""
+    """Whether the mask differs between sequences of the batch."""
     return bool(spec.mask.expression.has(BATCH))
 
 
 @dataclass(frozen=True)
 class ListShape:
-    """How many lists there are, `tiles` for each batch and head, and of how many tiles each may be at most.
+    """The number of lists and their maximum length.
 
-    batch, heads: 1 where the mask does not depend on them; in a ragged batch `tiles` are slots, of all its sequences.
-    strides: from list to list along (batch, head, tile); 0 where the lists are the same for all.
+    Attributes:
+        batch, heads: 1 if the mask does not depend on them.
+        tiles: Lists per batch and head: one per tile, or per tile slot of a varlen batch.
+        listed: Maximum number of tiles in a list.
+        strides: Strides from list to list along (batch, head, tile); 0 along axes on which lists do not depend.
     """
 
     batch: Any
@@ -75,30 +78,30 @@ class ListShape:
 
     @property
     def rows(self) -> Any:
-        """All lists."""
+        """The number of lists."""
         return self.batch * self.heads * self.tiles
 
     @property
     def grid(self) -> Grid:
-        """Blocks of the kernel that makes them: one for each list."""
+        """The grid of the list kernel: one block per list."""
         return self.tiles, self.heads, self.batch
 
 
 def list_shape(spec: AttentionSpec, plan: Tiles, direction: Direction, sizes: Sizes) -> ListShape:
-    """The lists of a call, for tiles of a plan."""
+    """Returns the shape of the lists of a call for the tiles of a plan."""
     tiles = ceil_div(sizes.len_q, plan.tile_q), ceil_div(sizes.len_k, plan.tile_k)
     rows, listed = tiles if direction == "keys" else tiles[::-1]
-    of_head, of_batch = depends_on_head(spec), depends_on_batch(spec) and not spec.is_ragged
+    by_head, by_batch = depends_on_head(spec), depends_on_batch(spec) and not spec.is_ragged
     if spec.is_ragged:
         total, tile = (sizes.total_q, plan.tile_q) if direction == "keys" else (sizes.total_k, plan.tile_k)
         rows = slots(total, sizes, tile)
-    of_sequence = sizes.heads_q * rows if of_head else rows
-    strides = (of_sequence if of_batch else 0, rows if of_head else 0, 1)
-    return ListShape(sizes.batch if of_batch else 1, sizes.heads_q if of_head else 1, rows, listed, strides)
+    batch_stride = sizes.heads_q * rows if by_head else rows
+    strides = (batch_stride if by_batch else 0, rows if by_head else 0, 1)
+    return ListShape(sizes.batch if by_batch else 1, sizes.heads_q if by_head else 1, rows, listed, strides)
 
 
 def list_layout(spec: AttentionSpec) -> ArgumentLayout:
-    """The argument struct of the list kernel."""
+    """Returns the argument struct of the list kernel."""
     fields = [Field("int*", "counts"), Field("long long*", "offsets"), Field("int*", "entries")]
     fields += [Field("int", name) for name in ("len_q", "len_k")]
     fields += varlen_fields() if spec.is_ragged else []
@@ -107,10 +110,10 @@ def list_layout(spec: AttentionSpec) -> ArgumentLayout:
 
 
 def render_lists(spec: AttentionSpec, target: Target, plan: Tiles, direction: Direction = "keys") -> RenderedKernel:
-    """The kernel that lists, per tile of queries of `plan`, the tiles of keys that the forward kernel visits.
+    """Renders the kernel that lists, for each query tile of `plan`, the key tiles that the forward kernel visits.
 
-    With direction="queries" the transpose: per tile of keys, the tiles of queries. A class is the same in both: EMPTY
-    tiles are not listed, FULL is exact, and a tile that overhangs len_k is never FULL.
+    With direction="queries" it lists the query tiles of each key tile. Both classify tiles equally: EMPTY tiles are not
+    listed, FULL tiles are exactly those in which the mask allows all scores, without tiles that extend beyond len_k.
     """
     layout, variant = list_layout(spec), variant_of(spec, score=False)
     assert variant.mask is not None, "full() needs no lists"
@@ -154,7 +157,7 @@ def render_lists(spec: AttentionSpec, target: Target, plan: Tiles, direction: Di
 
 
 def _names(spec: AttentionSpec, direction: Direction) -> dict[str, Any]:
-    """What the template calls the rows (a list each) and the columns (what is listed)."""
+    """Returns the template's names for the row tiles, which have a list each, and the listed column tiles."""
     keys = direction == "keys"
     return {
         "row": _QUERIES if keys else _KEYS,
@@ -167,21 +170,21 @@ def _names(spec: AttentionSpec, direction: Direction) -> dict[str, Any]:
 
 
 def _mask(variant: Variant) -> dict[str, Any]:
-    """How the mask is called for an element, and what is handed down to where it is called."""
+    """Returns the texts that call the mask for one element, and that pass batch and head down to that call."""
     assert variant.mask is not None
     used = variant.mask.used
-    place = [symbol for symbol in used if symbol in (BATCH, HEAD)]
+    passed = [symbol for symbol in used if symbol in (BATCH, HEAD)]
     return {
         "mask_call": variant.mask.call({symbol: str(symbol) for symbol in used}),
         "mask_reads_q": QUERY in used,
         "mask_reads_k": KEY in used,
-        "place_parameters": "".join(f"int {symbol}, " for symbol in place),
-        "place_call": "".join(f"{symbol}, " for symbol in place),
+        "place_parameters": "".join(f"int {symbol}, " for symbol in passed),
+        "place_call": "".join(f"{symbol}, " for symbol in passed),
     }
 
 
 def _within(spec: AttentionSpec, variant: Variant, plan: Tiles) -> dict[str, Any]:
-    """The mask over a tile by ranges, and what that needs."""
+    """Returns the texts that evaluate the mask over a tile by interval arithmetic; `within` is None if impossible."""
     assert variant.mask is not None
     within = interval_text(spec.mask.expression)
     if within is None:
@@ -203,7 +206,7 @@ def _within(spec: AttentionSpec, variant: Variant, plan: Tiles) -> dict[str, Any
 
 
 def _bounds(mask: sympy.Basic, direction: Direction) -> dict[str, Any] | None:
-    """Texts of where the tiles of a list begin and end, by the conjuncts of the mask that have a closed form."""
+    """Returns the texts of the first and last tile of a list, from the conjuncts of the mask with a closed form."""
     found = _analysable(mask, direction)
     if found is None:
         return None
@@ -218,12 +221,12 @@ def _bounds(mask: sympy.Basic, direction: Direction) -> dict[str, Any] | None:
 
 
 def _analysable(mask: sympy.Basic, direction: Direction) -> TileRange | None:
-    """The range of as many conjuncts of the mask as have one together; None where none has."""
+    """Returns the range of the conjuncts of the mask that together have a closed form; None if there are none."""
     range_of = key_range if direction == "keys" else query_range
     taken, found = None, None
     for conjunct in _conjuncts(mask):
         if conjunct.atoms(Load) or conjunct.has(BATCH):
-            continue  # the kernel that lists has no names for them where it bounds a list
+            continue  # arrays and the batch are not available where the list kernel bounds a list
         joined = conjunct if taken is None else And(taken, conjunct)
         tile_range = range_of(joined)
         if tile_range is not None:

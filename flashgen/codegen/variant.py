@@ -1,4 +1,4 @@
-"""What a spec declares, as text for the templates: its score function, its mask, its captured arrays."""
+"""The variant of a spec as text for the templates: its score function, mask and captured arrays."""
 
 from __future__ import annotations
 
@@ -28,7 +28,16 @@ from flashgen.language.spec import AttentionSpec
 
 @dataclass(frozen=True)
 class ArrayText:
-    """A captured array: what its load function takes, converts by, and gives."""
+    """The load function of a captured array.
+
+    Attributes:
+        name: Name of the capture, from which the function is named.
+        member: Member of the argument struct.
+        indices: Parameters of the function, one per axis.
+        element: C type of the array's elements.
+        result: C type that the function returns.
+        convert: Function or cast that converts an element to `result`.
+    """
 
     name: str
     member: str
@@ -40,7 +49,7 @@ class ArrayText:
 
 @dataclass(frozen=True)
 class Variant:
-    """The variable part of a kernel; a kernel of the backward pass has a gradient in place of the score."""
+    """The text that varies between specs. Backward kernels have `gradient` instead of `score`."""
 
     score: FunctionText | None
     mask: FunctionText | None
@@ -69,14 +78,16 @@ def _array(capture: Capture) -> ArrayText:
 
 
 def arrays_of(captures: Iterable[Capture]) -> tuple[ArrayText, ...]:
-    """The arrays among captures, as text."""
+    """Returns the load functions of the arrays among captures."""
     return tuple(_array(capture) for capture in captures if capture.ndim)
 
 
 def variant_of(spec: AttentionSpec, score: bool = True, sink: bool = False) -> Variant:
-    """The texts of a spec; without the score function, and the arrays only it reads, where `score` is false.
+    """Returns the texts of a spec.
 
-    sink: with the array of sinks, which the normaliser reads.
+    Args:
+        score: Whether to include the score function, and the arrays that only it reads.
+        sink: Whether to include the array of sinks, which the softmax normalisation reads.
     """
     score_text = _score(spec.score.name, spec.score.expression, spec.scale) if spec.score and score else None
     mask_text = _mask(spec.mask.name, spec.mask.expression) if spec.mask.expression != sympy.true else None
@@ -84,7 +95,7 @@ def variant_of(spec: AttentionSpec, score: bool = True, sink: bool = False) -> V
 
 
 def captures_read(spec: AttentionSpec, score: bool = True, sink: bool = False) -> tuple[Capture, ...]:
-    """The captures that a kernel of the spec reads, by name; with the sinks, if there are any, where it is told so."""
+    """Returns the captures that the mask and, if included, the score function and the sink read, in spec order."""
     read = set(spec.mask.expression.atoms(Capture))
     if score and spec.score:
         read |= spec.score.expression.atoms(Capture)
@@ -94,9 +105,9 @@ def captures_read(spec: AttentionSpec, score: bool = True, sink: bool = False) -
 
 
 def layout_of(spec: AttentionSpec, fields: list[Field], lists: bool, sink: bool = False) -> ArgumentLayout:
-    """The argument struct of a kernel of the spec: its own fields, and those that lists, dropout and captures need."""
+    """Returns the struct of a kernel: its own fields, and those for tile lists, dropout, captures and sinks."""
     fields = [*fields, *(LIST_FIELDS if lists else ()), *(DROPOUT_FIELDS if spec.dropout else ())]
     read = set(captures_read(spec, sink=sink))
     if spec.sharded and spec.dropout:
-        read |= {SHARD_B, SHARD_H, SHARD_Q, SHARD_K}  # whose bytes are those of positions of the whole
+        read |= {SHARD_B, SHARD_H, SHARD_Q, SHARD_K}  # dropout draws by positions in the unsharded arrays
     return ordered(fields + capture_fields(tuple(capture for capture in spec.captures if capture in read)))

@@ -1,4 +1,4 @@
-"""Which tiles of keys the kernels of a spec visit: by a closed form, or by lists."""
+"""The tiles of keys that the kernels of a spec visit: given by a closed form, or by lists."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _ALL_PARTIAL = TileRange(begin=_NONE, end=LEN_K, full_begin=_NONE, full_end=_NON
 
 @lru_cache(maxsize=256)
 def visited_keys(spec: AttentionSpec) -> TileRange | None:
-    """The range of keys of a tile of queries, or None where tiles are listed.
+    """Returns the range of keys that a tile of queries visits, or None if tiles are read from lists.
 
-    Over pages nothing is listed: a sequence's length is the device's alone, and a listing kernel knows one for all. A
-    mask without a closed form there has all tiles of its sequence, and is evaluated for each score.
+    Tiles of paged keys are never listed: the lengths of sequences are known only on the device, and the list kernel
+    takes one length for all. With a mask without a closed form, all tiles of a sequence are then visited, and the mask
+    is evaluated for each score.
     """
     tiles = key_range(spec.mask.expression)
     return _ALL_PARTIAL if tiles is None and spec.page_size else tiles

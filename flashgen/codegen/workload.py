@@ -1,4 +1,4 @@
-"""What plans are compared for: the sizes of a call on a card, and the steps that a mask leaves of it."""
+"""The workload for which plans are compared: the sizes of a call on a GPU, and the mainloop steps under a mask."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ from flashgen.language.operations import BATCH
 from flashgen.language.shards import SHARD_NUMBERS, WHOLE_K, WHOLE_Q
 from flashgen.language.spec import AttentionSpec
 
-_LOOKED_AT = 65536  # tiles of queries
+_MAX_SAMPLED_TILES = 65536  # of queries
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Lengths, query heads of all sequences, the multiprocessors that share them, query heads of each head of k; and
-    how many sequences there are."""
+    """The sizes of a call.
+
+    Attributes:
+        len_q, len_k: Queries and keys of a sequence.
+        heads: Query heads of all sequences together.
+        multiprocessors: Multiprocessors of the GPU.
+        heads_per_kv: Query heads per KV head.
+        batch: Number of sequences.
+    """
 
     len_q: int
     len_k: int
@@ -30,24 +37,26 @@ class Workload:
 
 
 def rounds_of(plan: Plan, workload: Workload) -> int:
-    """Tiles of queries that the busiest multiprocessor has."""
+    """Returns the number of query tiles of the busiest multiprocessor."""
     tiles = workload.heads // plan.packed_heads * -(-workload.len_q // plan.tile_q)
     return -(-tiles // workload.multiprocessors)
 
 
 @lru_cache(maxsize=1024)
 def steps_of(spec: AttentionSpec, len_q: int, len_k: int, tile_q: int, tile_k: int) -> float:
-    """Tiles of keys that a tile of queries visits, on average: all where only a call knows the mask's captures.
+    """Returns the average number of key tiles that a query tile visits.
 
-    A shard is taken for a whole: its place is a number of the call, too, but one that plans need not wait for. Of more
-    tiles than are looked at, as many at equal distances.
+    This is the number of all key tiles if the mask has no ranges, or its ranges depend on the batch or on captures,
+    which are known only at a call. The position of a shard is also known only at a call; it is taken as 0, as if the
+    arrays were not sharded. Beyond `_MAX_SAMPLED_TILES` query tiles, equally spaced ones are sampled.
     """
     ranges = key_range(spec.mask.expression)
-    places = dict.fromkeys(SHARD_NUMBERS, 0) | {WHOLE_Q.name: len_q, WHOLE_K.name: len_k}
-    if ranges is None or ranges.depends_on(BATCH) or not len_q or any(c.name not in places for c in ranges.captures):
+    numbers = dict.fromkeys(SHARD_NUMBERS, 0) | {WHOLE_Q.name: len_q, WHOLE_K.name: len_k}
+    if ranges is None or ranges.depends_on(BATCH) or not len_q or any(c.name not in numbers for c in ranges.captures):
         return -(-len_k // tile_k)
     tiles = -(-len_q // tile_q)
-    first = np.arange(min(tiles, _LOOKED_AT)) * tiles // min(tiles, _LOOKED_AT) * tile_q
+    sampled = min(tiles, _MAX_SAMPLED_TILES)
+    first = np.arange(sampled) * tiles // sampled * tile_q
     last = np.minimum(first + tile_q, len_q) - 1
-    begin, end, _, _ = evaluate_range(ranges, first, last, len_q, len_k, places)
+    begin, end, _, _ = evaluate_range(ranges, first, last, len_q, len_k, numbers)
     return float(np.where(end > begin, -(-end // tile_k) - begin // tile_k, 0).mean())

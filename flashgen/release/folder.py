@@ -98,7 +98,7 @@ def _emit_request(request: AnyRequest) -> Iterator[EmittedKernel]:
     spec, target = request.spec, request.target
     try:
         for name in request.passes:
-            default = kernels_of(spec, target, (name,), deterministic=request.deterministic, apart=True)
+            default = kernels_of(spec, target, (name,), deterministic=request.deterministic, unique_names=True)
             others = kernels_by_sizes(spec, target, name, request.heads_per_kv, request.deterministic)
             for kernels in (default, *(others if request.heads_per_kv else ())):
                 facts = launch_facts(kernels, spec)

@@ -228,7 +228,7 @@ def test_shares_are_seen_before_arrivals_and_arrivals_before_shares_are_read(spe
 
 def test_parts_of_a_pass_and_their_commands() -> None:
     assert list(kernels_of(CAUSAL, SM_90A, ("decode",))) == ["decode", "decode_many", "decode_long", "decode_rows32"]
-    listed = kernels_of(LISTED, SM_90A, ("forward", "decode"), apart=True)
+    listed = kernels_of(LISTED, SM_90A, ("forward", "decode"), unique_names=True)
     assert list(listed) == ["lists", "forward", "decode_lists", "decode"]
     assert len({kernel.name for kernel in listed.values()}) == 4
     for part, kernel in kernels_of(CAUSAL, SM_90A, ("decode",)).items():

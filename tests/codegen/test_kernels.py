@@ -66,7 +66,9 @@ def test_no_name_stands_for_two_kernels(spec: fg.AttentionSpec) -> None:
     kernels = [
         kernel
         for deterministic in (False, True)
-        for kernel in kernels_of(spec, SM_80, ("forward", "backward"), deterministic=deterministic, apart=True).values()
+        for kernel in kernels_of(
+            spec, SM_80, ("forward", "backward"), deterministic=deterministic, unique_names=True
+        ).values()
     ]
     sources: dict[str, str] = {}
     assert all(sources.setdefault(kernel.name, kernel.source) == kernel.source for kernel in kernels)
