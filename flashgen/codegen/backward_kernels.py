@@ -1,16 +1,16 @@
-"""Kernels of the backward pass that every family has: before and after those that walk along tiles, and their records.
+"""Kernels of the backward pass that all families share, which run before and after the main kernels.
 
-P is computed anew from Q, K and the LSE, tile by tile: FlashAttention's algorithm 4 (Dao et al. 2022), with the loops
-in the order of FlashAttention-2 (Dao 2023, algorithm 2). With dS = P * (dP - D), D = rowsum(dO * O):
+P is recomputed from Q, K and the LSE, tile by tile: FlashAttention's algorithm 4 (Dao et al. 2022), with the loops in
+the order of FlashAttention-2 (Dao 2023, algorithm 2). With dS = P * (dP - D), D = rowsum(dO * O), the roles are:
 
-    prepare   a row's LSE to the base 2, and D; zeroes the sums of dQ, or says that nobody has come to them
-    keys      a block walks the queries of a tile of keys: dV = P^T dO, dK = dS^T Q, and shares of dQ = dS K; Hopper's
-              turns them into dQ itself
-    finish    dQ from its shares, added up in float32; finish_dk and finish_dv likewise where query heads that share a
-              head of K and V are blocks of their own
-    sink      the gradient of the sinks from the statistics, where the spec has sinks with one
-    queries   in place of shares and finish where gradients must not depend on an order of additions: a block walks the
-              keys of a tile of queries, and computes S and dP once more for dQ alone
+    prepare   preprocess: the base-2 LSE and D of each row; zeroes the dQ accumulator, or its semaphores
+    keys      bwd_dkdv: a block loops over the queries of a tile of keys: dV = P^T dO, dK = dS^T Q, and its addends of
+              dQ = dS K, which Hopper's kernel may also convert to dQ itself
+    finish    postprocess: converts the float32 dQ accumulator to dQ; finish_dk and finish_dv convert dK and dV if each
+              query head has its own CTA
+    sink      the gradient of the sinks from the row statistics, if the spec asks for it
+    queries   bwd_dq: in place of the accumulator and `finish` if gradients must not depend on the order of additions; a
+              block loops over the keys of a tile of queries, and recomputes S and dP for dQ alone
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.language.well_formed import FLOAT32_MAX
 
 _NOTHING_READ = Variant(None, None, ())
-_NO_LSE = FLOAT32_MAX  # that of a row without probabilities, in the statistics
+_NO_LSE = FLOAT32_MAX  # the LSE in the statistics of a row without allowed scores
 _PREPARE_THREADS, PREPARE_ROWS = 256, 64
 _FINISH_THREADS = 256
 _CAPTURE_THREADS = 256
 _SINK_THREADS = 1024
 _ROUNDS = {"float16": "pack_f16", "bfloat16": "pack_bf16"}
 EXACT_LIMBS = 10
-"""int64 each: the exact sum of a captured element's gradient in the deterministic mode, as `add_exactly` makes it."""
+"""int64 values of the exact sum of one element's gradient in deterministic mode (device function `add_exactly`)."""
 
 
 class KeysPlan(Protocol):
-    """What the kernels before and after it depend on of the plan of the kernel that walks queries."""
+    """The members of the main kernel's plan that the kernels before and after it use."""
 
     @property
     def tile_q(self) -> int: ...
@@ -67,30 +67,31 @@ class KeysPlan(Protocol):
     def summary(self, shared_bytes: int) -> str: ...
 
     def head_columns(self, spec: AttentionSpec) -> int:
-        """Columns of a row of dQ while it is summed: head_dim, rounded up."""
+        """Returns the columns of a row of the dQ accumulator: head_dim, rounded up."""
 
     def gradient_warps(self, spec: AttentionSpec) -> tuple[int, int]:
-        """How many warps divide a tile of dQ along its rows, and along its columns."""
+        """Returns the number of warps along the rows and along the columns of a dQ tile."""
 
 
 Rows = Callable[[Sizes], Any]
-"""Queries, rounded up so that the kernels of rows need not look where they end."""
+"""Rows of the workspaces: queries, rounded up so that kernels need not check for the end of the rows."""
 
 
 def _rows(multiple: int, sizes: Sizes) -> Any:
     return ceil_div(sizes.len_q, multiple) * multiple
 
 
-def rows_of(multiple: int, ragged: bool = False) -> Rows:
-    """Queries, rounded up to a multiple of that and of what every kernel of rows takes at once.
+def rows_of(multiple: int, varlen: bool = False) -> Rows:
+    """Returns the function that rounds queries up to a multiple of both `multiple` and the rows of a preprocess block.
 
-    ragged: those of all sequences together, each with room for its own rounding.
+    Args:
+        varlen: Whether the rows are those of all sequences together, each of which is rounded up.
     """
-    return partial(_varlen_rows if ragged else _rows, row_multiple(multiple))
+    return partial(_varlen_rows if varlen else _rows, row_multiple(multiple))
 
 
 def row_multiple(multiple: int) -> int:
-    """What queries are rounded up to."""
+    """Returns the number to whose multiples `rows_of` rounds."""
     return math.lcm(multiple, PREPARE_ROWS)
 
 
@@ -107,10 +108,12 @@ def varlen_context(
     of_keys: bool = False,
     moves_rows: bool = True,
 ) -> dict[str, Any]:
-    """What the template of a kernel is told of ragged batches; nothing where the spec is not of one.
+    """Returns the template context for varlen batches; empty if the layout is not varlen.
 
-    multiple: of rows, as `rows_of` was told. slot: the constant of how many rows a slot of the kernel is for.
-    moves_rows: see `sequences_text`.
+    Args:
+        multiple: As for `rows_of`.
+        slot: Name of the constant with the rows of a tile slot.
+        of_keys, moves_rows: As for `sequences_text`.
     """
     if not spec.is_ragged:
         return {}
@@ -119,22 +122,24 @@ def varlen_context(
 
 
 def strides(*names: str) -> list[Field]:
+    """Returns the stride members of arrays."""
     return [Field("Strides", f"{name}_strides") for name in names]
 
 
 def numbers(*names: str) -> list[Field]:
+    """Returns int members."""
     return [Field("int", name) for name in names]
 
 
 def rows_shape(spec: AttentionSpec, rows: Rows, *columns: int) -> Callable[[Sizes], tuple[int, ...]]:
-    """The shape of an array of such rows of every head."""
+    """Returns the shape of a workspace with `rows` rows of `columns` for every query head."""
     if spec.is_ragged:
         return lambda sizes: (sizes.heads_q, rows(sizes), *columns)
     return lambda sizes: (sizes.batch, sizes.heads_q, rows(sizes), *columns)
 
 
 def _with_varlen_comments(layout: ArgumentLayout) -> ArgumentLayout:
-    """The same members, and comments as a ragged batch has them."""
+    """Returns the layout with comments that give the shapes in a varlen batch."""
     comments = {
         "statistics": "(heads_q, rows, 2): LSE to the base 2, and D",
         "dq_sums": "(heads_q, rows, padded head_dim), in an order of its own",
@@ -166,12 +171,15 @@ def preprocess(
     finishes: bool = False,
     turns: Rows | None = None,
 ) -> RenderedKernel:
-    """The kernel before the others: statistics of rows, and zeros where dQ is summed.
+    """Renders the preprocess kernel: computes the row statistics and zeroes the dQ accumulator or its semaphores.
 
-    deterministic: it is of that mode alone. dq_apart: dQ is made by a kernel of its own, so that it is not summed.
-    first_stores: who comes first to a tile of the sums stores, so that zeros are of who came in place of the sums.
-    finishes: the main kernel turns sums into dQ once so many have added to them. turns: how many turns parts of tiles
-    have in it, where there are such.
+    Args:
+        deterministic: Whether the kernel is used in deterministic mode only.
+        dq_apart: Whether a kernel of its own computes dQ, so that there is no accumulator.
+        first_stores: Whether the first CTA to reach a dQ tile stores instead of accumulating, so that only the
+            semaphores need zeroing.
+        finishes: Whether the main kernel converts a dQ tile once all CTAs have added to it.
+        turns: Returns the number of semaphores for key tiles that are split over CTAs; None without split tiles.
     """
     fields = [Field("const Element*", "o"), Field("const Element*", "d_o"), Field("const float*", "lse")]
     fields += [Field("const float*", "d_lse", comment="or null"), Field("float*", "statistics")]
@@ -212,18 +220,19 @@ def preprocess(
     return replace(kernel, plan=plan, workspaces=tuple(memory))
 
 
-def _blocks_of_rows(spec: AttentionSpec, rows: Rows, of_a_block: int, sizes: Sizes) -> Grid:
-    return rows(sizes) // of_a_block, sizes.heads_q, 1 if spec.is_ragged else sizes.batch
+def _blocks_of_rows(spec: AttentionSpec, rows: Rows, rows_per_block: int, sizes: Sizes) -> Grid:
+    return rows(sizes) // rows_per_block, sizes.heads_q, 1 if spec.is_ragged else sizes.batch
 
 
 def row_values(rows: Rows, sizes: Sizes) -> dict[str, Any]:
+    """Returns the struct member that holds the rows of the workspaces."""
     return {"rows": rows(sizes)}
 
 
 def postprocess_dq(
     spec: AttentionSpec, target: Target, plan: KeysPlan, rows: Rows, first_stores: bool = False
 ) -> RenderedKernel:
-    """The kernel after the others: dQ from its sums. first_stores: as `prepare` was told."""
+    """Renders the postprocess kernel of dQ, which converts its accumulator. first_stores: As for `preprocess`."""
     fields = [
         Field("const float*", "dq_sums"),
         *([DQ_TURNS] if first_stores else []),
@@ -251,9 +260,14 @@ def postprocess_dq(
 def postprocess_dkv(
     spec: AttentionSpec, target: Target, plan: Any, of: Literal["k", "v"], columns: int, keys: Rows
 ) -> RenderedKernel:
-    """dK or dV from the sums over the query heads that share a head of K and V, of 16 keys a warp.
+    """Renders the postprocess kernel of dK or dV, which converts the sums over the query heads of a KV head.
 
-    columns: of a row of the sums. keys: how many rows they have.
+    A warp converts 16 keys.
+
+    Args:
+        of: Whether to convert dK or dV.
+        columns: Columns of a row of the sums.
+        keys: Returns the number of their rows.
     """
     fields = [Field("const float*", f"d{of}_sums"), Field("Element*", f"d{of}"), *strides(f"d{of}"), *numbers("len_k")]
     context: dict[str, Any] = {
@@ -293,14 +307,17 @@ def _postprocess(
 
 
 def capture_sums(spec: AttentionSpec, target: Target, deterministic: bool) -> tuple[RenderedKernel, ...]:
-    """A kernel for each captured array whose gradient is not what is summed: float32 sums of a float32 array are."""
+    """Renders a kernel for each captured array whose gradient must be converted from its sums.
+
+    The float32 sums of a float32 array are its gradient, unless they are exact sums in deterministic mode.
+    """
     learned = [capture for capture in spec.captures if capture.grad and capture != spec.sink]
     summed = [capture for capture in learned if deterministic or capture.dtype != "float32"]
     return tuple(_capture(spec, target, capture, deterministic) for capture in summed)
 
 
 def sink_sums(spec: AttentionSpec, target: Target, rows: Rows) -> tuple[RenderedKernel, ...]:
-    """The kernel of the sinks' gradient, where the spec asks for that; the same in any mode."""
+    """Renders the kernel of the sinks' gradient; none if the spec does not ask for it. It is always deterministic."""
     capture = spec.sink
     if capture is None or not capture.grad:
         return ()
@@ -359,7 +376,7 @@ def _capture(spec: AttentionSpec, target: Target, capture: Capture, deterministi
 
 
 def is_masked(spec: AttentionSpec) -> bool:
-    """Whether a spec forbids any score."""
+    """Whether a spec has a mask."""
     return bool(spec.mask.expression != sympy.true)
 
 
@@ -379,16 +396,18 @@ def backward_kernel(
     optional: tuple[str, ...] = (),
     reads: Variant = _NOTHING_READ,
 ) -> RenderedKernel:
-    """One of the kernels; a `plain` one has nothing of the mask and the score in it.
+    """Renders a backward kernel.
 
     Args:
-        shared: the layout of its shared memory.
-        launch: what its record says of the launch.
-        of: the capture, or the gradient, that it is for.
-        template: where it is a family's own.
-        primitives: sizes of those that are written out for some only.
-        optional: members that not every variant reads.
-        reads: what a plain kernel has of the variant all the same.
+        part: Role of the kernel, and name of its template in templates/backward/.
+        shared: The layout of its shared memory.
+        launch: The fields of `RenderedKernel` about its launch.
+        plain: Whether its text is without the mask and the score function.
+        of: The capture, or the gradient, that it is for.
+        template: Path of its template, if that belongs to a family.
+        primitives: Sizes for which the size-dependent primitives (wgmma) are written out.
+        optional: Members that are left out of the struct if the text does not read them.
+        reads: The texts of the variant that a plain kernel contains nevertheless.
     """
     layout = _with_varlen_comments(layout) if spec.is_ragged else layout
     struct, entry = f"Backward{part.title()}Arguments", entry_name(f"attention_backward_{part}{of and f'_{of}'}", spec)
@@ -397,26 +416,26 @@ def backward_kernel(
     finishes = part == "keys" and context.get("finishes", False)
     exact_sums, columns = context.get("exact_sums", False), context.get("head_padded", 0)
     cost = backward_cost(shown, spec, dq_apart, exact_sums, columns, finishes)
-    told = (shared.total_bytes, cost, context["deterministic"], dq_apart, finishes)
-    header = backward_header(shown, spec, target, plan, *told)
+    facts = (shared.total_bytes, cost, context["deterministic"], dq_apart, finishes)
+    header = backward_header(shown, spec, target, plan, *facts)
     variant = reads if plain else variant_of(spec)
 
-    def source_of(layout: ArgumentLayout) -> str:
-        told = common_context(spec, target, variant, struct, layout, context.get("gradient")) | {"no_lse": _NO_LSE}
-        told |= {
+    def render_source(layout: ArgumentLayout) -> str:
+        full = common_context(spec, target, variant, struct, layout, context.get("gradient")) | {"no_lse": _NO_LSE}
+        full |= {
             "memory": shared,
             "layouts": {"shared_constants": shared},
             "mask_alone": is_masked(spec),
             "alike": None,
         }
-        told |= context | {"entry": entry, "header": header}
-        return assemble(template or f"backward/{part}.cu.jinja", told, target, primitives)
+        full |= context | {"entry": entry, "header": header}
+        return assemble(template or f"backward/{part}.cu.jinja", full, target, primitives)
 
-    source = source_of(layout)
+    source = render_source(layout)
     unread = [name for name in optional if f"arguments.{name}" not in source]
     if unread:
         layout = ArgumentLayout(tuple(field for field in layout.fields if field.name not in unread))
-        source = source_of(layout)
+        source = render_source(layout)
     name = kernel_name(f"bwd-{part}{of and f'-{of}'}", target, spec)
     return RenderedKernel(
         name, entry, source, target, layout, threads, shared, plan=plan, role=shown, cost=cost, **launch

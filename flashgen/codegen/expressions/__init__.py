@@ -1,11 +1,11 @@
-"""The language's expressions as CUDA text.
+"""Translation of the language's expressions to CUDA text.
 
-printer            any expression: ordered, precedence-aware
+printer            any expression, with parentheses by operator precedence
 operation_text     operations that are more than an operator or a call
-precedence         how strongly C++ operators bind
+precedence         precedence of C++ operators
 function_text      masks and scores as device functions
 derivative_text    score functions with their derivatives
-uniform_text         when all scores of a tile read the same elements
-interval_text      what is certain of a predicate over a tile
-scale_folding      the scale folded into the products of a score function
+uniform_text       the condition under which all scores of a tile read the same array elements
+interval_text      predicates over a whole tile, by interval arithmetic
+scale_folding      folding of the scale into the constants of a score function
 """

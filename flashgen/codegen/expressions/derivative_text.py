@@ -1,4 +1,4 @@
-"""A score function with its derivatives, as device functions for the kernels of the backward pass."""
+"""A score function with its derivatives, as device functions for the backward kernels."""
 
 from __future__ import annotations
 
@@ -27,47 +27,54 @@ from flashgen.codegen.expressions.scale_folding import folded_products
 from flashgen.language.operations import KEY, QUERY, SCORE, Load, Mul
 from flashgen.language.spec import AttentionSpec
 
-# For which scores of a block (one head of one batch) an element is the same one: all, all of a query, all of a key, all
-# whose query and key are as far apart; some, often neighbours; none.
+# Which scores of a block (one head of one sequence) read the same element: all; those of a query; those of a key; those
+# of equal distance q - k; some, often neighbours; none.
 Shared = Literal["block", "query", "key", "distance", "some", "none"]
 Base = Literal["ds", "dx"]
 
 
 @dataclass(frozen=True)
 class PartText:
-    """A device function of a gather: the declarations, the values, and what it takes."""
+    """A device function of a gather.
+
+    Attributes:
+        declarations: Declarations of common subexpressions.
+        texts: The values.
+        used: The indices that it takes.
+        takes: Its first parameter: "score", "product" or "" (none).
+    """
 
     declarations: tuple[str, ...]
     texts: tuple[str, ...]
     used: tuple[sympy.Symbol, ...]
-    takes: str  # "score", "product" or ""
+    takes: str
 
     @property
     def parameters(self) -> str:
-        """Declarations of what it takes, a comma after each."""
+        """Declarations of its parameters, with a comma after each."""
         return (f"float {self.takes}, " if self.takes else "") + parameters_of(self.used)
 
     def arguments(self, product: str, names: Names) -> str:
-        """Arguments of a call, given the text of the product q·k and the names of the indices."""
+        """Returns the arguments of a call, given the text of the product q·k and the names of the indices."""
         operand = [scaled(self.takes, product)] if self.takes else []
         return ", ".join([*operand, *(names[symbol] for symbol in self.used), "arguments"])
 
 
 @dataclass(frozen=True)
 class GatherText:
-    """An element that the score function gathers from a captured array with grad=True.
+    """An element that the score function reads from a captured array with grad=True.
 
-    The gradient of a loss by the element is a sum, over the scores that read it, of `base` times the factor.
+    The gradient of the element is the sum of `base` * `factor` over the scores that read it.
 
     Attributes:
-        number: of the gather, which its functions are named by: `gather0_place` and `gather0_factor`.
-        capture, member: the array's name, and that of its member in the argument struct.
-        shown: the element as a person would write it.
-        shared: which scores of a block read the same element. "distance" is said only where dS itself is what the
-            element's gradient sums.
-        place: the function that gives the element's place, row-major, in an array of the capture's shape.
-        base: the gradient by the modified score ("ds") or by the score before, scale · q·k ("dx").
-        factor: the function that gives the factor; None if that is 1.
+        number: Number of the gather, from which its functions are named: `gather0_place` and `gather0_factor`.
+        capture, member: Name of the array, and of its member in the argument struct.
+        shown: The element in readable notation.
+        shared: Which scores of a block read the same element. "distance" is used only if the element's gradient is a
+            plain sum of dX.
+        place: The function that returns the element's row-major position in an array of the capture's shape.
+        base: The gradient with respect to the modified score ("ds"), or to scale * q·k ("dx").
+        factor: The function that returns the factor; None if the factor is 1.
     """
 
     number: int
@@ -80,11 +87,11 @@ class GatherText:
     factor: PartText | None
 
     def place_call(self, product: str, names: Names = DEVICE_NAMES) -> str:
-        """A call that gives the place, a long long, given the text of the product q·k."""
+        """Returns a call of the position function (a long long), given the text of the product q·k."""
         return f"gather{self.number}_place({self.place.arguments(product, names)})"
 
     def addend(self, ds: str, dx: str, product: str, names: Names = DEVICE_NAMES) -> str:
-        """What one score adds to the element's gradient, given the texts of its own gradients and of q·k."""
+        """Returns the addend of one score to the element's gradient, given the texts of dS, dX and q·k."""
         base = ds if self.base == "ds" else dx
         return f"{base} * gather{self.number}_factor({self.factor.arguments(product, names)})" if self.factor else base
 
@@ -95,8 +102,9 @@ class ScoreGradient:
 
     Attributes:
         function: score_mod, which also computes the slope.
-        slope: text of the derivative by the score, in terms of the function's declarations; None if that is 1.
-        gathers: the elements that gradients are asked of, without those that the score does not depend on.
+        slope: Text of the derivative with respect to the score, in terms of the function's declarations; None if it
+            is 1.
+        gathers: The elements with a gradient, without those on which the score does not depend.
     """
 
     function: FunctionText
@@ -104,13 +112,13 @@ class ScoreGradient:
     gathers: tuple[GatherText, ...]
 
     def call(self, product: str, slope: str, names: Names = DEVICE_NAMES) -> str:
-        """A call that gives the modified score and, unless that is 1, sets the variable `slope`."""
+        """Returns a call that gives the modified score and sets the variable `slope`, unless the slope is 1."""
         into = f", {slope}" if self.slope else ""
         return f"score_mod({self.function.operand_text(product)}, {self.function.call(names)}{into})"
 
 
 def score_gradient(spec: AttentionSpec, with_gathers: bool = True) -> ScoreGradient | None:
-    """The texts of a spec's score function and its derivatives; None without a score function."""
+    """Returns the texts of a spec's score function and its derivatives; None without a score function."""
     if spec.score is None:
         return None
     value, algebra = spec.score.expression, Algebra()
@@ -130,7 +138,7 @@ def score_gradient(spec: AttentionSpec, with_gathers: bool = True) -> ScoreGradi
 
 
 def _factor(change: Node, slope: Node) -> tuple[Base, Node]:
-    """The derivative by an element as a multiple of that by the score, if it is one, or of 1."""
+    """Splits the derivative by an element into a base and a factor: a multiple of the slope if possible, else of 1."""
     if change is slope:
         return ("ds" if slope is ONE else "dx"), ONE
     if isinstance(change, Mul):
@@ -147,7 +155,7 @@ def _gather(number: int, gather: Load, base: Base, factor: Node, slope: Node, pr
         gather.capture.name,
         member_name(gather.capture),
         to_text(gather),
-        "distance" if sums_ds and _is_of_distance(gather) else _shared(gather),
+        "distance" if sums_ds and _depends_on_distance(gather) else _shared(gather),
         _part(tuple(map(clamped_index, gather.indices)), products),
         base,
         _part((_float(factor),), products) if factor is not ONE else None,
@@ -160,7 +168,7 @@ def _part(results: tuple[Node, ...], products: dict[Node, str]) -> PartText:
     return PartText(tuple(declarations), tuple(texts), indices_in(*results), takes)
 
 
-def _is_of_distance(gather: Load) -> bool:
+def _depends_on_distance(gather: Load) -> bool:
     read = symbols_in(*gather.indices)
     return {QUERY, KEY} <= read and SCORE not in read and all(map(depends_on_difference, gather.indices))
 

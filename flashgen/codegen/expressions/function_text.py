@@ -1,4 +1,4 @@
-"""A traced function as the text of a device function: what it takes, computes and returns."""
+"""The text of device functions for traced masks and score functions: parameters, body and calls."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ DEVICE_NAMES: Names = {BATCH: "position.batch", HEAD: "position.head", QUERY: "q
 
 @dataclass(frozen=True)
 class FunctionText:
-    """A traced function as a device function: the declarations and the value it returns; how it is called.
+    """A traced function as a device function.
 
-    operand: what a score function takes: the "score", or the "product" q·k if its constants have the scale in them.
+    Attributes:
+        name: Name of the traced function.
+        declarations: Declarations of common subexpressions.
+        text: The returned value.
+        used: The indices that it takes.
+        operand: What a score function takes: the "score", or the "product" q·k if the scale is folded into its
+            constants.
     """
 
     name: str
@@ -29,35 +35,38 @@ class FunctionText:
     operand: str = "score"
 
     def parameters(self, leading: bool = False) -> str:
-        """Declarations of the indices it takes, with a comma before each (`leading`) or after each."""
+        """Returns declarations of its indices, with a comma before each (`leading`) or after each."""
         return parameters_of(self.used, leading)
 
     def call(self, names: Names = DEVICE_NAMES) -> str:
-        """Arguments of a call, given what the indices are called where it stands."""
+        """Returns the arguments of a call, given the names of the indices at the call."""
         return ", ".join([*(names[symbol] for symbol in self.used), "arguments"])
 
     def operand_text(self, product: str) -> str:
-        """The operand that a call of a score function takes, given the text of the product q·k."""
+        """Returns the operand for a call of a score function, given the text of the product q·k."""
         return scaled(self.operand, product)
 
 
 def scaled(operand: str, product: str) -> str:
-    """What a function of the "score" or the "product" is called with, given the text of the product q·k."""
+    """Returns the argument for an operand "score" or "product", given the text of the product q·k."""
     return product if operand == "product" else f"{product} * kScale"
 
 
 def parameters_of(used: tuple[sympy.Symbol, ...], leading: bool = False) -> str:
-    """Declarations of indices, with a comma before each (`leading`) or after each."""
+    """Returns declarations of indices, with a comma before each (`leading`) or after each."""
     return "".join(f", int {symbol}" if leading else f"int {symbol}, " for symbol in used)
 
 
 def symbols_in(*nodes: sympy.Basic) -> set[sympy.Basic]:
-    """The leaves that expressions read. A derivative is walked as a graph: as a tree it may be exponentially larger."""
+    """Returns the leaves that expressions read.
+
+    Expressions are traversed as graphs: a derivative may be exponentially larger as a tree.
+    """
     operations = references(nodes)
     return {leaf for node in (*operations, *nodes) for leaf in (node, *node.args) if not leaf.args}
 
 
 def indices_in(*nodes: sympy.Basic) -> tuple[sympy.Symbol, ...]:
-    """The indices that expressions read, in the order in which functions take them."""
+    """Returns the indices that expressions read, in the order of function parameters."""
     found = symbols_in(*nodes)
     return tuple(symbol for symbol in INDICES if symbol in found)

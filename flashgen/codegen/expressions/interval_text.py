@@ -1,10 +1,10 @@
-"""Predicate -> CUDA text of what is certain of it over a tile, without looking at an element.
+"""Predicate -> CUDA text that evaluates it over a whole tile by interval arithmetic, without reading its elements.
 
-The text is the predicate's own, over `Range` and `Truth` (templates/tile_lists/ranges.cuh.jinja) instead of int and
+The text is that of the predicate, over `Range` and `Truth` (templates/tile_lists/ranges.cuh.jinja) instead of int and
 bool: `k <= q` becomes a comparison of two ranges. What cannot be bounded (floats, shifts by a variable amount, arrays
-of floats) is `unknown()`, and an expression in which nothing is certain has no text. The meaning of each operation over
-a range is that of flashgen/analysis/intervals/evaluation.py. Ends of ranges are int where int holds every integer of
-the predicate, else long long; an operation that may outgrow that is `unknown()`, too.
+of floats) becomes `unknown()`; an expression that is entirely unknown has no text. Operations on ranges are defined as
+in flashgen/analysis/intervals/evaluation.py. The ends of ranges are int if int holds every integer of the predicate,
+else long long. An operation that may overflow these is also `unknown()`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flashgen.language.operations import KEY, QUERY, Capture, Load, kind_of
 _UNKNOWN = sympy.Symbol("unknown()")
 _RANGE_TYPES = {"bool": "Truth", "int": "Range"}
 _MAY_BE_PARTLY_UNKNOWN = (op.And, op.Or)
-_WHOLE = (
+_NEED_BOUNDED_OPERANDS = (
     *(op.Add, op.Sub, op.Mul, op.Neg, op.Abs, op.Minimum, op.Maximum, op.FloorDiv, op.FloorMod),
     *(op.BitAnd, op.BitOr, op.BitXor, op.ToInt, op.Not, op.Xor),
     *(op.Equal, op.NotEqual, op.Less, op.LessEqual, op.Greater, op.GreaterEqual),
@@ -31,15 +31,21 @@ _WHOLE = (
 _CALLS = {op.Abs: "abs", op.Minimum: "min", op.Maximum: "max", op.FloorDiv: "floor_divide", op.FloorMod: "floor_modulo"}
 _BY_CONSTANT = {op.FloorDiv: "quotient", op.FloorMod: "remainder"}
 _ON_TRUTHS = (op.And, op.Or, op.Xor, op.Equal, op.NotEqual)
-_WIDEST = 2**48  # of the ends of a range: whatever is made of a few of them fits in 64 bits
+_WIDEST = 2**48  # limit for ends of ranges: sums and products with a few of them fit in 64 bits
 _MAY_GROW = (op.Add, op.Sub, op.Mul, op.Neg, op.Abs, op.FloorDiv, op.ShiftLeft)
 
 
 @dataclass(frozen=True)
 class IntervalText:
-    """A predicate over a tile: declarations and value; the operations on ranges, arrays and indices that it uses.
+    """A predicate over a tile.
 
-    `wide`: whether the ends of its ranges are long long.
+    Attributes:
+        declarations: Declarations of common subexpressions.
+        text: The value.
+        operations: Names of the operations on ranges that it uses.
+        scanned: Captured arrays that it reads over ranges of indices.
+        symbols: Symbols that it reads.
+        wide: Whether the ends of its ranges are long long.
     """
 
     declarations: tuple[str, ...]
@@ -51,13 +57,13 @@ class IntervalText:
 
 
 def over_tile(node: sympy.Basic) -> bool:
-    """Whether the node's value differs within a tile, or is unknown."""
+    """Whether the node's value varies within a tile, or is unknown."""
     return contains(node, QUERY, KEY, _UNKNOWN)
 
 
 def interval_text(predicate: sympy.Basic) -> IntervalText | None:
-    """The predicate over a tile whose queries and keys are the ranges `q` and `k`; None where nothing is certain."""
-    node = _Boundable().of(predicate)
+    """Returns the predicate over a tile with the ranges `q` and `k`; None if it is constant there, or unknown."""
+    node = _UnboundedReplacer().replace(predicate)
     if node is None or not over_tile(node):
         return None
     printer = _IntervalPrinter()
@@ -74,20 +80,21 @@ def interval_text(predicate: sympy.Basic) -> IntervalText | None:
     return IntervalText(tuple(declarations), text, operations, scanned, frozenset(node.free_symbols), wide)
 
 
-class _Boundable:
-    """A node with each part of it that has no bounds replaced by `unknown()`; None where that leaves nothing."""
+class _UnboundedReplacer:
+    """Replaces the parts of a node that have no bounds by `unknown()`."""
 
     def __init__(self) -> None:
         self._bounds = Bounds(related=False)
 
-    def of(self, node: sympy.Basic) -> sympy.Basic | None:
+    def replace(self, node: sympy.Basic) -> sympy.Basic | None:
+        """Returns the node with unbounded parts replaced; None if it is entirely unknown."""
         if not over_tile(node) or node in (QUERY, KEY):
             return node
         if kind_of(node) == "float" or any(kind_of(operand) == "float" for operand in node.args):
             return None
         if isinstance(node, _MAY_GROW) and max(map(abs, self._bounds.limits(node))) > _WIDEST:
             return None
-        operands = [operand if isinstance(operand, Capture) else self.of(operand) for operand in node.args]
+        operands = [operand if isinstance(operand, Capture) else self.replace(operand) for operand in node.args]
         if isinstance(node, _MAY_BE_PARTLY_UNKNOWN):
             if all(operand is None for operand in operands):
                 return None
@@ -101,13 +108,13 @@ class _Boundable:
             amount = node.args[1]
             constant = isinstance(amount, sympy.Integer) and 0 <= int(amount) <= 31
             return None if operands[0] is None or not constant else type(node)(*operands)
-        if any(operand is None for operand in operands) or not isinstance(node, (*_WHOLE, Load)):
+        if any(operand is None for operand in operands) or not isinstance(node, (*_NEED_BOUNDED_OPERANDS, Load)):
             return None
         return type(node)(*operands)
 
 
 class _IntervalPrinter(Printer):
-    """Prints what differs within a tile as ranges, all else as the numbers it is; notes what it used."""
+    """Prints values that vary within a tile as ranges, and all others as numbers; records operations and arrays."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,12 +159,12 @@ class _IntervalPrinter(Printer):
         return f"{left} {symbol} {right}", strength
 
     def _branch(self, kind: str, node: sympy.Basic) -> str:
-        """What a choice chooses; a number says its type, for both of a choice may be numbers."""
+        """Returns a branch of a choice. Numbers get an explicit type, because both branches may be numbers."""
         text = self._as(kind, node)
         return text if over_tile(node) else f"{_RANGE_TYPES[kind]}({text})"
 
     def _as(self, kind: str, node: sympy.Basic) -> str:
-        """The operand's text; a truth that is counted with is a range from 0 to 1."""
+        """Returns the operand's text; a truth used as an integer becomes a range within 0 and 1."""
         text = self.text(node)
         if kind != "int" or kind_of(node) != "bool":
             return text
@@ -168,7 +175,7 @@ class _IntervalPrinter(Printer):
 
 
 def _name(node: op.Operation) -> str:
-    """The node's operation, as the template calls it."""
+    """Returns the template's name of the node's operation."""
     name = type(node).__name__
     if type(node) in _BY_CONSTANT and isinstance(node.args[1], sympy.Integer) and int(node.args[1]) > 0:
         return _BY_CONSTANT[type(node)].capitalize()

@@ -1,4 +1,4 @@
-"""Operations that are more than an operator or a call: divisions, shifts, choices, conversions, loads."""
+"""Text of operations that are not a single operator or call: divisions, shifts, choices, conversions, loads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flashgen.language.operations import Load, kind_of
 
 
 class Printer(Protocol):
-    """What prints the operands of an operation: printer.py's, and those that build on it."""
+    """The interface by which operations print their operands: `printer.Printer` and its subclasses."""
 
     bounds: Bounds
     exact: Container[sympy.Basic]
@@ -41,30 +41,33 @@ class Printer(Protocol):
 
 
 def _divides_plainly(left: sympy.Basic, right: sympy.Basic, bounds: Bounds) -> bool:
-    """Whether C's own / and % are the floored ones, and never divide by zero."""
+    """Whether C++'s / and % equal floored division and modulo here, without division by zero."""
     return isinstance(right, sympy.Integer) and int(right) > 0 and bounds.limits(left)[0] >= 0
 
 
 def is_64_bit(division: sympy.Basic) -> bool:
-    """Whether a floored division or modulo is one of 64-bit integers: a hundred instructions where it is no shift."""
+    """Whether a floored division or modulo has 64-bit integers: about 100 instructions, unless it is a shift."""
     bounds = Bounds()
     integers = all(kind_of(node) == "int" for node in division.args)
     return integers and not all(map(bounds.fit_int32, (division, *division.args)))
 
 
 def _is_power_of_two(divisor: sympy.Integer) -> bool:
-    """Whether dividing by it is a shift: C's signed / would correct for dividends below 0, which there are none of."""
+    """Whether a division by it is a shift.
+
+    Dividends are never negative here. C++'s signed / would add a correction for negative ones.
+    """
     return int(divisor).bit_count() == 1
 
 
 def is_shift_or_mask(division: sympy.Basic) -> bool:
-    """Whether a floored division or modulo is one instruction."""
+    """Whether a floored division or modulo is a single shift or bitwise and."""
     left, right = division.args
     return _divides_plainly(left, right, Bounds()) and _is_power_of_two(right)
 
 
 def integer_operands(node: op.Operation) -> tuple[sympy.Basic, ...]:
-    """The operands that C++ takes for the type of an integer operation."""
+    """Returns the operands that determine the C++ type of an integer operation."""
     if isinstance(node, op.Where):
         return node.args[1:]
     if isinstance(node, (op.ShiftLeft, op.ShiftRight)):
@@ -79,7 +82,7 @@ def _negate(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
 
 
 def _floored(printer: Printer, node: sympy.Basic, primitive: str) -> str:
-    """A call of floor_divide or floor_modulo, of ints or of long longs."""
+    """Returns a call of floor_divide or floor_modulo for int, or for long long."""
     wide = not all(map(printer.fits_int, (node, *node.args)))
     return f"{primitive}{'_long' if wide else ''}({', '.join(map(printer.text, node.args))})"
 
@@ -110,7 +113,7 @@ def _floor_modulo(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
 
 
 def _quotient(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
-    """The float left / right of a division, floored or not."""
+    """Returns the text of left / right as floats, for true and floored divisions."""
     left, right = node.args
     exact = node in printer.exact
     if not _is_constant(left) and (_has_exact_reciprocal(right) or (node in printer.loose and _is_constant(right))):
@@ -127,7 +130,7 @@ def _is_constant(node: sympy.Basic) -> bool:
 
 
 def _has_exact_reciprocal(divisor: sympy.Basic) -> bool:
-    """Whether a product with 1 / divisor is the quotient to its last bit: of powers of two alone."""
+    """Whether multiplying by 1 / divisor gives exactly the quotient, which holds only for powers of two."""
     if not _is_constant(divisor):
         return False
     mantissa, exponent = math.frexp(abs(float(divisor)))
@@ -145,7 +148,7 @@ def _shift(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
 
 
 def shift_amount(amount: sympy.Basic) -> sympy.Basic:
-    """The amount, from 0 to 31."""
+    """Returns the amount, clamped to 0 ... 31."""
     if isinstance(amount, sympy.Integer):
         return sympy.Integer(min(max(int(amount), 0), 31))
     return op.Minimum(op.Maximum(amount, sympy.Integer(0)), sympy.Integer(31))
@@ -172,7 +175,7 @@ def _log(printer: Printer, node: sympy.Basic) -> tuple[str, int]:
 
 
 def clamped_index(index: sympy.Basic) -> sympy.Basic:
-    """An index of a captured array as an int that is not below 0; what reads by it clamps it to the array's size."""
+    """Returns an array index as a non-negative int. The load function clamps it to the array's size."""
     low, high = Bounds().limits(index)
     if low < 0:
         index = op.Maximum(index, sympy.Integer(0))

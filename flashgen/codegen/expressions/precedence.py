@@ -1,10 +1,10 @@
-"""How strongly C++ operators bind, and those that stand between two operands."""
+"""Precedence of C++ operators, and the infix operators."""
 
 from __future__ import annotations
 
 from flashgen.language import operations as op
 
-# Binding strength of C++ operators, weakest first.
+# Precedence of C++ operators, lowest first.
 CONDITIONAL, OR, AND, BIT_OR, BIT_XOR, BIT_AND, EQUALITY, RELATION, SHIFT, SUM, PRODUCT, UNARY, ATOM = range(13)
 
 INFIX: dict[type, tuple[str, int]] = {
@@ -21,11 +21,12 @@ INFIX: dict[type, tuple[str, int]] = {
     op.LessEqual: ("<=", RELATION),
     op.Greater: (">", RELATION),
     op.GreaterEqual: (">=", RELATION),
-    # Not && and ||: a mask is evaluated for every score of a tile, and their branches cost more than they save.
+    # Not && and ||: a mask is evaluated for every score of a tile, and branches would cost more than they save.
     op.And: ("&", BIT_AND),
     op.Or: ("|", BIT_OR),
 }
 
-# Operators whose operands read better in parentheses though precedence does not ask for them; gcc warns likewise.
+# Operators -> operand operators that get parentheses for clarity, although precedence does not require them; gcc warns
+# about these, too.
 COMPARED = {EQUALITY, RELATION, SHIFT, SUM}
 CLARIFIED = {BIT_OR: {BIT_AND, *COMPARED}, BIT_AND: COMPARED, SHIFT: {SUM}}

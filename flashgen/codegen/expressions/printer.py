@@ -1,8 +1,9 @@
-"""Expression -> CUDA text: ordered tables, precedence-aware, so that the text is what a person would write.
+"""Expression -> CUDA text, with parentheses by operator precedence, as a person would write it.
 
-Integers are int where that is proven to hold them for every call, else long long; where even that may overflow they
-wrap, as NumPy's do. Floats that decide (language/decisive.py) are multiplied and divided by intrinsics, which no
-compiler and no option contracts or approximates; where a tolerance judges, a constant is divided by as a product.
+Integers are int if int provably holds them in every call, else long long. If long long may overflow, they wrap as in
+NumPy. Decisive floats (language/decisive.py) are multiplied and divided by intrinsics, which no compiler option
+contracts or approximates. For floats that are compared with a tolerance, a division by a constant is a multiplication
+by its reciprocal.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _CALLS: dict[type, dict[str, str]] = {
     op.Sin: {"float": "sinf"},
     op.Cos: {"float": "cosf"},
 }
-# What floats that decide are computed by (divisions are in operation_text.py), and integers that may leave int64.
+# Intrinsics for decisive floats (divisions are in operation_text.py); functions for integers that may overflow int64.
 _EXACT = {op.Mul: "__fmul_rn", op.Sqrt: "__fsqrt_rn"}
 _WRAPPING: dict[type, str] = {
     op.Add: "wrapping_sum",
@@ -62,7 +63,7 @@ _WRAPPING: dict[type, str] = {
 
 
 def float_literal(value: float) -> str:
-    """A C++ float literal that reads back as `value` rounded to float32."""
+    """Returns a C++ float literal whose value is `value` rounded to float32."""
     rounded = struct.unpack("f", struct.pack("f", value))[0] if abs(value) < 3.5e38 else math.copysign(math.inf, value)
     if rounded in (float("inf"), float("-inf")):
         return "infinity()" if rounded > 0 else "minus_infinity()"
@@ -71,7 +72,7 @@ def float_literal(value: float) -> str:
 
 
 def _is_distance(left: sympy.Basic, right: sympy.Basic) -> bool:
-    """Whether `left <= right` (or <) says that an integer is at most so far from 0."""
+    """Whether `left <= right` (or <) bounds the magnitude of an integer by a constant."""
     limited = isinstance(right, sympy.Integer) and 1 <= int(right) < 2**30
     return limited and isinstance(left, op.Abs) and kind_of(left) == "int"
 
@@ -79,8 +80,12 @@ def _is_distance(left: sympy.Basic, right: sympy.Basic) -> bool:
 class Printer:
     """Prints nodes as CUDA expressions.
 
-    `names` maps nodes that already stand in a variable to its name; `products` maps nodes to the text of a product
-    that stands for them; `exact` are the operations of floats that decide, `loose` those that a tolerance judges.
+    Attributes:
+        names: Node -> name of the variable that holds it.
+        products: Node -> text of the product that replaces it.
+        exact: Operations on decisive floats.
+        loose: Operations on floats that are compared with a tolerance.
+        bounds: Bounds of integers.
     """
 
     def __init__(
@@ -95,18 +100,18 @@ class Printer:
         self.bounds = Bounds()
 
     def text(self, node: sympy.Basic, around: int = CONDITIONAL) -> str:
-        """The expression, in parentheses where an operator of strength `around` binds tighter than its own."""
+        """Returns the expression, in parentheses if its operator has a lower precedence than `around`."""
         text, strength = self.printed(node)
         return f"({text})" if strength < around else text
 
     def as_float(self, node: sympy.Basic, around: int = CONDITIONAL) -> str:
-        """The expression as a float: integers and booleans are cast."""
+        """Returns the expression as a float: integers and booleans are cast."""
         if isinstance(node, sympy.Integer):
             return self.text(sympy.Float(int(node)), around)
         return self.text(node, around) if kind_of(node) == "float" else f"static_cast<float>({self.text(node)})"
 
     def as_long(self, node: sympy.Basic, around: int = CONDITIONAL) -> str:
-        """The integer as a long long."""
+        """Returns the integer as a long long."""
         if self._is_narrowed(node):
             text, strength = self._operation(node)
             return f"({text})" if strength < around else text
@@ -115,20 +120,20 @@ class Printer:
         return f"static_cast<long long>({self.text(node)})" if self.fits_int(node) else self.text(node, around)
 
     def fits_int(self, node: sympy.Basic) -> bool:
-        """Whether the integer (or boolean) is an int of C++; else it is a long long."""
+        """Whether the integer (or boolean) is an int in C++; otherwise it is a long long."""
         return self.bounds.fit_int32(node)
 
     def c_type(self, node: sympy.Basic) -> str:
-        """The type of a variable that holds the value."""
+        """Returns the C++ type of a variable that holds the value."""
         kind = kind_of(node)
         return C_TYPES[kind] if kind != "int" or self.fits_int(node) else "long long"
 
     def in_cpp(self, _node: sympy.Basic) -> bool:
-        """Whether an operation is one of C++'s own numbers."""
+        """Whether an operation is printed over C++ numbers; subclasses may print some over other types."""
         return True
 
     def printed(self, node: sympy.Basic) -> tuple[str, int]:
-        """The expression, and how strongly its outermost operator binds."""
+        """Returns the expression, and the precedence of its outermost operator."""
         if node in self.names:
             return self.names[node], ATOM
         if node in self.products:
@@ -141,7 +146,7 @@ class Printer:
         return self._operation(node)
 
     def _is_narrowed(self, node: sympy.Basic) -> bool:
-        """Whether the value is an int, and C++ gives a long long because an operand is one."""
+        """Whether the value fits int, but C++ computes a long long because an operand is one."""
         if node in self.names or not isinstance(node, (op.Arithmetic, op.Bitwise, op.Where)) or node.kind != "int":
             return False
         return self.fits_int(node) and not all(map(self.fits_int, integer_operands(node)))
@@ -167,11 +172,11 @@ class Printer:
         return found and self.fits_int(node.args[0].args[0])
 
     def exactly(self, intrinsic: str, *operands: sympy.Basic) -> str:
-        """A call of an intrinsic of floats."""
+        """Returns a call of an intrinsic on floats."""
         return f"{intrinsic}({', '.join(map(self.as_float, operands))})"
 
     def _wrapping(self, node: op.Operation) -> str:
-        """An operation that may leave int64: what is left of it is what NumPy leaves."""
+        """Returns an operation that may overflow int64, and then wraps as in NumPy."""
         operands = [self.as_long(operand) for operand in node.args]
         if isinstance(node, op.ShiftLeft):
             operands[1] = f"1ll << {self.text(shift_amount(node.args[1]), SUM)}"
@@ -185,7 +190,7 @@ class Printer:
         parts = []
         for operand, minimum in zip(node.args, (strength, strength + 1), strict=True):
             text, own = self.printed(operand)
-            regrouped = own == strength and strength in (BIT_AND, BIT_OR)  # they associate: no parentheses needed
+            regrouped = own == strength and strength in (BIT_AND, BIT_OR)  # associative: no parentheses needed
             needs = (own < minimum and not regrouped) or own in clarified
             if kind_of(operand) == "bool" and kind_of(node) != "bool":
                 text, needs = f"static_cast<int>({text})", False
@@ -196,7 +201,7 @@ class Printer:
         return f"{parts[0]} {symbol} {parts[1]}", strength
 
     def _widened(self, node: sympy.Basic) -> sympy.Basic | None:
-        """Which operand of a sum or product has to become a long long, so that the result is one."""
+        """Returns the operand of a sum or product to widen to long long so that the result is one; None if none."""
         if kind_of(node) != "int" or not self.in_cpp(node) or self.fits_int(node):
             return None
         left, right = node.args
@@ -205,7 +210,7 @@ class Printer:
         return right if isinstance(right, sympy.Integer) else left
 
     def _widening(self, operand: sympy.Basic, text: str, strength: int, around: int) -> str:
-        """The operand of a sum or product as a long long: a literal of one, or what a neutral one is put before."""
+        """Returns the operand of a sum or product as a long long: a literal, or preceded by a neutral element."""
         if isinstance(operand, sympy.Integer) or self._is_narrowed(operand):
             return self.as_long(operand, around)
         own = self.printed(operand)[1]
@@ -225,7 +230,7 @@ class Printer:
             return float_literal(float(node))
         if node in (sympy.true, sympy.false):
             return "true" if node == sympy.true else "false"
-        if node == INT32_MIN:  # C++ reads -2147483648 as minus a long
+        if node == INT32_MIN:  # C++ parses -2147483648 as the negation of a long
             return "(-2147483647 - 1)"
         if node in (op.LEN_Q, op.LEN_K):
             return f"arguments.{node}"
@@ -236,7 +241,7 @@ PRINTED: frozenset[type] = frozenset(INFIX) | frozenset(_CALLS) | frozenset(SPEC
 
 
 def references(results: tuple[sympy.Basic, ...]) -> Counter[sympy.Basic]:
-    """How often each operation is used by distinct operations (or results); operands come before their users."""
+    """Counts the uses of each operation by distinct operations or results, with operands before their users."""
     uses: Counter[sympy.Basic] = Counter()
     order: dict[sympy.Basic, None] = {}
 
@@ -255,16 +260,17 @@ def references(results: tuple[sympy.Basic, ...]) -> Counter[sympy.Basic]:
 
 
 def worth_sharing(node: sympy.Basic) -> bool:
-    """Whether a repeated node costs enough to stand in a variable: a load, a division, or two operations or more."""
+    """Whether a repeated node is worth a variable: a load, a division, or at least two operations."""
     return isinstance(node, (Load, op.FloorDiv, op.FloorMod, op.Divide)) or any(
         isinstance(operand, op.Operation) for operand in node.args
     )
 
 
 def statements(*results: sympy.Basic, products: Mapping[sympy.Basic, str] | None = None) -> tuple[list[str], list[str]]:
-    """Declarations of the subexpressions that are used more than once, and the text of each result in their terms.
+    """Returns declarations of common subexpressions, and the text of each result in terms of these.
 
-    products: the text of a product for each node that shall be printed as that (see `folding`).
+    Args:
+        products: Node -> text of the product that replaces it (see `folded_products`).
     """
     printer = Printer(products=products, exact=decisive(*results), loose=tolerant(*results))
     declarations: list[str] = []

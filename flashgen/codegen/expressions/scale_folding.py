@@ -1,7 +1,7 @@
-"""The scale folded into a score function that only ever multiplies or divides the score by constants.
+"""Folds the softmax scale into a score function that only multiplies or divides the score by constants.
 
-Such a function takes the product q·k as the mma leaves it: softcap's `score / 20` is `product * (kScale / 20)`, one
-multiplication where there were two.
+The function then takes the unscaled product q·k of the mma: softcap's `score / 20` becomes `product * (kScale / 20)`,
+one multiplication instead of two.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ from flashgen.codegen.expressions.printer import float_literal
 from flashgen.language import operations as ops
 from flashgen.language.operations import SCORE
 
-# Factors, and their products with the scale, that float32 holds with room to spare: folding makes no infinity or zero.
+# Bounds on factors and their products with the scale, well within float32, so that folding gives no infinity or zero.
 _SMALLEST, _LARGEST = 1e-30, 1e30
 
 
 def folded_products(scale: float, *results: sympy.Basic) -> dict[sympy.Basic, str]:
-    """Text for each node that scales the score, in terms of `product` and kScale; none where the score stands alone.
+    """Returns the text of each node that scales the score, in terms of `product` and kScale.
 
-    scale: the value of kScale. results: the expressions that one kernel computes of the score.
+    It is empty if the score is also used in any other way.
+
+    Args:
+        scale: The value of kScale.
+        results: The expressions of the score that one kernel computes.
     """
     found: dict[sympy.Basic, str] = {}
     if any(result == SCORE for result in results):
@@ -35,7 +39,7 @@ def folded_products(scale: float, *results: sympy.Basic) -> dict[sympy.Basic, st
 
 
 def _folded(node: ops.Operation, scale: float) -> str | None:
-    """score * constant, constant * score and score / constant as a product with a constant; None for all else."""
+    """Returns score * constant, constant * score or score / constant as one product; None for any other node."""
     if not isinstance(node, (ops.Mul, ops.Divide)):
         return None
     first, second = node.args
@@ -52,7 +56,7 @@ def _folded(node: ops.Operation, scale: float) -> str | None:
 
 
 def _users_of_score(results: tuple[sympy.Basic, ...]) -> Iterator[ops.Operation]:
-    """Each operation that has the score for an operand, once."""
+    """Yields each operation with the score as an operand, once."""
     seen: set[sympy.Basic] = set()
     stack = list(results)
     while stack:

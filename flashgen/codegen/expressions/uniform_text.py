@@ -1,4 +1,4 @@
-"""When all scores of a tile read the same elements of captured arrays, as the text of a device function."""
+"""The device function that tests whether all scores of a tile read the same elements of captured arrays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from flashgen.language.spec import AttentionSpec
 
 
 def uniform_text(spec: AttentionSpec) -> FunctionText | None:
-    """Of a tile's ends, which the function is told, too; None where nothing can be said."""
+    """Returns the device function, or None if no condition is known.
+
+    Beside the indices that it reads, the function takes the first and last query and key of the tile.
+    """
     condition = uniform_condition(spec.score.expression) if spec.score else None
     if condition is None:
         return None
