@@ -15,11 +15,7 @@ _STRUCT, _ENTRY = "AppendArguments", "append_kv"
 
 
 def render_append(target: Target) -> RenderedKernel:
-    """Renders the kernel.
-
-    In its `Sizes`, `count` is the number of groups of 8 elements in the new keys or the new values of one sequence,
-    whichever is larger.
-    """
+    """Renders the kernel. `Sizes.count`: groups of 8 elements in the new keys or values (the larger) of a sequence."""
     fields = [Field("const Element*", f"{name}_new") for name in "kv"] + [Field("Element*", name) for name in "kv"]
     fields += [Field("const int*", "page_table"), Field("const int*", "seqused_k", comment="before")]
     fields += [Field("Strides", f"{name}_strides") for name in ("k_new", "v_new", "k", "v")]

@@ -93,10 +93,7 @@ class ArgumentLayout:
 
 
 def ordered(fields: list[Field]) -> ArgumentLayout:
-    """Returns the layout of the fields: tensor maps, pointers, 8-byte numbers, then 4-byte numbers.
-
-    Fields of the same kind keep the order of `fields`.
-    """
+    """Returns the layout: tensor maps, pointers, 8-byte numbers, then 4-byte numbers, each kind in the given order."""
     maps = [field for field in fields if field.type == "TensorMap"]
     wide = [field for field in fields if field.format[1] % 8 == 0 and field not in maps]
     return ArgumentLayout(
@@ -139,10 +136,7 @@ _RESERVED_ENDINGS = ("_map", "_stride", "_strides", "_size", "_capture")
 
 
 def member_name(capture: Capture) -> str:
-    """Returns the name of a capture in the struct.
-
-    The suffix `_capture` is added to a name that may collide with a type, a constant or another member.
-    """
+    """Returns the name of a capture in the struct; `_capture` is appended if it may collide with another name."""
     name = capture.name
     taken = name in _RESERVED or name.startswith(_GRADIENT) or name.endswith(_RESERVED_ENDINGS)
     taken = taken or name != name.lower()
@@ -155,10 +149,7 @@ def summed_gradient(capture: Capture) -> str:
 
 
 def capture_gradient(capture: Capture) -> str:
-    """Returns the pass's name for a captured array's final gradient.
-
-    It is used if the sums at `summed_gradient` are kept in an array of their own.
-    """
+    """Returns the pass's name for a captured array's gradient if a kernel converts it from the sums."""
     return f"gradient of {capture.name}"
 
 

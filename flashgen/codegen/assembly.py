@@ -132,14 +132,10 @@ def visited_tiles(
     any_size: bool = False,
     in_turns: bool = False,
 ) -> str:
-    """Returns the text that enumerates the tiles a block visits.
+    """Returns the text that enumerates the tiles a block visits: by a range, or from lists if `tiles` is None.
 
     Args:
-        tiles: The range of visited tiles; None if they are read from lists.
-        masked: Whether the spec has a mask.
         queries: Whether a block visits tiles of queries instead of keys.
-        ends: Declarations of the first and last query and key of a tile.
-        ragged: Whether the layout is varlen.
         any_size: Whether tiles of keys have several sizes.
         in_turns: Whether blocks add to a visited tile in a fixed order (by a semaphore), and therefore also ask which
             tiles other blocks visit.

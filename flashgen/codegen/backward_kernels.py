@@ -84,8 +84,7 @@ def _rows(multiple: int, sizes: Sizes) -> Any:
 def rows_of(multiple: int, varlen: bool = False) -> Rows:
     """Returns the function that rounds queries up to a multiple of both `multiple` and the rows of a preprocess block.
 
-    Args:
-        varlen: Whether the rows are those of all sequences together, each of which is rounded up.
+    In a varlen batch the rows are those of all sequences together, each of which is rounded up.
     """
     return partial(_varlen_rows if varlen else _rows, row_multiple(multiple))
 
@@ -262,12 +261,7 @@ def postprocess_dkv(
 ) -> RenderedKernel:
     """Renders the postprocess kernel of dK or dV, which converts the sums over the query heads of a KV head.
 
-    A warp converts 16 keys.
-
-    Args:
-        of: Whether to convert dK or dV.
-        columns: Columns of a row of the sums.
-        keys: Returns the number of their rows.
+    A warp converts 16 keys. The sums have `keys` rows of `columns`.
     """
     fields = [Field("const float*", f"d{of}_sums"), Field("Element*", f"d{of}"), *strides(f"d{of}"), *numbers("len_k")]
     context: dict[str, Any] = {
@@ -307,10 +301,7 @@ def _postprocess(
 
 
 def capture_sums(spec: AttentionSpec, target: Target, deterministic: bool) -> tuple[RenderedKernel, ...]:
-    """Renders a kernel for each captured array whose gradient must be converted from its sums.
-
-    The float32 sums of a float32 array are its gradient, unless they are exact sums in deterministic mode.
-    """
+    """Renders a kernel per captured array that converts sums to its gradient; float32 sums of float32 need none."""
     learned = [capture for capture in spec.captures if capture.grad and capture != spec.sink]
     summed = [capture for capture in learned if deterministic or capture.dtype != "float32"]
     return tuple(_capture(spec, target, capture, deterministic) for capture in summed)
@@ -400,7 +391,6 @@ def backward_kernel(
 
     Args:
         part: Role of the kernel, and name of its template in templates/backward/.
-        shared: The layout of its shared memory.
         launch: The fields of `RenderedKernel` about its launch.
         plain: Whether its text is without the mask and the score function.
         of: The capture, or the gradient, that it is for.

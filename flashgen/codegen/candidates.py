@@ -4,12 +4,11 @@ A family's default plans are a small table of measured plans, which specs use wi
 comes first in the list, so that tuning can report its gain over it. A plan that wins repeatedly belongs in that table.
 
 A plan is **feasible** if it has no `problem()`, its estimated registers fit, and its tiles do not straddle the blocks
-of a block mask. The assembler decides about registers in the end: the code that times plans leaves out those that
-spill.
+of a block mask. The assembler has the final word on registers: the code that times plans skips plans that spill.
 
 The **cost** is in cycles of the busiest multiprocessor, for the lengths of a `Workload`:
 
-    rounds x (kTile / blocks + steps x (kStep / blocks + step))
+    rounds x (_TILE_CYCLES / blocks + steps x (_FIXED_CYCLES / blocks + step))
 
     rounds    query tiles of all heads / multiprocessors, rounded up
     blocks    resident thread blocks of a multiprocessor, which hide each other's latency; at most `rounds`

@@ -1,4 +1,4 @@
-"""The demand of a variant: registers of a thread, and instructions per score, beside the matrix products."""
+"""The demand of a variant: registers of a thread, and instructions per score, in addition to the matrix products."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashgen.language.spec import AttentionSpec
 
 
 class Weight(IntEnum):
-    """How many registers a variant needs beside scores, probabilities and output, in ascending order."""
+    """How many registers a variant needs in addition to scores, probabilities and output, in ascending order."""
 
     NONE = 0  # softmax only
     PLAIN = 1  # a mask of few operations
@@ -61,10 +61,7 @@ class Demand:
 
     @property
     def instructions(self) -> int:
-        """Estimated instructions per score: scaling, maximum, sum, conversion and the variant's own.
-
-        Matrix products and the exponential are not included.
-        """
+        """Estimated instructions per score, without matrix products and the exponential."""
         return _INSTRUCTIONS[self.weight]
 
 
@@ -115,10 +112,7 @@ def _operations(expression: sympy.Basic) -> int:
 
 
 def is_clipped(spec: AttentionSpec) -> bool:
-    """Whether there is a condition under which all scores of a tile read the same array elements.
-
-    With a clipped relative bias, for example, most tiles do.
-    """
+    """Whether a condition tells when all scores of a tile read the same elements, as with a clipped relative bias."""
     return spec.score is not None and uniform_condition(spec.score.expression) is not None
 
 
@@ -128,9 +122,6 @@ def is_power_of_2(number: int) -> bool:
 
 
 def divides_tiles(spec: AttentionSpec, tile: int, index: Operation = KEY) -> bool:
-    """Whether the mask divides the index by a multiple of the tile width, so that the quotient is constant in a tile.
-
-    The tile width must be a power of 2.
-    """
+    """Whether the mask divides `index` by a multiple of a tile width that is a power of 2: a tile has one quotient."""
     divisors = [node.args[1] for node in spec.mask.expression.atoms(FloorDiv, FloorMod) if node.args[0] == index]
     return is_power_of_2(tile) and any(isinstance(by, sympy.Integer) and by % tile == 0 for by in divisors)

@@ -29,7 +29,7 @@ def choose(spec: AttentionSpec, target: Target, workload: Workload) -> Plan:
     """Returns the forward plan for a call of these sizes.
 
     Few queries over many keys take a decode plan. Other calls take the default plan, or one with packed heads or
-    smaller tiles where that fills the GPU better.
+    smaller tiles if that fills the GPU better.
     """
     plan = decode_plan(spec, target, workload) or default_plan(spec, target)
     return refine(plan, spec, target, workload) or plan
@@ -148,7 +148,7 @@ def render_backward_kernels(
 
 
 def _cache(spec: AttentionSpec) -> str:
-    """Returns the argument of the spec that says that k and v are paged, or have 8 bits."""
+    """Returns the argument of the spec by which k and v are paged, or have 8 bits."""
     return f"page_size={spec.page_size}" if spec.page_size else f"kv_dtype={spec.kv_dtype!r}"
 
 

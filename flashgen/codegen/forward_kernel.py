@@ -23,11 +23,7 @@ _STRUCT = "ForwardArguments"
 
 
 def page_fields(spec: AttentionSpec, strides: bool = True) -> list[Field]:
-    """Returns the members that locate a sequence's keys in pages; none without paged K and V.
-
-    Args:
-        strides: Whether the struct holds `k_strides`.
-    """
+    """Returns the members that locate a sequence's keys in pages, if any. strides: Whether `k_strides` is a member."""
     if not spec.page_size:
         return []
     of_pages = "; k_strides.batch is from page to page" if strides else ""

@@ -80,11 +80,9 @@ def header(
     """Returns the header comment of a forward kernel.
 
     Args:
-        grid: The blocks of a launch.
         beside: A further line about the algorithm, after the online softmax.
-        title: What the kernel is.
         cost: None selects `forward_cost`.
-        options: Options of the `flashgen show` command, beside those of the plan.
+        options: Options of the `flashgen show` command, in addition to those of the plan.
     """
     cost = cost or forward_cost(spec)
     grid = _BLOCK_PER_SLOT if spec.is_ragged and grid == _BLOCK_PER_TILE else grid
@@ -113,7 +111,6 @@ def backward_header(
 
     Args:
         part: Role of the kernel, as for `backward_cost`.
-        deterministic: Whether the `flashgen show` command needs `--deterministic`.
         dq_apart: Whether a kernel of its own computes dQ.
         finishes: Whether the main kernel converts the dQ accumulator itself.
     """

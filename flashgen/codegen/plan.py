@@ -82,11 +82,7 @@ class Plan(Protocol):
         """Returns the cycles that the matrix products of a step take on a multiprocessor."""
 
     def exposed(self, blocks: int) -> float:
-        """Returns how much of the shorter of products and softmax does not overlap with the longer, from 0 to 1.
-
-        Args:
-            blocks: Resident blocks of a multiprocessor.
-        """
+        """Returns the fraction of the shorter of products and softmax that is not hidden, with `blocks` resident."""
 
     def summary(self, spec: AttentionSpec) -> str:
         """Returns a line about the plan for the kernel's header comment."""

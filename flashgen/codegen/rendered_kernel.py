@@ -21,12 +21,7 @@ Direction = Literal["keys", "queries"]
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a kernel as formulas of a call's sizes.
-
-    Attributes:
-        flops: FLOPs of the matrix products and of the work per row.
-        hbm: Bytes of memory traffic if each array is moved once.
-    """
+    """Formulas of a call's sizes: FLOPs of products and of operations per row; bytes if each array is moved once."""
 
     flops: str
     hbm: str
@@ -43,7 +38,6 @@ class Workspace:
     Attributes:
         name: Name of the pointer in the kernels' structs.
         shape: Returns the shape for the sizes of a call.
-        dtype: NumPy dtype of the elements.
         zeroed: Whether it must be zero before the first launch.
         of_capture: Name of a captured array; the shape of that array is then prepended to `shape`.
         wanted: Whether calls of these sizes need it; the pointer is null otherwise.
@@ -68,15 +62,12 @@ class RenderedKernel:
     Attributes:
         name: Name in folders and reports.
         entry: Name of the extern "C" function.
-        source: The CUDA text.
-        layout: The argument struct.
-        threads: Threads of a block.
         shared: The layout of a block's dynamic shared memory.
         plan: The plan, a dataclass, that gives the tile sizes; None for kernels without tiles.
         role: The kernel's role in its pass: "lists", "forward", "prepare", "keys", ...
         grid: Returns the grid for sizes.
-        values: Returns members of the struct that follow from sizes, beside those that have the names of sizes.
-        cost: None if it is negligible beside the other kernels of the pass.
+        values: Returns members of the struct that follow from sizes, in addition to those named after sizes.
+        cost: None if it is negligible compared with the other kernels of the pass.
         reads: The tile lists that it reads; None if closed forms give the tiles to visit.
         lists: The tile lists that it writes; None if it writes none.
         boxes: Array with a tensor map -> box of one TMA copy: (columns, rows); (columns, heads, rows) with packed

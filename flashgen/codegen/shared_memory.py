@@ -2,8 +2,8 @@
 
 The plan of a kernel states its layout once, as a `SharedMemoryLayout`. It gives the bytes that a launch requests, the
 C++ constants (`kKeyBytes`, `kKeyOffset`) and the `Barriers` struct that the kernel's text is emitted with, and the
-regions that `flashgen report` draws. Extents carry the name of their C++ constant beside their value, so that emitted
-constants are formulas of the plan's constants: a kernel that somebody edits stays consistent.
+regions that `flashgen report` draws. Extents hold the name of their C++ constant and its value, so that emitted
+constants are formulas of the plan's constants: a kernel that is edited by hand stays consistent.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Buffer:
     Attributes:
         name: the stem of its constants: `Key` has `kKeyBytes`, the bytes of one copy, and `kKeyOffset`.
         label: its name in reports and comments: "K".
-        shape: extents of one copy, outermost first; empty where `parts` make it up.
+        shape: extents of one copy, outermost first; empty if it consists of `parts`.
         element: bytes of an element.
-        copies: how many copies stand one after the other: the stages of a pipeline, or one for each warpgroup.
+        copies: how many copies follow each other: the stages of a pipeline, or one for each warpgroup.
         parts: arrays that make up one copy, one after the other.
-        union: whether the parts begin at the same byte instead, as one is used after the other.
+        union: whether the parts begin at the same byte instead, because they are not used at the same time.
         alignment: bytes of which its offset is a multiple.
         reserves_alignment: whether the total counts `alignment` bytes for that, however few are skipped, so that the
-            total does not depend on what stands before.
+            total does not depend on the buffers before it.
         overlays: the buffer at whose first byte it begins. It reuses that memory once the other buffer is not needed.
         at_end: whether it occupies the last bytes of the block's memory, after all buffers and overlays.
         note: an addition to the comment in the kernel's text, such as how elements are arranged.
@@ -112,7 +112,7 @@ class Barrier(NamedTuple):
 
 @dataclass(frozen=True)
 class BarrierGroup:
-    """Mbarriers that stand side by side, once or for each stage of a pipeline.
+    """Adjacent mbarriers, which exist once or for each stage of a pipeline.
 
     Attributes:
         comment: a sentence, or several, for the kernel's text: what a completed phase of each means.
@@ -186,7 +186,7 @@ class SharedMemoryLayout:
             end = max(end, cursor)
         return offsets, max(end + reserved, self.min_bytes)
 
-    # ---- what the kernel's text says
+    # ---- the kernel's text
 
     def constants(self, text: str) -> str:
         """The layout's constants that a kernel's text uses, and assertions that they fit the launch's memory."""
@@ -267,7 +267,7 @@ class SharedMemoryLayout:
     def _barriers_by_address(self) -> list[BarrierGroup]:
         return sorted(self.barriers, key=lambda group: group.at_end)
 
-    # ---- what a report draws
+    # ---- regions for reports
 
     def regions(self) -> list[Region]:
         """The memory from the first byte to the last: each copy of each buffer, or of its parts, and padding.

@@ -30,10 +30,7 @@ def without_comments(source: str) -> str:
 
 
 def entry_points(code: str) -> dict[str, str]:
-    """Returns kernel name -> type of its one parameter, for a text without comments.
-
-    The type is "" for a kernel that does not take a single struct by value.
-    """
+    """Returns kernel name -> type of the struct that it takes ("" if unclear), for a text without comments."""
     return {match["name"]: _parameter_type(match["parameters"]) for match in _KERNEL.finditer(code)}
 
 

@@ -48,7 +48,7 @@ def kernels_of(
 
     Forward: "lists" if the mask has no closed form, then "forward".
 
-    Decode: "decode", and "decode_many", "decode_long" and "decode_rows32" where the spec has plans for other sizes.
+    Decode: "decode", and "decode_many", "decode_long" and "decode_rows32" if the spec has plans for other sizes.
     "decode_lists" comes first if the mask has no closed form. With paged K and V there are also "decode_scheduled" for
     several sequences, and "decode_schedule", which computes its tile schedule.
 
@@ -57,7 +57,6 @@ def kernels_of(
     for captures whose gradient needs a kernel. With both passes its lists are "backward_lists".
 
     Args:
-        deterministic: Whether gradients must be bitwise equal from run to run.
         unique_names: Whether no two kernels of a spec and target have the same `name`, as files of a release need.
             Launches use the default names.
         packed_heads: Query heads of a KV head that are rows of a forward tile.
@@ -89,10 +88,7 @@ def kernels_by_sizes(
 ) -> Iterator[Kernels]:
     """Yields the kernels that calls of some sizes launch in place of the default ones, for each plan.
 
-    The names of the kernels are unique for a spec and target.
-
-    Args:
-        heads_per_kv: Query heads per KV head in these calls.
+    `heads_per_kv` is that of the calls. The names of the kernels are unique for a spec and target.
     """
     if part == "forward":
         for plan in refined_plans(spec, target, heads_per_kv):
@@ -124,8 +120,7 @@ def forward_kernels(
 def decode_kernels(spec: AttentionSpec, target: Target, unique_names: bool = False) -> Kernels:
     """Returns the decode kernels of all default decode plans; a call launches those of one plan.
 
-    Args:
-        unique_names: Whether list kernels are renamed, because their tiles differ from those of the forward.
+    With `unique_names`, list kernels are renamed, because their tiles differ from those of the forward.
     """
     decode, kernels = forward_family(target).decode, {}
     for plan in decode.default_plans(spec, target):

@@ -49,23 +49,23 @@ class Target:
     scheduler, a tensor core and a special-function unit.
 
     Attributes:
-        name: what `target=` and the compiler's `-arch` call it, such as "sm_80". The suffix `a` means that its kernels
+        name: its name in `target=` and the compiler's `-arch`, such as "sm_80". The suffix `a` means that its kernels
             use instructions that later GPUs lack.
         compute_capability: 10 * major + minor.
         family, backward_family: the kernel families of the forward and the backward pass (see families.py).
-        shared_per_block: the most dynamic shared memory that a block may request, in bytes (guide).
+        shared_per_block: the maximum dynamic shared memory that a block may request, in bytes (guide).
         shared_per_multiprocessor: shared memory of a multiprocessor, in bytes (guide).
-        threads_per_multiprocessor: the most resident threads of a multiprocessor (guide).
-        blocks_per_multiprocessor: the most resident blocks of a multiprocessor (guide).
+        threads_per_multiprocessor: the maximum resident threads of a multiprocessor (guide).
+        blocks_per_multiprocessor: the maximum resident blocks of a multiprocessor (guide).
         tensor_multiply_adds: multiply-adds per cycle of one tensor core, for dense 16-bit operands and float32
             accumulation (whitepaper).
         reference_gpu: the GPU whose roofline `report` draws; None draws no roofline.
 
     Class attributes, which are equal for all targets:
         threads_per_warp: lanes of a warp (guide).
-        threads_per_block: the most threads of a block (guide).
-        registers_per_multiprocessor: 32-bit registers of a multiprocessor, and the most that a block may have (guide).
-        registers_per_thread: the most 32-bit registers that an instruction can address (guide).
+        threads_per_block: the maximum threads of a block (guide).
+        registers_per_multiprocessor: 32-bit registers of a multiprocessor, and the maximum of a block (guide).
+        registers_per_thread: the maximum of 32-bit registers that an instruction can address (guide).
         register_granularity: registers of a thread are allocated in multiples of this (CUDA occupancy calculator).
         partitions: partitions of a multiprocessor (whitepaper).
         exponentials_per_cycle: results of `ex2` per cycle of a multiprocessor (guide).
@@ -154,7 +154,7 @@ class Target:
     def register_pressure(self) -> Literal["low", "normal", "high"]:
         """How many registers NVRTC's assembler needs for the same `mma.sync` kernel, compared with sm_80.
 
-        Measured: the tests that compile every variant for every kind of target find spills where it is set too low.
+        Measured: the tests that compile every variant for every kind of target find spills if it is set too low.
         """
         if self.compute_capability >= 100:
             return "high"
@@ -173,7 +173,7 @@ def _target(
 
     Args:
         shared_kib: shared memory in KiB, of a block and of a multiprocessor.
-        resident: the most threads and blocks of a multiprocessor.
+        resident: the maximum threads and blocks of a multiprocessor.
     """
     block_kib, multiprocessor_kib = shared_kib
     shared = (block_kib * 1024, multiprocessor_kib * 1024)

@@ -113,7 +113,7 @@ def render_lists(spec: AttentionSpec, target: Target, plan: Tiles, direction: Di
     """Renders the kernel that lists, for each query tile of `plan`, the key tiles that the forward kernel visits.
 
     With direction="queries" it lists the query tiles of each key tile. Both classify tiles equally: EMPTY tiles are not
-    listed, FULL tiles are exactly those in which the mask allows all scores, without tiles that extend beyond len_k.
+    listed, and a tile is FULL if and only if the mask allows all its scores and it does not extend beyond len_k.
     """
     layout, variant = list_layout(spec), variant_of(spec, score=False)
     assert variant.mask is not None, "full() needs no lists"

@@ -28,16 +28,7 @@ from flashgen.language.spec import AttentionSpec
 
 @dataclass(frozen=True)
 class ArrayText:
-    """The load function of a captured array.
-
-    Attributes:
-        name: Name of the capture, from which the function is named.
-        member: Member of the argument struct.
-        indices: Parameters of the function, one per axis.
-        element: C type of the array's elements.
-        result: C type that the function returns.
-        convert: Function or cast that converts an element to `result`.
-    """
+    """The load function of a captured array: its parameters, the C types of elements and results, the conversion."""
 
     name: str
     member: str

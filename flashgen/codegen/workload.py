@@ -21,10 +21,8 @@ class Workload:
     """The sizes of a call.
 
     Attributes:
-        len_q, len_k: Queries and keys of a sequence.
         heads: Query heads of all sequences together.
         multiprocessors: Multiprocessors of the GPU.
-        heads_per_kv: Query heads per KV head.
         batch: Number of sequences.
     """
 

@@ -35,19 +35,12 @@ Base = Literal["ds", "dx"]
 
 @dataclass(frozen=True)
 class PartText:
-    """A device function of a gather.
-
-    Attributes:
-        declarations: Declarations of common subexpressions.
-        texts: The values.
-        used: The indices that it takes.
-        takes: Its first parameter: "score", "product" or "" (none).
-    """
+    """A device function of a gather: common subexpressions, values, and the parameters: `takes`, then indices."""
 
     declarations: tuple[str, ...]
     texts: tuple[str, ...]
     used: tuple[sympy.Symbol, ...]
-    takes: str
+    takes: str  # "score", "product" or "" (none)
 
     @property
     def parameters(self) -> str:

@@ -20,7 +20,6 @@ class FunctionText:
     """A traced function as a device function.
 
     Attributes:
-        name: Name of the traced function.
         declarations: Declarations of common subexpressions.
         text: The returned value.
         used: The indices that it takes.
@@ -58,10 +57,7 @@ def parameters_of(used: tuple[sympy.Symbol, ...], leading: bool = False) -> str:
 
 
 def symbols_in(*nodes: sympy.Basic) -> set[sympy.Basic]:
-    """Returns the leaves that expressions read.
-
-    Expressions are traversed as graphs: a derivative may be exponentially larger as a tree.
-    """
+    """Returns the leaves that expressions read. Traverses them as graphs: as trees derivatives may be huge."""
     operations = references(nodes)
     return {leaf for node in (*operations, *nodes) for leaf in (node, *node.args) if not leaf.args}
 

@@ -40,11 +40,8 @@ class IntervalText:
     """A predicate over a tile.
 
     Attributes:
-        declarations: Declarations of common subexpressions.
-        text: The value.
         operations: Names of the operations on ranges that it uses.
         scanned: Captured arrays that it reads over ranges of indices.
-        symbols: Symbols that it reads.
         wide: Whether the ends of its ranges are long long.
     """
 

@@ -53,10 +53,7 @@ def is_64_bit(division: sympy.Basic) -> bool:
 
 
 def _is_power_of_two(divisor: sympy.Integer) -> bool:
-    """Whether a division by it is a shift.
-
-    Dividends are never negative here. C++'s signed / would add a correction for negative ones.
-    """
+    """Whether a division by it is a shift. Signed / would add a correction for negative dividends; there are none."""
     return int(divisor).bit_count() == 1
 
 

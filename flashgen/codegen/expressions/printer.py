@@ -85,7 +85,6 @@ class Printer:
         products: Node -> text of the product that replaces it.
         exact: Operations on decisive floats.
         loose: Operations on floats that are compared with a tolerance.
-        bounds: Bounds of integers.
     """
 
     def __init__(

@@ -9,10 +9,7 @@ from flashgen.language.spec import AttentionSpec
 
 
 def uniform_text(spec: AttentionSpec) -> FunctionText | None:
-    """Returns the device function, or None if no condition is known.
-
-    Beside the indices that it reads, the function takes the first and last query and key of the tile.
-    """
+    """Returns the function, which also takes a tile's first and last query and key; None if no condition is known."""
     condition = uniform_condition(spec.score.expression) if spec.score else None
     if condition is None:
         return None
