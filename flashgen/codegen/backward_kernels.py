@@ -177,7 +177,7 @@ def preprocess(
         dq_apart: Whether a kernel of its own computes dQ, so that there is no accumulator.
         first_stores: Whether the first CTA to reach a dQ tile stores instead of accumulating, so that only the
             semaphores need zeroing.
-        finishes: Whether the main kernel converts a dQ tile once all CTAs have added to it.
+        finishes: Whether the main kernel converts the dQ of a head once all CTAs have added to it.
         turns: Returns the number of semaphores for key tiles that are split over CTAs; None without split tiles.
     """
     fields = [Field("const Element*", "o"), Field("const Element*", "d_o"), Field("const float*", "lse")]

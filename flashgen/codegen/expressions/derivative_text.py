@@ -34,7 +34,7 @@ Base = Literal["ds", "dx"]
 
 
 @dataclass(frozen=True)
-class PartText:
+class GatherFunction:
     """A device function of a gather: common subexpressions, values, and the parameters: `takes`, then indices."""
 
     declarations: tuple[str, ...]
@@ -75,9 +75,9 @@ class GatherText:
     member: str
     shown: str
     shared: Shared
-    place: PartText
+    place: GatherFunction
     base: Base
-    factor: PartText | None
+    factor: GatherFunction | None
 
     def place_call(self, product: str, names: Names = DEVICE_NAMES) -> str:
         """Returns a call of the position function (a long long), given the text of the product q·k."""
@@ -149,16 +149,16 @@ def _gather(number: int, gather: Load, base: Base, factor: Node, slope: Node, pr
         member_name(gather.capture),
         to_text(gather),
         "distance" if sums_ds and _depends_on_distance(gather) else _shared(gather),
-        _part(tuple(map(clamped_index, gather.indices)), products),
+        _function(tuple(map(clamped_index, gather.indices)), products),
         base,
-        _part((_float(factor),), products) if factor is not ONE else None,
+        _function((_float(factor),), products) if factor is not ONE else None,
     )
 
 
-def _part(results: tuple[Node, ...], products: dict[Node, str]) -> PartText:
+def _function(results: tuple[Node, ...], products: dict[Node, str]) -> GatherFunction:
     declarations, texts = statements(*results, products=products)
     takes = ("product" if products else "score") if SCORE in symbols_in(*results) else ""
-    return PartText(tuple(declarations), tuple(texts), indices_in(*results), takes)
+    return GatherFunction(tuple(declarations), tuple(texts), indices_in(*results), takes)
 
 
 def _depends_on_distance(gather: Load) -> bool:
