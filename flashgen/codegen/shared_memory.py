@@ -26,7 +26,7 @@ class Extent(NamedTuple):
 
 
 def literal(value: int) -> Extent:
-    """An extent that the kernel's text writes as a number."""
+    """Returns an extent that the kernel's text writes as a number."""
     return Extent(str(value), value)
 
 
@@ -189,7 +189,7 @@ class SharedMemoryLayout:
     # ---- the kernel's text
 
     def constants(self, text: str) -> str:
-        """The layout's constants that a kernel's text uses, and assertions that they fit the launch's memory."""
+        """Returns the constants that a kernel's text uses, and assertions that they fit the launch's memory."""
         last = next((buffer for buffer in self.buffers if buffer.at_end), None)
         limit = f"k{last.name}Offset" if last else self.total_bytes
         checks = [f'static_assert({end} <= {limit}, "the shared memory of the launch");' for end in self._ends()]
@@ -209,11 +209,11 @@ class SharedMemoryLayout:
             yield f"//   {self.offsets[buffer.name]:6}  {buffer.label}{parts}, {size}{over}{note}"
 
     def _sizes(self) -> dict[str, str]:
-        """The constants of the buffers' sizes, each after the constants that it refers to."""
+        """Returns the constants of the buffers' sizes, each after the constants that it refers to."""
         return {f"k{each.name}Bytes": each.copy_text for buffer in self.buffers for each in (*buffer.parts, buffer)}
 
     def _formulas(self) -> dict[str, str]:
-        """The constants of the buffers' offsets, each after the constants that it refers to."""
+        """Returns the constants of the buffers' offsets, each after the constants that it refers to."""
         formulas: dict[str, str] = {}
         end = "0"
         for buffer in self.buffers:
@@ -229,11 +229,11 @@ class SharedMemoryLayout:
         return f"k{name}Offset" if self.offsets[name] else ""
 
     def _end(self, buffer: Buffer) -> str:
-        """The expression of the first byte after a buffer."""
+        """Returns the expression of the first byte after a buffer."""
         return " + ".join(filter(None, (self._begin(buffer.name), buffer.bytes_text)))
 
     def _ends(self) -> list[str]:
-        """The ends of the buffers, and of chains of overlays that may extend beyond the buffer they overlay."""
+        """Returns the ends of the buffers, and of chains of overlays that may extend beyond the overlaid buffer."""
         chains: list[list[Buffer]] = [[]]
         for buffer in self.buffers:
             chains += [[]] if buffer.overlays or buffer.at_end else []
@@ -249,7 +249,7 @@ class SharedMemoryLayout:
         return self.offsets[last.name] + last.bytes <= self.offsets[over.name] + over.bytes
 
     def barrier_address(self, name: str) -> str:
-        """The C++ expression of an mbarrier's address, in terms of `first`, and of `use` if each stage has one."""
+        """Returns the C++ expression of an mbarrier's address, from `first`, and from `use` if each stage has one."""
         fixed, terms = 0, ["first"]
         for group in self._barriers_by_address():
             names = [barrier.name for barrier in group.barriers]
@@ -270,7 +270,7 @@ class SharedMemoryLayout:
     # ---- regions for reports
 
     def regions(self) -> list[Region]:
-        """The memory from the first byte to the last: each copy of each buffer, or of its parts, and padding.
+        """Returns the memory from first byte to last: each copy of each buffer, or of its parts, and padding.
 
         Buffers that overlay others are not included: see `overlays`.
         """
@@ -287,7 +287,7 @@ class SharedMemoryLayout:
         return [*found, Region("padding", at, self.total_bytes - at)] if at < self.total_bytes else found
 
     def overlays(self) -> list[Region]:
-        """The regions of buffers that overlay others, and of the buffers that follow them."""
+        """Returns the regions of buffers that overlay others, and of the buffers that follow them."""
         over = self._over
         return [
             region for each in self.buffers if each.name in over for region in _copies(each, self.offsets[each.name])
@@ -304,7 +304,7 @@ class SharedMemoryLayout:
         return names
 
     def barrier_offsets(self) -> dict[int, str]:
-        """Byte offset in shared memory -> name of the mbarrier, with its stage if there are several."""
+        """Returns byte offset in shared memory -> name of the mbarrier, with its stage if there are several."""
         found: dict[int, str] = {}
         at = self.offsets.get("Barrier", 0)
         for group in self._barriers_by_address():

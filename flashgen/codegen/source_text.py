@@ -26,6 +26,7 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def without_comments(source: str) -> str:
+    """Returns the text with comments replaced by spaces."""
     return _COMMENT.sub(" ", source)
 
 

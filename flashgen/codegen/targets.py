@@ -169,7 +169,7 @@ def _target(
     tensor_multiply_adds: int,
     reference_gpu: ReferenceGpu | None = None,
 ) -> Target:
-    """A row of `TARGETS`.
+    """Returns a row of `TARGETS`.
 
     Args:
         shared_kib: shared memory in KiB, of a block and of a multiprocessor.
