@@ -18,7 +18,7 @@ from flashgen.codegen import dispatch
 from flashgen.codegen.dispatch import default_plan, is_decode_plan, splits_keys
 from flashgen.codegen.families import forward_family
 from flashgen.codegen.header import show_command
-from flashgen.codegen.mma_sync.splits import MOST_SPLITS
+from flashgen.codegen.mma_sync.splits import MAX_SPLITS
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import Kernels, forward_kernels
@@ -121,8 +121,8 @@ class ForwardDispatch:
 
         Raises ArgumentError if there is no such kernel, BuildError if it can be neither found nor compiled.
         """
-        if isinstance(num_splits, bool) or not isinstance(num_splits, int) or not 1 <= num_splits <= MOST_SPLITS:
-            raise ArgumentError(f"num_splits={num_splits!r} must be an integer from 1 to {MOST_SPLITS}, or None")
+        if isinstance(num_splits, bool) or not isinstance(num_splits, int) or not 1 <= num_splits <= MAX_SPLITS:
+            raise ArgumentError(f"num_splits={num_splits!r} must be an integer from 1 to {MAX_SPLITS}, or None")
         refuse_varlen(self._spec, "num_splits", "leave it out, what a launch does follows from the lengths")
         if self._default_decodes:
             if self.default.kernel.plan.scheduled:

@@ -112,9 +112,9 @@ def test_calls_of_ragged_batches_split_no_keys() -> None:
 
 def test_ragged_batches_have_no_decode_kernel() -> None:
     spec = fg.AttentionSpec(32, layout="thd")
-    with pytest.raises(FlashgenError, match="layout='thd': the decode kernel takes no ragged batches"):
+    with pytest.raises(FlashgenError, match="layout='thd': the decode kernel takes no varlen batches"):
         attention.compile(spec, target="sm_80", emulate=True, plan=PLAN)
-    with pytest.raises(UnsupportedError, match="layout='thd': the decode kernel takes no ragged batches"):
+    with pytest.raises(UnsupportedError, match="layout='thd': the decode kernel takes no varlen batches"):
         kernels_of(spec, target_named("sm_80"), ("decode",))
 
 

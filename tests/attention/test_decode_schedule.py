@@ -13,9 +13,9 @@ from flashgen import attention
 from flashgen.attention import DecodeSchedule
 from flashgen.attention.callable import Attention
 from flashgen.bench.decode import with_cache
-from flashgen.codegen.mma_sync import runs
-from flashgen.codegen.mma_sync.decode_plans import BEGINNING, DecodePlan
-from flashgen.codegen.mma_sync.runs import RUN_NUMBERS
+from flashgen.codegen.mma_sync import stream_k
+from flashgen.codegen.mma_sync.decode_plans import TILE_OVERHEAD, DecodePlan
+from flashgen.codegen.mma_sync.stream_k import INTS_PER_WORK_UNIT
 from flashgen.codegen.targets import target_named
 from flashgen.errors import ArgumentError
 from flashgen.launch.engines import Emulator
@@ -146,7 +146,7 @@ def test_more_sequences_than_threads_sum_up() -> None:
 def test_more_columns_than_a_scheduling_block_has_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most have nothing to do, and a sequence lies in dozens."""
     monkeypatch.setattr(Emulator, "multiprocessors", lambda self, device: 300)
-    monkeypatch.setattr(runs, "choose_splits", lambda *given: 1024)  # as of longer ones
+    monkeypatch.setattr(stream_k, "choose_splits", lambda *given: 1024)  # as of longer ones
     spec = fg.AttentionSpec(32, mask=fg.causal(), page_size=16)
     inputs = with_lengths(random_inputs(spec, Shape(1, 2400, 2, 1, 1)), (2400, 5))
     plan = DecodePlan(16, 16, 1, 2, scheduled=True)
@@ -182,10 +182,10 @@ def test_runs_are_equal_and_hold_every_tile_once(lengths: tuple[int, ...]) -> No
     compiled = attention.compile(CAUSAL, target="sm_80", emulate=True)
     schedule = schedule_of(compiled, inputs_of(CAUSAL, lengths))
     sizes, memory = schedule.sizes, schedule.memory
-    runs = memory[: sizes.columns * RUN_NUMBERS].reshape(-1, RUN_NUMBERS)
-    starts = memory[sizes.columns * RUN_NUMBERS :]
+    runs = memory[: sizes.columns * INTS_PER_WORK_UNIT].reshape(-1, INTS_PER_WORK_UNIT)
+    starts = memory[sizes.columns * INTS_PER_WORK_UNIT :]
     tiles = np.maximum(-(-np.asarray(lengths) // sizes.plan.tile_k), 1)
-    np.testing.assert_array_equal(np.diff(starts), tiles + BEGINNING)
+    np.testing.assert_array_equal(np.diff(starts), tiles + TILE_OVERHEAD)
     assert starts[0] == 0 and len(set(runs[:, 2])) == 1
     length = int(runs[0, 2])
     assert length == max(-(-int(starts[-1]) // sizes.columns), sizes.plan.warps)

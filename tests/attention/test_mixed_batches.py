@@ -379,7 +379,7 @@ def test_what_mixed_batches_are_not_for() -> None:
 def test_plans_that_are_none(plan: Any, said: str) -> None:
     with pytest.raises(UnsupportedError, match=said):
         attention.compile(CAUSAL, target="sm_80", emulate=True, plan=plan)
-    with pytest.raises(UnsupportedError, match=r"for ragged batches over pages|give a DecodePlan"):
+    with pytest.raises(UnsupportedError, match=r"for varlen batches over pages|give a DecodePlan"):
         attention.compile(replace(CAUSAL, layout="bshd"), target="sm_80", emulate=True, plan=PLAN)
 
 

@@ -18,10 +18,10 @@ from flashgen.codegen.mma_sync.decode_plans import (
     choose_decode_plan,
     decode_plan_for,
     decode_plans,
-    others_of_few,
+    other_few_row_plans,
     plan_of_rows,
 )
-from flashgen.codegen.mma_sync.splits import MOST_SPLITS, choose_splits
+from flashgen.codegen.mma_sync.splits import MAX_SPLITS, choose_splits
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes
 from flashgen.codegen.stages import kernels_of
@@ -124,9 +124,9 @@ def test_calls_of_many_tiles_of_rows_and_long_ones() -> None:
     for batch, kv in ((1, 8), (132, 1)):
         assert chosen(WINDOW, batch, 4 * kv, kv, 1, 131072) == few, "of the keys that are visited"
     assert plan_of_rows(CAUSAL, SM_90A, 4) == few, "the batch chooses nothing"
-    assert others_of_few(CAUSAL, TARGETS["sm_86"]) == (), "a multiprocessor holds one block"
+    assert other_few_row_plans(CAUSAL, TARGETS["sm_86"]) == (), "a multiprocessor holds one block"
     for other in (LISTED, AttentionSpec(256), AttentionSpec(128, page_size=16), AttentionSpec(128, kv_dtype="int8")):
-        assert others_of_few(other, SM_90A) == ()
+        assert other_few_row_plans(other, SM_90A) == ()
         assert choose_decode_plan(other, SM_90A).part(other) == "decode"
 
 
@@ -170,7 +170,7 @@ def test_a_window_is_split_by_the_keys_that_it_needs() -> None:
 
 def test_splits_are_within_bounds_for_every_size() -> None:
     for call in ((1, 1, 1, 1, 10**9), (65535, 8, 1, 1, 1), (1, 1, 1, 0, 5), (1, 1, 1, 5, 0), (0, 8, 8, 1, 5)):
-        assert 1 <= splits(FULL, *call) <= MOST_SPLITS
+        assert 1 <= splits(FULL, *call) <= MAX_SPLITS
 
 
 def test_the_multiprocessors_decide_and_not_how_many_splits_there_were() -> None:

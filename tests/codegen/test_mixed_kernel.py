@@ -12,7 +12,7 @@ import flashgen.language as fg
 from flashgen.build import nvrtc
 from flashgen.codegen.mma_sync.decode_plans import DecodePlan
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
-from flashgen.codegen.mma_sync.mixed import choose_mixed_columns
+from flashgen.codegen.mma_sync.mixed import choose_mixed_work_units
 from flashgen.codegen.mma_sync.mixed_plans import MixedPlan, choose_mixed_plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes
@@ -97,14 +97,14 @@ def test_blocks_of_both_kinds_share_a_multiprocessor() -> None:
 def test_a_launch_follows_from_tokens_and_sequences() -> None:
     plan, kernel = choose_mixed_plan(MIXED, SM_90), rendered(MIXED, "sm_90")
     sizes = Sizes(64, 32, 8, 2111, 8192, multiprocessors=132, total_q=2111)
-    assert choose_mixed_columns(MIXED, plan, sizes) == 33, "8 groups of heads, 264 places"
+    assert choose_mixed_work_units(MIXED, plan, sizes) == 33, "8 groups of heads, 264 places"
     sizes = replace(sizes, splits=33)
     assert kernel.grid(sizes) == (2111 // 64 * 32 + 33 * 8, 1, 1)
     assert kernel.counts is not None and kernel.counts(sizes) == 33 * 8
     alone = replace(sizes, total_q=63)
     assert kernel.grid(alone) == (33 * 8, 1, 1), "no token is one of a prompt's"
     short = replace(sizes, batch=1, len_k=64, total_q=1, splits=1)
-    assert choose_mixed_columns(MIXED, plan, short) == 6, (
+    assert choose_mixed_work_units(MIXED, plan, short) == 6, (
         "3 sequences of 4 tiles and what it costs to begin, of 4 warps"
     )
 
@@ -116,7 +116,7 @@ def test_more_tiles_than_int32_counts() -> None:
         Sizes(1, 65535, 65535, 10**9, 16, multiprocessors=132, total_q=10**9),
     ):
         with pytest.raises(UnsupportedError, match=r"tiles than MixedPlan\(.*split the batch, or give max_seqlen_k="):
-            choose_mixed_columns(MIXED, plan, sizes)
+            choose_mixed_work_units(MIXED, plan, sizes)
 
 
 # ---- the assembler

@@ -7,13 +7,13 @@ import pytest
 import flashgen.language as fg
 from flashgen.build import nvrtc
 from flashgen.codegen.mma_sync.decode_plans import (
-    MOST_SHARED_TILES,
+    MAX_STREAM_K_TILES,
     DecodePlan,
     choose_decode_plan,
     decode_plan_for,
     decode_plans,
 )
-from flashgen.codegen.mma_sync.runs import RUN_NUMBERS, choose_columns, schedule_size
+from flashgen.codegen.mma_sync.stream_k import INTS_PER_WORK_UNIT, choose_work_units, schedule_size
 from flashgen.codegen.sizes import Sizes
 from flashgen.codegen.stages import kernels_of
 from flashgen.codegen.targets import TARGETS, target_named
@@ -29,7 +29,7 @@ PLAN = choose_decode_plan(PAGED, SM_90A, scheduled=True)
 def columns(batch: int, heads: int, heads_kv: int, len_k: int, len_q: int = 1) -> int:
     """On a GPU of 132 multiprocessors, which have places for 264 blocks."""
     assert PLAN.blocks == 2
-    return choose_columns(PAGED, PLAN, Sizes(batch, heads, heads_kv, len_q, len_k, multiprocessors=132))
+    return choose_work_units(PAGED, PLAN, Sizes(batch, heads, heads_kv, len_q, len_k, multiprocessors=132))
 
 
 def test_columns_fill_the_card_in_even_waves() -> None:
@@ -62,7 +62,7 @@ def test_no_more_columns_than_tables_have_tiles_for() -> None:
 
 def test_a_schedule_holds_runs_and_begins_of_units() -> None:
     sizes = Sizes(64, 32, 8, 9, 32768, multiprocessors=132, splits=33)
-    assert schedule_size(PAGED, PLAN, sizes) == 33 * RUN_NUMBERS + 64 * 3 + 1, "36 rows are 3 tiles of 16"
+    assert schedule_size(PAGED, PLAN, sizes) == 33 * INTS_PER_WORK_UNIT + 64 * 3 + 1, "36 rows are 3 tiles of 16"
 
 
 def test_more_tiles_than_int32_counts() -> None:
@@ -71,7 +71,7 @@ def test_more_tiles_than_int32_counts() -> None:
     many = Workload(1, 10**9, 65535 * 8, 132, 1, 65535)
     plan = decode_plan_for(PAGED, SM_90A, many)
     assert plan is not None and not plan.scheduled, "each sequence has parts of its own then"
-    fitting = MOST_SHARED_TILES // 65535 * PLAN.tile_k - 4 * PLAN.tile_k
+    fitting = MAX_STREAM_K_TILES // 65535 * PLAN.tile_k - 4 * PLAN.tile_k
     plan = decode_plan_for(PAGED, SM_90A, Workload(1, fitting, 65535 * 8, 132, 1, 65535))
     assert plan is not None and plan.scheduled
 

@@ -464,7 +464,7 @@ MUTANTS = (
     Mutant(
         "a mixed batch over pages whose columns have no counters",
         "flashgen/codegen/mma_sync/mixed.py",
-        "counts=partial(run_counters, spec),",
+        "counts=partial(arrival_counters, spec),",
         "counts=None,",
         ("tests/codegen/test_mixed_kernel.py::test_a_launch_follows_from_tokens_and_sequences",),
     ),

@@ -21,7 +21,7 @@ from flashgen.codegen.hopper.plans import HopperPlan, every_hopper_plan
 from flashgen.codegen.hopper.smaller_tiles import smaller_option, smaller_plan, smaller_tiles
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan
 from flashgen.codegen.mma_sync.family import MmaSyncForward
-from flashgen.codegen.mma_sync.mixed import choose_mixed_columns
+from flashgen.codegen.mma_sync.mixed import choose_mixed_work_units
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.sizes import Sizes
 from flashgen.codegen.targets import Target
@@ -57,7 +57,7 @@ class HopperSizeRules(SizeRules):
 
 def _mixed_columns(spec: AttentionSpec, plan: HopperMixedPlan, sizes: Sizes) -> int:
     """Returns the grid's width for the sequences of few queries, which the mixed kernel of mma.sync's plan runs."""
-    return choose_mixed_columns(spec, plan.of_few, sizes)
+    return choose_mixed_work_units(spec, plan.of_few, sizes)
 
 
 class HopperForward(ForwardFamily):

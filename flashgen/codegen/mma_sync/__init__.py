@@ -1,1 +1,1 @@
-"""The families of mma.sync: ampere, and turing, which has no asynchronous copies."""
+"""Kernels that use mma.sync: the families ampere and turing. Turing has no asynchronous copies."""

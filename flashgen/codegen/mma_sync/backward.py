@@ -1,4 +1,4 @@
-"""Spec and plan -> the texts of the backward's kernels on mma.sync hardware. The same bytes on every machine."""
+"""Renders the source of the backward kernels that use mma.sync. The text is deterministic on every machine."""
 
 from __future__ import annotations
 
@@ -48,10 +48,16 @@ _KEYS, _QUERIES = (f"mma_sync/backward/{part}.cu.jinja" for part in ("keys", "qu
 def render_mma_sync_backward(
     spec: AttentionSpec, target: Target, plan: BackwardPlan | None = None, deterministic: bool = False
 ) -> tuple[RenderedKernel, ...]:
-    """The backward kernels of a spec on a target, in the order of their launches; `plan` is that of `keys`.
+    """Returns the backward kernels of a spec on a target, in launch order.
 
-    Those of codegen/backward_kernels.py, and "d_" and its name for each captured array whose gradient is not what is
-    summed. UnsupportedError where the target or the plan cannot do it.
+    They are the kernels that codegen/backward_kernels.py lists, and for each captured array whose accumulator needs a
+    conversion to its gradient a kernel with the role "d_" plus the name of the array.
+
+    Args:
+        plan: the plan of the kernel `keys`, which computes dK and dV; None for the default plan.
+
+    Raises:
+        UnsupportedError: the target or the plan does not support the spec.
     """
     check_spec(spec, target)
     plan = plan or choose_backward_plan(spec, target, deterministic)
@@ -103,7 +109,7 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
 
 
 def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows, multiple: int) -> RenderedKernel:
-    """multiple: of rows, as `rows_of` was told."""
+    """Returns the kernel that computes dQ. The row statistics are padded to a multiple of `multiple` rows."""
     tiles, shared = key_range(spec.mask.expression), plan.shared_memory(spec)
     fields = [*(Field("const Element*", name) for name in ("q", "k", "v", "d_o")), STATISTICS]
     fields += [

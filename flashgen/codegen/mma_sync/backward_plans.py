@@ -1,4 +1,4 @@
-"""How the backward kernels divide their work. A plan is chosen by spec and target, never by lengths."""
+"""Tile sizes and warps of the backward kernels. A plan depends on spec and target, never on sequence lengths."""
 
 from __future__ import annotations
 
@@ -30,15 +30,17 @@ AnyPlan = TypeVar("AnyPlan", "BackwardPlan", "QueriesPlan")
 
 
 @dataclass(frozen=True)
-class _WalkPlan:
-    """How a block that owns a tile of one side walks along the other.
+class _LoopPlan:
+    """The plan of a kernel in which a CTA owns a tile of queries or of keys, and loops over the tiles of the other.
 
     Attributes:
-        tile_q, tile_k: queries and keys: of the block on the side that it owns, of a step on the other.
-        warps: warps of a block.
-        split: warps that share the same rows, each with its part of the columns, and of those of the gradients.
-        stages: tiles of each array that is walked along, that shared memory holds at once.
-        blocks: thread blocks that should fit on a multiprocessor, which caps their registers.
+        tile_q: queries of a tile.
+        tile_k: keys of a tile.
+        warps: warps of a CTA.
+        split: warps that share the same rows of scores. Each has a part of their columns, and a part of the columns of
+            the gradients.
+        stages: stages of the pipeline for each array that the loop reads.
+        blocks: CTAs per SM for which the registers of a thread are limited.
     """
 
     tile_q: int
@@ -47,7 +49,7 @@ class _WalkPlan:
     split: int = 1
     stages: int = 2
     blocks: int = 1
-    walked: ClassVar[str]
+    streamed: ClassVar[str]
     heads_apart: ClassVar[bool] = False
     in_turns: ClassVar[bool] = False
     persistent: ClassVar[bool] = False
@@ -57,28 +59,32 @@ class _WalkPlan:
         return self.warps * WARP
 
     def summary(self, shared_bytes: int) -> str:
-        """What the kernel's header says of it."""
+        """Returns the line that the kernel's header has about the plan."""
         shared = f", {self.split} of which share rows" if self.split > 1 else ""
         return (
             f"{self.tile_q} queries x {self.tile_k} keys, {self.warps} warps{shared}, {self.stages} stage(s) of "
-            f"{self.walked}, {self.blocks} block(s) per multiprocessor, {shared_bytes} bytes of shared memory"
+            f"{self.streamed}, {self.blocks} block(s) per multiprocessor, {shared_bytes} bytes of shared memory"
         )
 
 
 @dataclass(frozen=True)
-class BackwardPlan(Checked, _WalkPlan):
-    """The plan of the kernel whose blocks walk the queries of a tile of keys; warps that share keys split dK and dV."""
+class BackwardPlan(Checked, _LoopPlan):
+    """The plan of the kernel whose CTAs loop over the queries of a tile of keys. Warps that share keys split dK and dV.
 
-    walked = "Q and dO"
+    Its fields are `tile_q`, `tile_k`, `warps`, `split`, `stages` and `blocks`.
+    """
+
+    streamed = "Q and dO"
 
     def head_columns(self, spec: AttentionSpec) -> int:
-        """Columns of a row of dQ while it is summed."""
+        """Returns the columns of a row of the dQ accumulator."""
         return padded(spec.head_dim)
 
     def gradient_warps(self, spec: AttentionSpec) -> tuple[int, int]:
-        """How many warps divide a tile of dQ along its rows, and along its columns: as many as find whole mma tiles.
+        """Returns how many warps divide a tile of dQ along its rows and along its columns.
 
-        Of equally many, those whose parts are closest to square read the least.
+        As many warps take part as get equal numbers of mma tiles. Among equal counts the parts closest to square win,
+        because they read the least shared memory.
         """
         rows, columns = self.tile_q // MMA_ROWS, padded(spec.head_dim) // MMA_DEPTH
         found = [
@@ -90,9 +96,10 @@ class BackwardPlan(Checked, _WalkPlan):
         return max(found, key=lambda pair: (pair[0] * pair[1], -abs(rows / pair[0] - columns / pair[1])))
 
     def shared_memory(self, spec: AttentionSpec, deterministic: bool = False) -> SharedMemoryLayout:
-        """K and V; the stages of Q, dO and the statistics; dS and P where warps read each other's.
+        """Returns the layout: K and V, the stages of Q, dO and the row statistics, then exchanged tiles of dS and P.
 
-        In the epilogue dK and dV overlay K and V.
+        dS and P are in shared memory only where a warp reads tiles of other warps. In the epilogue dK and dV overlay K
+        and V.
         """
         queries, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
         head, value, stages = head_extent(spec), value_extent(spec), Extent("kStages", self.stages)
@@ -112,19 +119,25 @@ class BackwardPlan(Checked, _WalkPlan):
         )
 
     def problem(self, spec: AttentionSpec, target: Target, deterministic: bool = False) -> str | None:
-        """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
+        """Returns why the plan is inconsistent or does not fit the spec or the target; None if it is valid."""
         needed = self.shared_bytes(spec, deterministic)
         return _problem(self, ("tile_k", self.tile_k), ("tile_q", self.tile_q), needed, spec, target)
 
 
 @dataclass(frozen=True)
-class QueriesPlan(Checked, _WalkPlan):
-    """The plan of the kernel whose blocks walk the keys of a tile of queries; warps that share queries split dQ."""
+class QueriesPlan(Checked, _LoopPlan):
+    """The plan of the kernel whose CTAs loop over the keys of a tile of queries. Warps that share queries split dQ.
 
-    walked = "K and V"
+    Its fields are `tile_q`, `tile_k`, `warps`, `split`, `stages` and `blocks`.
+    """
+
+    streamed = "K and V"
 
     def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
-        """Q and dO; the stages of K and of V; dS where warps read each other's. In the epilogue dQ overlays Q."""
+        """Returns the layout: Q and dO, the stages of K and of V, and dS if warps read tiles of other warps.
+
+        In the epilogue dQ overlays Q.
+        """
         queries, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
         head, value, stages = head_extent(spec), value_extent(spec), Extent("kStages", self.stages)
         return SharedMemoryLayout(
@@ -139,7 +152,7 @@ class QueriesPlan(Checked, _WalkPlan):
         )
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
-        """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
+        """Returns why the plan is inconsistent or does not fit the spec or the target; None if it is valid."""
         if self.tile_k % DROPOUT_COLUMNS and spec.dropout:
             return f"tile_k={self.tile_k} must be a multiple of 32 with dropout"
         if self.split > 1 and spec.dropout and self.tile_k // self.split % DROPOUT_COLUMNS:
@@ -148,14 +161,19 @@ class QueriesPlan(Checked, _WalkPlan):
 
 
 def _problem(
-    plan: _WalkPlan,
+    plan: _LoopPlan,
     rows: tuple[str, int],
     columns: tuple[str, int],
     shared_bytes: int,
     spec: AttentionSpec,
     target: Target,
 ) -> str | None:
-    """What is wrong with a plan; `rows` and `columns` are the sides of its tiles of scores that warps divide so."""
+    """Returns why a plan is not valid, or None.
+
+    Args:
+        rows: name and size of the side of a score tile that all groups of warps divide.
+        columns: name and size of the side that the `split` warps of a group divide.
+    """
     warps, split = plan.warps, plan.split
     if min(plan.tile_q, plan.tile_k, warps, split, plan.blocks) < 1 or plan.threads > MAX_THREADS:
         return f"its numbers must be positive, and its warps at most {MAX_THREADS // WARP}"
@@ -174,8 +192,9 @@ def _problem(
     return shared_memory_problem(shared_bytes, target, "take smaller tiles or fewer stages")
 
 
-# (tile_q, tile_k, warps, split, stages) by preference: by speed on an H200, then by what smaller GPUs hold.
-# Warps of 32 keys read half as much shared memory as those of 16, for which two of them share dK and dV.
+# (tile_q, tile_k, warps, split, stages) in order of preference: the fastest on an H200 first, then those that fit
+# smaller GPUs. A warp of 32 keys reads half as much shared memory as one of 16, so two warps share their keys and split
+# dK and dV.
 _PREFERENCE = (
     (64, 128, 8, 2, 2),
     (128, 64, 8, 4, 1),
@@ -190,9 +209,9 @@ _PREFERENCE = (
     (32, 16, 2, 2, 1),
     (16, 32, 2, 1, 1),
 )
-# Small blocks, several on a multiprocessor, suit small head dims, short walks, whose beginnings and ends overlap with
-# the middle of others', and kernels that add nothing up in global memory.
-_PREFERENCE_OF_SMALL_BLOCKS = ((64, 64, 4, 2, 2), *_PREFERENCE)
+# Small CTAs, several on an SM, suit small head dims, short loops, as the prologue and epilogue of one CTA overlap the
+# mainloop of another, and kernels that accumulate nothing in global memory.
+_SMALL_CTA_PREFERENCE = ((64, 64, 4, 2, 2), *_PREFERENCE)
 _SMALL_HEAD_DIM = 64
 # (tile_q, tile_k, warps, split, stages)
 _QUERIES_PREFERENCE = (
@@ -207,58 +226,65 @@ _QUERIES_PREFERENCE = (
     (32, 32, 2, 1, 1),
     (32, 16, 2, 1, 1),
 )
-_ACCUMULATORS = 200  # registers of a thread that may hold sums
-_BESIDE_SUMS, _BESIDE_SUMS_OF_MORE = 40, 60  # registers of a thread: of variants that load nothing, and of others
-_HEAVY_WITH_DROPOUT = 76
+_MAX_ACCUMULATORS = 200  # registers of a thread that may hold accumulators
+# Registers of a thread beside the accumulators: of variants that load no captured arrays, of others, and of heavy score
+# functions with dropout.
+_OTHER_REGISTERS, _OTHER_REGISTERS_WITH_LOADS, _OTHER_REGISTERS_HEAVY_DROPOUT = 40, 60, 76
 
 
 def _accumulators(plan: BackwardPlan | QueriesPlan, spec: AttentionSpec) -> int:
-    """Registers of a thread that hold gradients, and a step's scores and their gradients."""
+    """Returns the registers of a thread that hold gradients, and the scores and score gradients of one iteration."""
     head, value = padded(spec.head_dim), padded(spec.value_dim)
     if isinstance(plan, QueriesPlan):
-        return plan.tile_q // plan.warps * (head + 2 * plan.tile_k) // WARP  # whatever the split
+        return plan.tile_q // plan.warps * (head + 2 * plan.tile_k) // WARP  # independent of split
     rows = plan.tile_k * plan.split // plan.warps
     return rows * (head + value + 2 * plan.tile_q) // plan.split // WARP
 
 
 def _with_blocks(plan: AnyPlan, shared_bytes: int, spec: AttentionSpec, target: Target) -> AnyPlan:
-    """The plan with as many blocks as a multiprocessor has shared memory and registers for."""
+    """Returns the plan with as many CTAs per SM as its shared memory and registers allow."""
     demand = demand_of(spec)
-    beside = _BESIDE_SUMS if demand.weight < Weight.LOADING else _BESIDE_SUMS_OF_MORE
+    others = _OTHER_REGISTERS if demand.weight < Weight.LOADING else _OTHER_REGISTERS_WITH_LOADS
     if demand.weight == Weight.HEAVY and demand.drops:
-        beside = _HEAVY_WITH_DROPOUT
-    registers = _accumulators(plan, spec) + beside
+        others = _OTHER_REGISTERS_HEAVY_DROPOUT
+    registers = _accumulators(plan, spec) + others
     by_memory = target.shared_per_multiprocessor // (shared_bytes + RESERVED_SHARED)
     by_registers = target.registers_per_multiprocessor // (plan.threads * registers)
     return replace(plan, blocks=max(min(by_memory, by_registers), 1))
 
 
-def _most_accumulators(spec: AttentionSpec) -> int:
-    """Registers that sums may take. Heavy scores that drop, and whose loads have gradients, need more beside them."""
+def _max_accumulators(spec: AttentionSpec) -> int:
+    """Returns the registers of a thread that may hold accumulators.
+
+    Heavy score functions with dropout and with gradients of captured arrays leave fewer for them.
+    """
     demand, gradient = demand_of(spec), score_gradient(spec)
     gathers = bool(gradient and gradient.gathers)
     crowded = demand.weight == Weight.HEAVY and demand.drops and gathers
-    return Target.registers_per_thread - _HEAVY_WITH_DROPOUT if crowded else _ACCUMULATORS
+    return Target.registers_per_thread - _OTHER_REGISTERS_HEAVY_DROPOUT if crowded else _MAX_ACCUMULATORS
 
 
-def _chosen(plans: list[AnyPlan], spec: AttentionSpec) -> AnyPlan:
-    """The first plan whose sums leave registers to spare."""
-    most = _most_accumulators(spec)
-    fitting = [plan for plan in plans if _accumulators(plan, spec) <= most]
+def _first_that_fits_registers(plans: list[AnyPlan], spec: AttentionSpec) -> AnyPlan:
+    """Returns the first plan whose accumulators fit the registers, or the one with the fewest if none does."""
+    limit = _max_accumulators(spec)
+    fitting = [plan for plan in plans if _accumulators(plan, spec) <= limit]
     return fitting[0] if fitting else min(plans, key=lambda plan: _accumulators(plan, spec))
 
 
-def _walks_far_less(spec: AttentionSpec) -> bool:
-    """Whether a tile of keys is attended by a part of the queries that does not grow with them, as far as is known."""
+def _has_bounded_query_range(spec: AttentionSpec) -> bool:
+    """Whether the number of queries that attend to a tile of keys does not grow with the length.
+
+    Also true where tiles are listed, as their number is not known.
+    """
     tiles = query_range(spec.mask.expression)
     return tiles is None or (tiles.begin.has(K_FIRST, K_LAST) and tiles.end.has(K_FIRST, K_LAST))
 
 
 def choose_backward_plan(spec: AttentionSpec, target: Target, deterministic: bool = False) -> BackwardPlan:
-    """The default plan of the keys' kernel of a spec on a target."""
-    small = deterministic or _walks_far_less(spec) or max(spec.head_dim, spec.value_dim) <= _SMALL_HEAD_DIM
-    plans = [BackwardPlan(*sizes) for sizes in (_PREFERENCE_OF_SMALL_BLOCKS if small else _PREFERENCE)]
-    return _chosen(
+    """Returns the default plan of the kernel that computes dK and dV."""
+    small = deterministic or _has_bounded_query_range(spec) or max(spec.head_dim, spec.value_dim) <= _SMALL_HEAD_DIM
+    plans = [BackwardPlan(*sizes) for sizes in (_SMALL_CTA_PREFERENCE if small else _PREFERENCE)]
+    return _first_that_fits_registers(
         [
             _with_blocks(plan, plan.shared_bytes(spec, deterministic), spec, target)
             for plan in plans
@@ -269,16 +295,16 @@ def choose_backward_plan(spec: AttentionSpec, target: Target, deterministic: boo
 
 
 def every_backward_plan(spec: AttentionSpec, target: Target) -> Iterator[BackwardPlan]:
-    """The plans of the keys' kernel that tuning may choose from, whether or not they fit."""
+    """Yields the plans that tuning of the dK and dV kernel may choose from, including plans that do not fit."""
     for sizes in _PREFERENCE:
         plan = BackwardPlan(*sizes)
         yield _with_blocks(plan, plan.shared_bytes(spec), spec, target)
 
 
 def choose_queries_plan(spec: AttentionSpec, target: Target) -> QueriesPlan:
-    """The default plan of the queries' kernel of a spec on a target."""
+    """Returns the default plan of the kernel that computes dQ."""
     plans = [QueriesPlan(*sizes) for sizes in _QUERIES_PREFERENCE]
-    return _chosen(
+    return _first_that_fits_registers(
         [
             _with_blocks(plan, plan.shared_bytes(spec), spec, target)
             for plan in plans

@@ -1,4 +1,4 @@
-"""Spec and plan -> the text of the decode kernel of mma.sync. The same bytes on every machine."""
+"""Renders the source of the decode kernel that uses mma.sync. The text is deterministic on every machine."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from flashgen.codegen.demand import demand_of
 from flashgen.codegen.expressions.function_text import DEVICE_NAMES, Names
 from flashgen.codegen.forward_kernel import forward_context, forward_kernel, page_fields
 from flashgen.codegen.header import header
-from flashgen.codegen.mma_sync.decode_plans import SHARE_PADDING, DecodePlan, choose_decode_plan
-from flashgen.codegen.mma_sync.runs import (
+from flashgen.codegen.mma_sync.decode_plans import PARTIAL_PADDING, DecodePlan, choose_decode_plan
+from flashgen.codegen.mma_sync.splits import all_tiles, head_groups, row_tiles
+from flashgen.codegen.mma_sync.stream_k import (
     LAST_QUERY,
-    run_context,
-    run_counters,
-    run_fields,
-    run_values,
-    share_places,
+    arrival_counters,
+    partial_slots,
+    work_unit_context,
+    work_unit_fields,
+    work_unit_values,
 )
-from flashgen.codegen.mma_sync.splits import all_tiles, packs, row_tiles
 from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, Workspace, entry_name, kernel_name
 from flashgen.codegen.sizes import Sizes
 from flashgen.codegen.targets import Target
@@ -33,7 +33,7 @@ from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
 
 _STRUCT = "DecodeArguments"
-SHARES_AT_ONCE = 16  # 6 registers each: those of scores and output are free by then
+PARTIALS_AT_ONCE = 16  # 6 registers each; those of scores and output are free when partial outputs are merged
 _METHOD = (
     "keys split over warps and blocks; the last block to arrive merges their shares (Dao et al. 2023, Flash-Decoding)"
 )
@@ -55,7 +55,7 @@ _SPLIT_FIELDS = [
 
 
 def cache_fields(spec: AttentionSpec) -> list[Field]:
-    """The members that say where keys and values are, and by what those of 8 bits are multiplied."""
+    """Returns the struct members for the addresses of keys and values, and for the scales of 8-bit ones."""
     fields = page_fields(spec)
     if spec.kv_dtype:
         fields += [Field("const float*", f"{name}_scale", comment="of each head, or of all") for name in "kv"]
@@ -64,19 +64,27 @@ def cache_fields(spec: AttentionSpec) -> list[Field]:
 
 
 def cache_context(spec: AttentionSpec, names: Names) -> dict[str, Any]:
-    """What templates are told of a cache, of shares of its keys and of the mask, whose indices have these names."""
+    """Returns the template context for a KV cache, partial outputs and the mask.
+
+    Args:
+        names: names of the indices in the emitted text.
+    """
     mask = variant_of(spec).mask
     return {
         "mask_call": mask.call(names) if mask else "",
-        "share_padding": SHARE_PADDING,
-        "shares_at_once": SHARES_AT_ONCE,
+        "share_padding": PARTIAL_PADDING,
+        "shares_at_once": PARTIALS_AT_ONCE,
         "page_size": spec.page_size,
         "widen": f"widen_{WIDENS[spec.kv_dtype]}" if spec.kv_dtype else None,
     }
 
 
-def share_workspaces(spec: AttentionSpec, rows: Callable[[Sizes], tuple[int, ...]]) -> tuple[Workspace, ...]:
-    """The shares of parts of the keys, where there are several; rows: the shape of all that have one."""
+def partial_workspaces(spec: AttentionSpec, rows: Callable[[Sizes], tuple[int, ...]]) -> tuple[Workspace, ...]:
+    """Returns the workspaces of partial outputs and of their softmax states, which calls with several splits need.
+
+    Args:
+        rows: returns the shape of the workspaces without the last axis.
+    """
 
     def space(name: str, columns: int) -> Workspace:
         return Workspace(
@@ -87,12 +95,12 @@ def share_workspaces(spec: AttentionSpec, rows: Callable[[Sizes], tuple[int, ...
 
 
 def decode_layout(spec: AttentionSpec, lists: bool, scheduled: bool = False) -> ArgumentLayout:
-    """The argument struct of the decode kernel."""
+    """Returns the argument struct of the decode kernel."""
     fields = [Field("const Element*", name) for name in "qkv"] + [Field("Element*", "o")]
     fields.append(Field("float*", "lse", comment="(batch, heads_q, len_q), or null"))
-    of, each = ("columns", "groups of heads, splits") if scheduled else ("splits", "tiles of rows, splits")
+    owner, each = ("columns", "groups of heads, splits") if scheduled else ("splits", "tiles of rows, splits")
     two = ", 2" if scheduled else ""
-    fields.append(Field("float*", "partial_outputs", comment=f"of {of}: ({each}{two}, kTileQ, kValueDim)"))
+    fields.append(Field("float*", "partial_outputs", comment=f"of {owner}: ({each}{two}, kTileQ, kValueDim)"))
     fields.append(Field("float*", "partial_states", comment=f"({each}{two}, kTileQ, 2): row maximum and row sum"))
     counted = "column and group of heads" if scheduled else "tile of rows"
     fields.append(Field("unsigned*", "arrivals", comment=f"of each {counted}: 0, before and after; null for 1 split"))
@@ -101,16 +109,20 @@ def decode_layout(spec: AttentionSpec, lists: bool, scheduled: bool = False) -> 
     fields += cache_fields(spec)
     fields += [Field("Strides", f"{name}_strides") for name in "qkvo"]
     fields += [Field("int", name) for name in ("heads_q", "len_q", "len_k")]
-    fields += run_fields() if scheduled else _SPLIT_FIELDS
+    fields += work_unit_fields() if scheduled else _SPLIT_FIELDS
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
     return layout_of(spec, fields, lists, sink=True)
 
 
 def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None = None) -> tuple[RenderedKernel, ...]:
-    """The decode kernel of a spec on a target; UnsupportedError where the target or the plan cannot do it."""
+    """Returns the decode kernel of a spec on a target.
+
+    Raises:
+        UnsupportedError: the target or the plan does not support the spec.
+    """
     check_spec(spec, target)
     if spec.is_ragged:
-        raise UnsupportedError("layout='thd': the decode kernel takes no ragged batches; take layout='bshd'")
+        raise UnsupportedError("layout='thd': the decode kernel takes no varlen batches; take layout='bshd'")
     plan = plan or choose_decode_plan(spec, target)
     plan.check(spec, target)
     layout = decode_layout(spec, demand_of(spec).listed, plan.scheduled)
@@ -122,13 +134,13 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
     grid, method = (_COLUMNS, _RUNS) if plan.scheduled else (_GRID, _METHOD)
     context = (
         common
-        | run_context(plan)
+        | work_unit_context(plan)
         | cache_context(spec, _NAMES)
         | {
             "entry": entry,
             "header": header(spec, target, plan, grid, method, "attention forward of few queries", cost),
             "score_query": _QUERY,
-            "looks_ahead": (spec.page_size or 1) % plan.tile_k == 0,  # to pages: one for each tile
+            "looks_ahead": (spec.page_size or 1) % plan.tile_k == 0,  # a tile lies in one page
         }
     )
     kernel = forward_kernel(
@@ -140,7 +152,7 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
         grid=partial(_grid, spec, plan),
         values=partial(_values, spec, plan),
         counts=partial(_counters, spec, plan),
-        workspaces=share_workspaces(spec, partial(_rows_of_shares, spec, plan)),
+        workspaces=partial_workspaces(spec, partial(_partial_rows, spec, plan)),
     )
     name = kernel_name("decode", target, spec) + plan.part(spec).removeprefix("decode").replace("_", "-")
     return (replace(kernel, name=name, entry=entry, cost=cost),)
@@ -148,22 +160,22 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
 
 def _grid(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> Grid:
     if plan.scheduled:
-        return sizes.splits, packs(spec, sizes), 1
-    return row_tiles(spec, plan, sizes) * sizes.splits, packs(spec, sizes), sizes.batch
+        return sizes.splits, head_groups(spec, sizes), 1
+    return row_tiles(spec, plan, sizes) * sizes.splits, head_groups(spec, sizes), sizes.batch
 
 
 def _values(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> dict[str, Any]:
-    values = run_values(spec, plan, sizes)
+    values = work_unit_values(spec, plan, sizes)
     return values if plan.scheduled else {name: value for name, value in values.items() if name != "tiles"}
 
 
 def _counters(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:
     if plan.scheduled:
-        return run_counters(spec, sizes)
+        return arrival_counters(spec, sizes)
     return int(all_tiles(spec, plan, sizes)) if sizes.splits > 1 else 0
 
 
-def _rows_of_shares(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> tuple[int, ...]:
+def _partial_rows(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> tuple[int, ...]:
     if plan.scheduled:
-        return share_places(spec, sizes), plan.tile_q
+        return partial_slots(spec, sizes), plan.tile_q
     return all_tiles(spec, plan, sizes), sizes.splits, plan.tile_q

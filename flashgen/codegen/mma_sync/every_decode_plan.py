@@ -1,4 +1,4 @@
-"""The plans of the decode kernel that tuning may choose from, the likeliest first."""
+"""The plans of the decode kernel that tuning may choose from, the most promising first."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from itertools import product
 from flashgen.codegen.mma_sync.decode_plans import (
     FEW_ROWS,
     DecodePlan,
-    cached_bytes,
+    cache_element_bytes,
     fitting_blocks,
-    others_of_few,
+    other_few_row_plans,
 )
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import padded
 from flashgen.language.spec import AttentionSpec
 
 _WARPS, _STAGES, _KEYS = (1, 2, 3, 4, 5, 6, 8), (2, 3, 4, 5), (16, 32, 64)
-_MOST_BLOCKS = 4
-_ENOUGH, _BUSY = 112 * 1024, 8
-"""Bytes on their way to a multiprocessor, and warps of it: default plans, measured on an H200, have 80 to 128 KB, and 4
-to 10."""
+_MAX_BLOCKS = 4
+_BYTES_IN_FLIGHT, _WARPS_PER_SM = 112 * 1024, 8
+"""What good plans have: default plans, measured on an H200, have 80 to 128 KB in flight and 4 to 10 warps per SM."""
 
 
 def every_decode_plan(spec: AttentionSpec, target: Target, own: DecodePlan) -> Iterator[DecodePlan]:
-    """Plans of as many rows as `own`, whether or not they fit, with a schedule where that has one.
+    """Yields plans with the rows of `own`, including plans that do not fit. They have a schedule if `own` has one.
 
-    A schedule shares keys whatever the lengths are, which only the device knows: without one a plan may be faster for
-    lengths that are timed, and take twice the time for others. The defaults of other sizes come first.
+    A schedule balances sequences of any lengths, which only the device knows. A plan without one may be faster for the
+    lengths that are timed and take twice the time for others. The default plans of other sizes come first.
 
-    What is on its way hides the memory's latency; more takes longer to fill, for nothing. More warps are sooner done
-    with what arrives, and have more shares to merge.
+    Bytes in flight hide the latency of memory, but more of them than needed take longer to fill. More warps process
+    what arrives sooner, but have more partial outputs to merge.
     """
     plans = (
         DecodePlan(own.tile_q, keys, warps, stages, blocks, own.scheduled)
         for keys, warps, stages in product(_KEYS, _WARPS, _STAGES)
-        for blocks in range(1, _most_blocks(DecodePlan(own.tile_q, keys, warps, stages), spec, target) + 1)
+        for blocks in range(1, _max_blocks(DecodePlan(own.tile_q, keys, warps, stages), spec, target) + 1)
     )
-    measured = others_of_few(spec, target) if own.tile_q == FEW_ROWS and not own.scheduled else ()
+    measured = other_few_row_plans(spec, target) if own.tile_q == FEW_ROWS and not own.scheduled else ()
     return iter(dict.fromkeys((*measured, *sorted(plans, key=lambda plan: _rank(plan, spec)))))
 
 
-def _most_blocks(plan: DecodePlan, spec: AttentionSpec, target: Target) -> int:
-    return min(fitting_blocks(plan, spec, target), _MOST_BLOCKS)
+def _max_blocks(plan: DecodePlan, spec: AttentionSpec, target: Target) -> int:
+    return min(fitting_blocks(plan, spec, target), _MAX_BLOCKS)
 
 
 def _rank(plan: DecodePlan, spec: AttentionSpec) -> tuple[float, str]:
-    """How far the plan is from the measured ones, by ratio; no two are alike, so that every machine has one order."""
+    """Returns the distance of the plan from the measured ones. Its text breaks ties, so the order is deterministic."""
     warps = plan.blocks * plan.warps
     keys = warps * (plan.stages - 1) * plan.tile_k
-    on_the_way = keys * (padded(spec.head_dim) + padded(spec.value_dim)) * cached_bytes(spec)
-    return abs(math.log2(on_the_way / _ENOUGH)) + abs(math.log2(warps / _BUSY)) / 2, str(plan)
+    in_flight = keys * (padded(spec.head_dim) + padded(spec.value_dim)) * cache_element_bytes(spec)
+    distance = abs(math.log2(in_flight / _BYTES_IN_FLIGHT)) + abs(math.log2(warps / _WARPS_PER_SM)) / 2
+    return distance, str(plan)

@@ -19,10 +19,10 @@ from flashgen.codegen.mma_sync.decode_plans import (
 from flashgen.codegen.mma_sync.every_decode_plan import every_decode_plan
 from flashgen.codegen.mma_sync.forward import render_mma_sync
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, choose_forward_plan, every_forward_plan
-from flashgen.codegen.mma_sync.mixed import choose_mixed_columns, render_mixed
+from flashgen.codegen.mma_sync.mixed import choose_mixed_work_units, render_mixed
 from flashgen.codegen.mma_sync.mixed_plans import MixedPlan, choose_mixed_plan
-from flashgen.codegen.mma_sync.runs import choose_columns, render_schedule, schedule_size
 from flashgen.codegen.mma_sync.splits import choose_splits
+from flashgen.codegen.mma_sync.stream_k import choose_work_units, render_schedule, schedule_size
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes
@@ -33,7 +33,7 @@ from flashgen.language.spec import AttentionSpec
 
 def _num_splits(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:
     """Returns the number of KV splits of a decode call, or the grid's width if blocks run stream-K work units."""
-    return choose_columns(spec, plan, sizes) if plan.scheduled else choose_splits(spec, plan, sizes)
+    return choose_work_units(spec, plan, sizes) if plan.scheduled else choose_splits(spec, plan, sizes)
 
 
 class MmaSyncDecode(DecodeFamily):
@@ -67,7 +67,7 @@ class MmaSyncForward(ForwardFamily):
     plan_kinds: ClassVar[Mapping[type[Plan], PlanKind]] = {
         ForwardPlan: PlanKind(render_mma_sync),
         DecodePlan: PlanKind(render_decode, _num_splits),
-        MixedPlan: PlanKind(render_mixed, choose_mixed_columns),
+        MixedPlan: PlanKind(render_mixed, choose_mixed_work_units),
     }
     decode = MmaSyncDecode()
 

@@ -1,4 +1,4 @@
-"""Spec and plan -> the text of the forward kernel of mma.sync. The same bytes on every machine."""
+"""Renders the source of the forward kernel that uses mma.sync. The text is deterministic on every machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashgen.language.spec import AttentionSpec
 
 
 def forward_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
-    """The argument struct of the forward kernel."""
+    """Returns the argument struct of the forward kernel."""
     fields = [Field("const Element*", name) for name in "qkv"] + [Field("Element*", "o"), Field("float*", "lse")]
     fields[-1] = Field("float*", "lse", comment="(batch, heads_q, len_q), or null")
     fields += page_fields(spec)
@@ -33,7 +33,11 @@ def forward_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
 
 
 def render_mma_sync(spec: AttentionSpec, target: Target, plan: ForwardPlan | None = None) -> tuple[RenderedKernel, ...]:
-    """The forward kernel of a spec on a target; UnsupportedError where the target or the plan cannot do it."""
+    """Returns the forward kernel of a spec on a target.
+
+    Raises:
+        UnsupportedError: the target or the plan does not support the spec.
+    """
     check_spec(spec, target)
     plan = plan or choose_forward_plan(spec, target)
     plan.check(spec, target)

@@ -1,4 +1,4 @@
-"""How the forward kernel of mma.sync divides its work. A plan is chosen by spec and target, never by lengths."""
+"""Tile sizes and warps of the mma.sync forward kernel. A plan depends on spec and target, never on lengths."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from flashgen.codegen.tiling import (
 from flashgen.language.spec import AttentionSpec
 
 MMA_ROWS = 16
-_MODEL = TARGETS["sm_80"]  # whose rates the cost model of tuning assumes for every target of this family
-_WARPS_TO_HIDE_LATENCY = 8  # on a multiprocessor
+_MODEL = TARGETS["sm_80"]  # the tuning cost model uses its rates for every target of this family
+_WARPS_TO_HIDE_LATENCY = 8  # on an SM
 
 
 @dataclass(frozen=True)
 class ForwardPlan(Checked):
-    """The forward kernel's plan.
+    """The plan of the forward kernel.
 
     Attributes:
-        tile_q: queries of a tile; each warp owns tile_q / warps rows of it.
+        tile_q: queries of a tile. Each warp owns tile_q / warps of its rows.
         tile_k: keys of a tile.
-        warps: warps of a thread block.
-        stages: tiles of K, and of V, that shared memory holds at once.
-        blocks: thread blocks that should fit on a multiprocessor, which caps their registers.
+        warps: warps of a CTA.
+        stages: stages of the pipelines of K and of V in shared memory.
+        blocks: CTAs per SM for which the registers of a thread are limited.
     """
 
     tile_q: int
@@ -61,12 +61,12 @@ class ForwardPlan(Checked):
         return ""
 
     def registers(self, spec: AttentionSpec) -> int:
-        """The float32 scores and output of a warp's rows over 32 lanes, and what the variant needs."""
+        """Estimates the registers of a thread: its float32 scores and output, and what the variant needs."""
         rows = self.tile_q // self.warps
-        return rows * (self.tile_k + padded(spec.value_dim)) // WARP + _ROOM[demand_of(spec).weight].beside
+        return rows * (self.tile_k + padded(spec.value_dim)) // WARP + _REGISTER_LIMITS[demand_of(spec).weight].others
 
     def matrix_cycles(self, spec: AttentionSpec) -> float:
-        """By the rate of an A100's tensor cores, or by that at which warps read K and V."""
+        """Estimates the cycles of a tile's products by an A100's tensor cores, or by shared memory reads if slower."""
         width = padded(spec.head_dim) + padded(spec.value_dim)
         shared_reads = self.warps * self.tile_k * width * ELEMENT_BYTES / 128
         return max(self.tile_q * self.tile_k * width / _MODEL.multiply_adds_per_cycle, shared_reads)
@@ -75,14 +75,14 @@ class ForwardPlan(Checked):
         return 0.3 if self.warps * blocks >= _WARPS_TO_HIDE_LATENCY else 0.6
 
     def summary(self, spec: AttentionSpec) -> str:
-        """One line for the kernel's header."""
+        """Returns the line that the kernel's header has about the plan."""
         return (
             f"{self.tile_q} queries x {self.tile_k} keys, {self.warps} warps, {self.stages} stage(s) of K and V, "
             f"{self.blocks} block(s) per multiprocessor, {self.shared_bytes(spec)} bytes of shared memory"
         )
 
     def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
-        """Q, and the stages of K and of V; the output overlays them in the epilogue."""
+        """Returns the layout: Q, and the stages of K and of V. In the epilogue the output overlays them."""
         queries, keys, stages = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k), self.stages
         head, value = head_extent(spec), value_extent(spec)
         return SharedMemoryLayout(
@@ -95,7 +95,7 @@ class ForwardPlan(Checked):
         )
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
-        """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
+        """Returns why the plan is inconsistent or does not fit the spec or the target; None if it is valid."""
         if min(self.tile_q, self.tile_k, self.warps, self.blocks) < 1 or self.threads > MAX_THREADS:
             return f"its numbers must be positive, and its warps at most {MAX_THREADS // WARP}"
         if self.tile_q % self.warps or self.tile_q // self.warps % MMA_ROWS:
@@ -109,7 +109,8 @@ class ForwardPlan(Checked):
         return shared_memory_problem(self.shared_bytes(spec), target, "take smaller tiles or fewer stages")
 
 
-# (tile_q, tile_k, warps, stages) in the order of preference: by speed on an H200, then by what smaller GPUs hold.
+# (tile_q, tile_k, warps, stages) in order of preference: the fastest on an H200 first, then those that fit smaller
+# GPUs.
 _PREFERENCE = (
     (128, 128, 4, 2),
     (128, 64, 4, 2),
@@ -123,63 +124,65 @@ _PREFERENCE = (
     (128, 32, 4, 1),
     (64, 32, 4, 1),
 )
-_MOST_BLOCKS = 2
+_MAX_BLOCKS = 2
 
 
-class _Room(NamedTuple):
-    """What a thread can hold beside what a variant needs, and what that is.
+class _RegisterLimits(NamedTuple):
+    """Limits on the registers of a thread for variants of one weight. A test compiles every kind for every target.
 
-    accumulators: registers that may accumulate scores and output without spilling; `lean` on targets of low register
-    pressure. scores: those of scores among them, as an array element loaded for each takes several of
-    its own. beside: registers beside scores and output; of the kernels that do not spill the one with the most of the
-    latter tells it. A test compiles every kind of spec for every target.
+    Attributes:
+        accumulators: registers that may hold scores and output without spills.
+        lean: the same limit on targets of low register pressure.
+        scores: registers that may hold scores. An array element that is loaded for each score takes several more.
+        others: registers beside scores and output, from the kernel with the most of these that does not spill.
     """
 
     accumulators: int
     lean: int
     scores: int
-    beside: int
+    others: int
 
 
-_ROOM = {
-    Weight.NONE: _Room(160, 192, 128, 63),
-    Weight.PLAIN: _Room(160, 176, 128, 72),
-    Weight.BUSY: _Room(160, 176, 64, 80),
-    Weight.LOADING: _Room(160, 160, 48, 80),
-    Weight.MODERATE: _Room(160, 160, 64, 95),
-    Weight.COSTLY: _Room(160, 160, 32, 95),
-    Weight.HEAVY: _Room(96, 96, 32, 140),
+_REGISTER_LIMITS = {
+    Weight.NONE: _RegisterLimits(160, 192, 128, 63),
+    Weight.PLAIN: _RegisterLimits(160, 176, 128, 72),
+    Weight.BUSY: _RegisterLimits(160, 176, 64, 80),
+    Weight.LOADING: _RegisterLimits(160, 160, 48, 80),
+    Weight.MODERATE: _RegisterLimits(160, 160, 64, 95),
+    Weight.COSTLY: _RegisterLimits(160, 160, 32, 95),
+    Weight.HEAVY: _RegisterLimits(96, 96, 32, 140),
 }
-# Dropout takes more beside many scores, or beside a score function or a mask that is not plain.
+# Dropout needs more registers if there are many scores, or if the score function or the mask is not plain.
 _ACCUMULATORS_WITH_DROPOUT, _SCORES_WITH_DROPOUT = 128, 32
-_KEPT_HEAD_DIM = 32
-_WIDE_TILE = 64  # keys: a mask that divides k by multiples of so many is cheaper in tiles that fit them
+_REGISTER_HEAD_DIM = 32  # below this the compiler keeps Q in registers
+_WIDE_TILE = 64  # keys: a mask that divides k by a multiple of this is cheaper if tiles do not straddle its blocks
 
 
 def _accumulators(plan: ForwardPlan, spec: AttentionSpec) -> tuple[int, int]:
-    """Registers of a thread that hold scores, and scores and output: its warp's rows over 32 lanes.
+    """Returns the registers of a thread that hold scores, and those that hold scores and output.
 
-    Queries of few mma depths stand beside the output: the compiler keeps in registers what every step reads again.
+    Narrow queries count too: the compiler keeps them in registers, because every iteration reads them again.
     """
     rows, head = plan.tile_q // plan.warps, padded(spec.head_dim)
-    kept = head if head < _KEPT_HEAD_DIM else 0
-    return rows * plan.tile_k // WARP, rows * (plan.tile_k + padded(spec.value_dim) + kept) // WARP
+    query = head if head < _REGISTER_HEAD_DIM else 0
+    return rows * plan.tile_k // WARP, rows * (plan.tile_k + padded(spec.value_dim) + query) // WARP
 
 
 def fitting_plans(spec: AttentionSpec, target: Target, warps: int = 0) -> list[ForwardPlan]:
-    """The preferred plans that the target has the shared memory for; those that hide latency come first.
+    """Returns the preferred plans that fit the target's shared memory, those that hide latency first.
 
-    warps: that blocks are to have, with as many rows each as those of the preferred plans; 0 is what is preferred.
+    Args:
+        warps: warps of a CTA, each with as many rows as a warp of the preferred plans; 0 for the preferred number.
     """
     fitting = []
     for tile_q, tile_k, own_warps, stages in _preferred(warps):
         plan = ForwardPlan(tile_q, tile_k, own_warps, stages)
-        of_blocks = demand_of(spec).reads_blocks or spec.page_size or divides_tiles(spec, _WIDE_TILE)
-        cuts_across = not is_power_of_2(tile_k) and of_blocks
-        if plan.problem(spec, target) is None and not cuts_across:
+        has_blocks = demand_of(spec).reads_blocks or spec.page_size or divides_tiles(spec, _WIDE_TILE)
+        straddles_blocks = not is_power_of_2(tile_k) and has_blocks
+        if plan.problem(spec, target) is None and not straddles_blocks:
             per_block = plan.shared_bytes(spec) + RESERVED_SHARED
             blocks = min(
-                target.shared_per_multiprocessor // per_block, _WARPS_TO_HIDE_LATENCY // own_warps, _MOST_BLOCKS
+                target.shared_per_multiprocessor // per_block, _WARPS_TO_HIDE_LATENCY // own_warps, _MAX_BLOCKS
             )
             fitting.append(replace(plan, blocks=max(blocks, 1)))
     return sorted(fitting, key=lambda plan: plan.blocks * plan.warps < _WARPS_TO_HIDE_LATENCY)
@@ -188,12 +191,12 @@ def fitting_plans(spec: AttentionSpec, target: Target, warps: int = 0) -> list[F
 def _preferred(warps: int) -> list[tuple[int, int, int, int]]:
     if not warps:
         return list(_PREFERENCE)
-    alike = [row for row in _PREFERENCE if row[2] == _PREFERENCE[0][2]]
-    return [(tile_q // own_warps * warps, tile_k, warps, stages) for tile_q, tile_k, own_warps, stages in alike]
+    rows = [row for row in _PREFERENCE if row[2] == _PREFERENCE[0][2]]
+    return [(tile_q // own_warps * warps, tile_k, warps, stages) for tile_q, tile_k, own_warps, stages in rows]
 
 
 def choose_forward_plan(spec: AttentionSpec, target: Target) -> ForwardPlan:
-    """The default plan of a spec on a target: the first preferred one whose accumulators leave registers to spare."""
+    """Returns the default plan: the first preferred plan whose accumulators leave enough registers."""
     candidates = fitting_plans(spec, target)
     for plan in candidates:
         if leaves_registers(plan, spec, target):
@@ -202,20 +205,24 @@ def choose_forward_plan(spec: AttentionSpec, target: Target) -> ForwardPlan:
 
 
 def leaves_registers(plan: ForwardPlan, spec: AttentionSpec, target: Target, more: int = 0) -> bool:
-    """Whether a thread has registers to spare for what the variant needs; `more`, of those that may accumulate."""
+    """Whether the accumulators of a plan leave a thread the registers that the variant needs.
+
+    Args:
+        more: registers by which the limit on accumulators is raised.
+    """
     demand, (scores, accumulators) = demand_of(spec), _accumulators(plan, spec)
-    room = _ROOM[demand.weight]
-    same_rows = padded(spec.head_dim) == padded(spec.value_dim)  # else K's and V's have offsets of their own each
-    reads = demand.weight == Weight.PLAIN and demand.mask_axes  # an element of an array, which a thread holds all along
+    limits = _REGISTER_LIMITS[demand.weight]
+    same_rows = padded(spec.head_dim) == padded(spec.value_dim)  # otherwise K and V need separate offsets
+    reads = demand.weight == Weight.PLAIN and demand.mask_axes  # a thread holds an array element through the mainloop
     lean = target.register_pressure == "low" and same_rows and not reads
-    allowance = room.lean if lean else room.accumulators
-    most_scores = room.scores
+    allowance = limits.lean if lean else limits.accumulators
+    max_scores = limits.scores
     crowded = demand.drops and not demand.drops_alone
     if crowded and target.register_pressure == "high":
-        most_scores = min(most_scores, _SCORES_WITH_DROPOUT)
+        max_scores = min(max_scores, _SCORES_WITH_DROPOUT)
     if crowded or (demand.drops and scores > _SCORES_WITH_DROPOUT):
         allowance = min(allowance, _ACCUMULATORS_WITH_DROPOUT)
-    return accumulators <= allowance + more and scores <= most_scores
+    return accumulators <= allowance + more and scores <= max_scores
 
 
 _TUNED_TILES = tuple(product((64, 128, 256), (32, 48, 64, 80, 96, 112, 128), (4, 8), (1, 2)))
@@ -223,7 +230,7 @@ _TUNED_BLOCKS = (1, 2, 3)
 
 
 def every_forward_plan(spec: AttentionSpec, target: Target) -> Iterator[ForwardPlan]:
-    """The plans that tuning may choose from, whether or not they fit."""
+    """Yields the plans that tuning may choose from, including plans that do not fit their registers."""
     for (tile_q, tile_k, warps, stages), blocks in product(_TUNED_TILES, _TUNED_BLOCKS):
         plan = ForwardPlan(tile_q, tile_k, warps, stages, blocks)
         if blocks * (plan.shared_bytes(spec) + RESERVED_SHARED) <= target.shared_per_multiprocessor:

@@ -1,8 +1,8 @@
-"""How one launch divides a ragged batch over pages: prompts by tiles of queries, few queries by parts of their keys.
+"""Plans of the kernel for mixed prefill and decode: varlen batches over a paged KV cache.
 
-A block has a tile of queries of a prompt, as the forward kernel's do, or a run of the keys of sequences of few queries,
-as the decode kernel's do where blocks share them. Products bind the former and memory the latter; two blocks of either
-kind fit on a multiprocessor, so that one of each hides what the other waits for.
+A CTA has either a tile of queries of a prompt, as in the forward kernel, or a stream-K work unit on the keys of
+sequences of few queries, as in the decode kernel. The former is limited by compute and the latter by memory. An SM
+holds two CTAs of either kind, so that a CTA of each kind hides the latency of the other.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import MMA_DEPTH, RESERVED_SHARED, padded
 from flashgen.language.spec import AttentionSpec
 
-MIXED_RUN_BYTES = 32  # of shared memory, for the run at which a block is
-MIXED_TILE_BYTES = 12  # likewise, for the tile of a prompt that a block has found
-_WARPS_TO_HIDE_LATENCY = 8  # on a multiprocessor
+MIXED_WORK_UNIT_BYTES = 32  # shared memory of the current work unit
+MIXED_TILE_BYTES = 12  # shared memory of the prefill tile that a CTA has found
+_WARPS_TO_HIDE_LATENCY = 8  # on an SM
 _PROMPT_KEYS = 64
 _WIDE = 192  # columns of the output
-_MORE = 16  # registers
-_PROMPT_SHARE = 2  # a sequence of a half of a tile's queries, or more, is a prompt
+_EXTRA_ACCUMULATORS = 16  # registers
+_PROMPT_DIVISOR = 2  # a sequence with at least half of a tile's queries is a prompt
 FEW = "few"
-"""The role of the kernel of sequences of few queries, where another kernel of the call has the prompts."""
+"""The role of the kernel for sequences of few queries, in calls in which another kernel processes the prompts."""
 
 
 @dataclass(frozen=True)
 class MixedPlan(Checked):
-    """The plan of the kernel for prompts and few queries together.
+    """The plan of the kernel for mixed prefill and decode.
 
     Attributes:
-        few: of blocks that share the keys of sequences of few queries, a scheduled plan.
-        prompt: of blocks that have a tile of a prompt's queries; None where all sequences are taken as those of few,
-            which is so for keys of 8 bits.
-        prompts_beside: of a plan without `prompt`, queries of a sequence from which on another kernel of the call has
-            it; 0 where none does.
+        few: the plan of CTAs that process stream-K work units of sequences of few queries. It must be scheduled.
+        prompt: the plan of CTAs that process a tile of a prompt's queries. None if all sequences are processed as
+            those of few queries, as with 8-bit keys.
+        prompts_beside: in plans without `prompt`, the number of queries from which on another kernel of the call
+            processes a sequence; 0 if there is no other kernel.
     """
 
     few: DecodePlan
     prompt: ForwardPlan | None = None
     prompts_beside: int = 0
-    packed_heads: ClassVar[int] = 1  # any number of heads makes rows: it is a size of the call
+    packed_heads: ClassVar[int] = 1  # how many heads share a tile is a size of the call
 
     def show_options(self, spec: AttentionSpec) -> str:
         return f"--kernel {FEW}" if self.prompts_beside else ""
@@ -78,26 +78,26 @@ class MixedPlan(Checked):
 
     @property
     def prompt_queries(self) -> int:
-        """Queries of a sequence from which on it is a prompt; 0 where none is."""
-        return self.prompt.tile_q // _PROMPT_SHARE if self.prompt else self.prompts_beside
+        """The minimum number of queries of a prompt; 0 if no sequence is processed as a prompt."""
+        return self.prompt.tile_q // _PROMPT_DIVISOR if self.prompt else self.prompts_beside
 
     @property
     def register_budget(self) -> int:
         return self._main.register_budget
 
     def registers(self, spec: AttentionSpec) -> int:
-        """Of the kind of blocks that takes more."""
+        """Estimates the registers of a thread, for the kind of CTA that needs more."""
         return max(self.few.registers(spec), self.prompt.registers(spec) if self.prompt else 0)
 
     def matrix_cycles(self, spec: AttentionSpec) -> float:
-        """Of a step of a prompt's."""
+        """Estimates the cycles of an iteration of a prefill tile, or of the work units if there is none."""
         return self._main.matrix_cycles(spec)
 
     def exposed(self, blocks: int) -> float:
         return self._main.exposed(blocks)
 
     def summary(self, spec: AttentionSpec) -> str:
-        """One line for the kernel's header."""
+        """Returns the line that the kernel's header has about the plan."""
         few = f"{self.few.tile_q} rows x {self.few.tile_k} keys a warp, {self.few.stages} stages"
         prompt = f"; of up to {self.prompts_beside - 1} queries" if self.prompts_beside else ""
         if self.prompt:
@@ -111,27 +111,27 @@ class MixedPlan(Checked):
         )
 
     def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
-        """The layout of blocks of few queries, in the memory of the kind of blocks that needs more."""
+        """Returns the layout of CTAs of few queries. Its size is that of the kind of CTA that needs more."""
         prompt = self.prompt.shared_bytes(spec) if self.prompt else 0
-        return self.few.shared_memory(spec, MIXED_RUN_BYTES, prompt)
+        return self.few.shared_memory(spec, MIXED_WORK_UNIT_BYTES, prompt)
 
     def prompt_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
-        """The layout of blocks that have a tile of a prompt; none where the plan has no such blocks."""
+        """Returns the layout of CTAs with a prefill tile, which is empty if the plan has none."""
         if not self.prompt:
             return NO_SHARED_MEMORY
         tiles, total = self.prompt.shared_memory(spec).buffers, self.shared_bytes(spec)
         return SharedMemoryLayout((*tiles, *search_buffers(self.few.warps, MIXED_TILE_BYTES)), min_bytes=total)
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
-        """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
+        """Returns why the plan is inconsistent or does not fit the spec or the target; None if it is valid."""
         if not (spec.is_ragged and spec.page_size):
-            return "it is for ragged batches over pages: declare layout='thd' and page_size=..."
+            return "it is for varlen batches over pages: declare layout='thd' and page_size=..."
         if not self.few.scheduled:
             return "few must be scheduled=True: only the device knows the lengths"
         if self.prompts_beside < 0 or (self.prompt and self.prompts_beside):
             return f"prompts_beside={self.prompts_beside} must be positive, and 0 where the plan has a prompt's tiles"
         if spec.kv_dtype and self.prompt:
-            return f"prompt must be None with kv_dtype={spec.kv_dtype!r}, which blocks of few queries read alone"
+            return f"prompt must be None with kv_dtype={spec.kv_dtype!r}, which only blocks of few queries can read"
         if self.prompt and (self.prompt.warps, self.prompt.blocks) != (self.few.warps, self.few.blocks):
             return "few and prompt must have the same warps and blocks"
         found = self.few.problem(spec, target) or (self.prompt.problem(spec, target) if self.prompt else None)
@@ -140,24 +140,25 @@ class MixedPlan(Checked):
 
 @lru_cache(maxsize=256)
 def choose_mixed_plan(spec: AttentionSpec, target: Target) -> MixedPlan:
-    """The default plan: of those that fit the target the first whose warps hide latency, of most warps, and so on.
+    """Returns the default plan: of the plans that fit, preferably one that hides latency, with the most warps.
 
-    UnsupportedError where none fits.
+    Raises:
+        UnsupportedError: no plan fits the target.
     """
     plans = list(_candidates(spec, target))
     fitting = [plan for plan in plans if plan.problem(spec, target) is None]
     if not fitting:
         MixedPlan(decode_rings(spec, target, FEW_ROWS, scheduled=True)[-1]).check(spec, target)
-    more = _more(spec, target)
+    more = _extra_accumulators(spec, target)
     spare = [plan for plan in fitting if plan.prompt is None or leaves_registers(plan.prompt, spec, target, more)]
     return min(spare, key=_rank) if spare else min(fitting, key=lambda plan: plan.registers(spec))
 
 
-def _more(spec: AttentionSpec, target: Target) -> int:
-    """Registers that may accumulate beside those of the forward's kernels, by sm_90's assembler."""
-    numbers = any(not capture.ndim for capture in spec.captures)
-    lean = target.register_pressure == "low" and demand_of(spec).weight <= Weight.PLAIN and not numbers
-    return _MORE if lean else 0
+def _extra_accumulators(spec: AttentionSpec, target: Target) -> int:
+    """Returns the registers that may hold accumulators beyond the forward's limit, as sm_90's assembler shows."""
+    scalars = any(not capture.ndim for capture in spec.captures)
+    lean = target.register_pressure == "low" and demand_of(spec).weight <= Weight.PLAIN and not scalars
+    return _EXTRA_ACCUMULATORS if lean else 0
 
 
 def _rank(plan: MixedPlan) -> tuple[bool, int]:
@@ -165,14 +166,14 @@ def _rank(plan: MixedPlan) -> tuple[bool, int]:
 
 
 def _candidates(spec: AttentionSpec, target: Target) -> Iterator[MixedPlan]:
-    """Plans, the preferred ones first: by the prompts' tiles, then by what is on its way to blocks of few queries."""
+    """Yields plans in order of preference: by prefill tiles, then by the keys that work units have in flight."""
     rings = decode_rings(spec, target, FEW_ROWS, scheduled=True)
     rings += [replace(few, tile_k=few.tile_k // 2) for few in rings if few.tile_k > MMA_DEPTH]
     if spec.kv_dtype:
-        yield from sorted(map(MixedPlan, rings), key=lambda plan: -_on_the_way(plan.few))
+        yield from sorted(map(MixedPlan, rings), key=lambda plan: -_keys_in_flight(plan.few))
         return
     for warps in sorted({few.warps for few in rings}, reverse=True):
-        prompts = (plan for plan in fitting_plans(spec, target, warps) if plan.tile_k <= _most_keys(spec))
+        prompts = (plan for plan in fitting_plans(spec, target, warps) if plan.tile_k <= _max_prompt_keys(spec))
         for prompt in prompts:
             for few in (few for few in rings if few.warps == warps):
                 needed = MixedPlan(few, prompt).shared_bytes(spec) + RESERVED_SHARED
@@ -180,11 +181,11 @@ def _candidates(spec: AttentionSpec, target: Target) -> Iterator[MixedPlan]:
                 yield MixedPlan(replace(few, blocks=blocks), replace(prompt, blocks=blocks))
 
 
-def _most_keys(spec: AttentionSpec) -> int:
-    """Of a step of a prompt's: with more a thread's registers do not suffice, which captures take some of, too."""
+def _max_prompt_keys(spec: AttentionSpec) -> int:
+    """Returns the maximum keys of a prefill tile for which registers suffice. Captured arrays need registers too."""
     return _PROMPT_KEYS // 2 if spec.captures and padded(spec.value_dim) > _WIDE else _PROMPT_KEYS
 
 
-def _on_the_way(few: DecodePlan) -> int:
-    """Keys that are on their way to a multiprocessor."""
+def _keys_in_flight(few: DecodePlan) -> int:
+    """Returns the keys that are in flight to an SM."""
     return few.blocks * few.warps * (few.stages - 1) * few.tile_k

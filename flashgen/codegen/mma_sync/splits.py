@@ -1,72 +1,72 @@
-"""Into how many parts the decode kernel splits the keys, so that few queries fill a card.
+"""The number of splits of the keys by which the decode kernel fills the GPU with few queries.
 
-A part is a run of the tiles of keys that the mask needs. What is compared are the steps of the busiest place of a
-block on a multiprocessor:
+A split is a run of the key tiles that the mask needs. The cost model counts the iterations of the busiest CTA slot:
 
-    rounds x (steps + begin) + merge x parts
+    waves x (iterations + begin) + merge x splits
 
-    rounds    parts of all tiles of rows, over the places for blocks, rounded up
-    steps     of a part: a tile of keys for each of its warps
-    begin     what a block costs beside its steps, in steps: its first copies, its share of the output
-    merge     what a part's share costs who merges it, in steps
+    waves         splits of all output tiles over the CTA slots of the GPU, rounded up
+    iterations    of a split; each takes one tile of keys for every warp
+    begin         fixed cost of a CTA in iterations: its first copies and its partial output
+    merge         cost of merging the partial output of one split, in iterations
 
-On an H200 a step of 64 keys took 0.37 us and a share 0.2: 8 parts of 1024 keys, and 16 of 8192, are faster than the 16
-and 32 that fill the card.
+On an H200 an iteration of 64 keys took 0.37 us and a merge 0.2 us: 8 splits of 1024 keys, and 16 of 8192, are faster
+than the 16 and 32 that fill the GPU.
 
-Sizes alone decide: nothing is read from the device.
+The number depends on the sizes of the call alone: nothing is read from the device.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from flashgen.codegen.mma_sync.decode_plans import DecodePlan, packs_heads, steps_alike
+from flashgen.codegen.mma_sync.decode_plans import DecodePlan, packs_heads, steps_of_rounded_length
 from flashgen.codegen.sizes import Sizes, ceil_div
 from flashgen.language.spec import AttentionSpec
 
-MOST_SPLITS = 1024
+MAX_SPLITS = 1024
 _BEGIN, _MERGE = 1.0, 0.3
-# Shares of the places, and rounds of all, that are looked at: of each, the fewest parts with as few steps as the most
-# that fit it have.
-_ROUNDS = (1 / 8, 1 / 4, 1 / 2, 1, 2, 3, 4)
+# Waves of CTAs that are considered. For each, the candidate is the fewest splits with as few iterations as the most
+# splits that fit these waves.
+_WAVES = (1 / 8, 1 / 4, 1 / 2, 1, 2, 3, 4)
 
 
 def packed_heads(spec: AttentionSpec, sizes: Sizes) -> Any:
-    """Query heads that are rows of one tile."""
+    """Returns the number of query heads that share a tile."""
     return sizes.heads_per_kv if packs_heads(spec) else 1
 
 
-def packs(spec: AttentionSpec, sizes: Sizes) -> Any:
-    """Groups of query heads that share tiles, of a sequence."""
+def head_groups(spec: AttentionSpec, sizes: Sizes) -> Any:
+    """Returns the number of groups of query heads that share tiles, per sequence."""
     return sizes.heads_kv if packs_heads(spec) else sizes.heads_q
 
 
 def row_tiles(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> Any:
-    """Tiles of rows of a group of heads."""
+    """Returns the number of output tiles of one group of heads of a sequence."""
     return ceil_div(sizes.len_q * packed_heads(spec, sizes), plan.tile_q)
 
 
 def all_tiles(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> Any:
-    """Tiles of rows of all heads and sequences."""
-    return sizes.batch * packs(spec, sizes) * row_tiles(spec, plan, sizes)
+    """Returns the number of output tiles of all heads and sequences."""
+    return sizes.batch * head_groups(spec, sizes) * row_tiles(spec, plan, sizes)
 
 
 def choose_splits(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:
-    """How many parts make a call of these sizes the fastest, by the model above; the fewest of equally good ones."""
+    """Returns the fastest number of splits for a call of these sizes by the cost model; on ties, the fewest."""
     tiles = all_tiles(spec, plan, sizes)
     if not tiles or not sizes.len_k:
         return 1
-    places = sizes.multiprocessors * plan.blocks
+    slots = sizes.multiprocessors * plan.blocks
     queries = ceil_div(plan.tile_q, packed_heads(spec, sizes))
-    steps = max(round(steps_alike(spec, sizes.len_q, sizes.len_k, queries, plan.tile_k)), 1)
-    most = min(ceil_div(steps, plan.warps), MOST_SPLITS)
+    key_tiles = max(round(steps_of_rounded_length(spec, sizes.len_q, sizes.len_k, queries, plan.tile_k)), 1)
+    limit = min(ceil_div(key_tiles, plan.warps), MAX_SPLITS)
 
-    def each(parts: int) -> int:
-        return ceil_div(ceil_div(steps, parts), plan.warps)
+    def iterations(splits: int) -> int:
+        return ceil_div(ceil_div(key_tiles, splits), plan.warps)
 
-    def cost(parts: int) -> float:
-        return ceil_div(tiles * parts, places) * (each(parts) + _BEGIN) + (_MERGE * parts if parts > 1 else 0)
+    def cost(splits: int) -> float:
+        waves = ceil_div(tiles * splits, slots)
+        return waves * (iterations(splits) + _BEGIN) + (_MERGE * splits if splits > 1 else 0)
 
-    filling = [min(max(int(rounds * places) // tiles, 1), most) for rounds in _ROUNDS]
-    fewest = [ceil_div(steps, each(parts) * plan.warps) for parts in filling]  # of which each has no more steps
+    filling = [min(max(int(waves * slots) // tiles, 1), limit) for waves in _WAVES]
+    fewest = [ceil_div(key_tiles, iterations(splits) * plan.warps) for splits in filling]  # with as few iterations
     return min(sorted({1, *fewest}), key=cost)
