@@ -121,7 +121,7 @@ def test_what_cannot_divide_is_refused() -> None:
             required_head_split_plan(spec, target_named(target))
     with pytest.raises(UnsupportedError, match="the deterministic mode adds up no shares"):
         render_backward_kernels(CAUSAL, SM_90A, required_head_split_plan(CAUSAL, SM_90A), deterministic=True)
-    with pytest.raises(UnsupportedError, match="of ragged batches"):
+    with pytest.raises(UnsupportedError, match="in varlen batches"):
         render_backward_kernels(fg.AttentionSpec(64, layout="thd"), SM_90A, required_head_split_plan(CAUSAL, SM_90A))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import flashgen.language as fg
 from flashgen import attention
-from flashgen.codegen.hopper import backward_works
+from flashgen.codegen.hopper import backward_scheduler
 from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
 from flashgen.codegen.sizes import Sizes
 from flashgen.errors import UnsupportedError
@@ -97,11 +97,11 @@ UNEVEN = [Shape(330, 600, 1, 2, 1), Shape(200, 200, 2, 4, 2), Shape(500, 90, 1, 
 @pytest.mark.rotated(6)
 def test_tiles_in_parts(name: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, plan = IN_PARTS[name]
-    monkeypatch.setattr(backward_works, "_LEAST_QUERIES", 64)  # the emulator's calls have few
+    monkeypatch.setattr(backward_scheduler, "_MIN_QUERIES", 64)  # the emulator's calls have few
     counters: list[np.ndarray[Any, Any]] = []
     counter = Emulator.counter
     monkeypatch.setattr(Emulator, "counter", lambda *args: counters.append(counter(*args)) or counters[-1])
-    assert backward_works.division(spec, plan, sizes_of(shape, 3)).tiles > 0
+    assert backward_scheduler.tile_split(spec, plan, sizes_of(shape, 3)).tiles > 0
     for schedule in (*ONE_BY_ONE, *SIDE_BY_SIDE):
         gradients(spec, plan, shape, schedule)
     assert counters and not any(each.any() for each in counters), "0, before and after"
@@ -110,7 +110,7 @@ def test_tiles_in_parts(name: str, shape: Shape, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("sanitize", ["thread", "address"])
 def test_tiles_in_parts_under_sanitizers(sanitize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which have one block after the other."""
-    monkeypatch.setattr(backward_works, "_LEAST_QUERIES", 64)
+    monkeypatch.setattr(backward_scheduler, "_MIN_QUERIES", 64)
     schedule = Schedule("random", "random", 0)
     gradients(AttentionSpec(64), HopperBackwardPlan(64), UNEVEN[0], schedule, sanitize)
 
@@ -133,7 +133,7 @@ def sizes_of(shape: Shape, multiprocessors: int) -> Sizes:
     ids=str,
 )
 def test_how_tiles_are_divided(shape: Shape, tiles: int, parts: int) -> None:
-    made = backward_works.division(AttentionSpec(128), HopperBackwardPlan(64), sizes_of(shape, 132))
+    made = backward_scheduler.tile_split(AttentionSpec(128), HopperBackwardPlan(64), sizes_of(shape, 132))
     assert made == (tiles, parts)
 
 
@@ -152,8 +152,8 @@ def test_the_default_mode_may_add_in_turns_too() -> None:
 
 def test_as_many_heads_run_side_by_side_as_fill_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, given = AttentionSpec(64, mask=fg.sliding_window(77)), []
-    made = backward_works._values
-    monkeypatch.setattr(backward_works, "_values", lambda *args: given.append(made(*args)) or given[-1])
+    made = backward_scheduler._values
+    monkeypatch.setattr(backward_scheduler, "_values", lambda *args: given.append(made(*args)) or given[-1])
     gradients(spec, PLAN, Shape(200, 200, 2, 3, 3), ONE_BY_ONE[0])
     assert [values["heads_at_once"] for values in given] == [2]  # of two tiles of keys each, for three multiprocessors
 
@@ -168,9 +168,9 @@ def test_one_kernel_makes_all_gradients() -> None:
 @pytest.mark.parametrize(
     ("spec", "plan", "why"),
     [
-        (AttentionSpec(64, mask=fg.document("ids")), PLAN, "not proven to stand side by side"),
-        (AttentionSpec(64, mask=~fg.prefix_lm(100)), PLAN, "not proven to stand side by side"),
-        (AttentionSpec(64, layout="thd"), PLAN, "ragged batches add to dQ in any order"),
+        (AttentionSpec(64, mask=fg.document("ids")), PLAN, "not proven to be contiguous"),
+        (AttentionSpec(64, mask=~fg.prefix_lm(100)), PLAN, "not proven to be contiguous"),
+        (AttentionSpec(64, layout="thd"), PLAN, "varlen batches add to dQ in any order"),
         (AttentionSpec(64), HopperBackwardPlan(64, heads_apart=True, in_turns=True), "take one of the two"),
     ],
     ids=["lists", "a gap", "ragged", "heads apart"],

@@ -11,7 +11,7 @@ import pytest
 import flashgen.language as fg
 from flashgen.build import nvrtc
 from flashgen.codegen.dispatch import render_forward
-from flashgen.codegen.hopper.head_packing import most_packed_heads, packed_plan
+from flashgen.codegen.hopper.head_packing import max_packed_heads, packed_plan
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.stages import kernels_of
@@ -72,7 +72,7 @@ def test_what_is_not_packed_by_itself(spec: AttentionSpec) -> None:
 
 @pytest.mark.parametrize(("sharing", "packed"), [(1, 1), (2, 2), (3, 1), (6, 2), (8, 8), (12, 4), (64, 64), (128, 64)])
 def test_the_most_heads_that_divide_those_of_a_head_of_keys(sharing: int, packed: int) -> None:
-    assert most_packed_heads(sharing) == packed
+    assert max_packed_heads(sharing) == packed
 
 
 def test_scores_that_read_much_by_head_have_the_rows_of_a_lane_in_one() -> None:

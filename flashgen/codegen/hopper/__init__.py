@@ -1,1 +1,1 @@
-"""The family of Hopper's own instructions: TMA, wgmma, mbarriers, setmaxnreg."""
+"""Kernels that use Hopper's own instructions: TMA, wgmma, mbarriers and setmaxnreg."""

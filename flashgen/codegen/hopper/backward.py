@@ -1,4 +1,4 @@
-"""Spec and plan -> the texts of the backward's kernels on Hopper. The same bytes on every machine."""
+"""Renders the source of the backward kernels on Hopper. The text is deterministic on every machine."""
 
 from __future__ import annotations
 
@@ -34,15 +34,14 @@ from flashgen.codegen.backward_kernels import (
 )
 from flashgen.codegen.demand import divides_tiles
 from flashgen.codegen.expressions.derivative_text import GatherText, score_gradient
-from flashgen.codegen.expressions.uniform_text import uniform_text
-from flashgen.codegen.hopper import backward_works
+from flashgen.codegen.hopper import backward_scheduler
 from flashgen.codegen.hopper.backward_plans import (
     HopperBackwardPlan,
     choose_hopper_backward_plan,
     has_slope,
     takes_two_steps,
 )
-from flashgen.codegen.hopper.backward_works import keys_of
+from flashgen.codegen.hopper.backward_scheduler import padded_keys
 from flashgen.codegen.hopper.plans import panel_columns
 from flashgen.codegen.hopper.queries_plans import HopperQueriesPlan, choose_hopper_queries_plan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan, choose_hopper_wide_plan, handed_over
@@ -64,11 +63,16 @@ _OPTIONAL = ("len_q",)  # TMA clips rows beyond the last
 def render_hopper_backward(
     spec: AttentionSpec, target: Target, plan: HopperPlans | None = None, deterministic: bool = False
 ) -> tuple[RenderedKernel, ...]:
-    """The backward kernels of a spec on Hopper, in the order of their launches; `plan` is that of `keys`.
+    """Returns the backward kernels of a spec on Hopper, in launch order.
 
-    Where rows are too wide for one kernel of all gradients, and in the deterministic mode unless blocks of the plan add
-    to dQ in turns, another kernel makes dQ.
-    UnsupportedError where the target or the plan cannot do it.
+    A separate kernel computes dQ if rows are too wide for one kernel of all gradients. In the deterministic mode it
+    does so too, unless the CTAs of the plan accumulate dQ in a fixed order (`in_turns`).
+
+    Args:
+        plan: the plan of the kernel `keys`, which computes dK and dV; None for the default plan.
+
+    Raises:
+        UnsupportedError: the target or the plan does not support the spec.
     """
     check_spec(spec, target)
     plan = plan or choose_hopper_backward_plan(spec, target, deterministic) or choose_hopper_wide_plan(spec, target)
@@ -77,20 +81,22 @@ def render_hopper_backward(
         raise UnsupportedError(f"{plan}: the deterministic mode adds up no shares of dK and dV: leave out heads_apart")
     rows = rows_of(plan.tile_q, spec.is_ragged)
     if isinstance(plan, HopperWidePlan):
-        apart, of_mode, finishes, turns = True, False, False, None
+        dq_apart, by_mode, converts_dq, semaphores = True, False, False, None
         keys = _wide_keys(spec, target, plan, rows, deterministic)
     else:
-        apart, of_mode = deterministic and not plan.in_turns, deterministic
-        finishes, turns = plan.finishes(spec, apart), backward_works.turns(spec, plan, apart)
+        dq_apart, by_mode = deterministic and not plan.in_turns, deterministic
+        converts_dq, semaphores = plan.finishes(spec, dq_apart), backward_scheduler.semaphores(spec, plan, dq_apart)
         keys = _keys(spec, target, plan, rows, deterministic)
-    kernels = [preprocess(spec, target, plan, rows, of_mode, apart, not apart, finishes, turns), keys]
-    if apart:
+    kernels = [prepare(spec, target, plan, rows, by_mode, dq_apart, not dq_apart, converts_dq, semaphores), keys]
+    if dq_apart:
         queries_plan = choose_hopper_queries_plan(spec, target)
-        kernels.append(_queries(spec, target, queries_plan, rows, of_mode, plan.tile_q))
-    elif not finishes:
-        kernels.append(postprocess_dq(spec, target, plan, rows, True))
+        kernels.append(_queries(spec, target, queries_plan, rows, by_mode, plan.tile_q))
+    elif not converts_dq:
+        kernels.append(finish(spec, target, plan, rows, True))
     if plan.heads_apart:
-        kernels += [postprocess_dkv(spec, target, plan, of, width, keys_of(plan)) for of, width in _widths(spec, plan)]
+        kernels += [
+            finish_keys(spec, target, plan, array, width, padded_keys(plan)) for array, width in _row_widths(spec, plan)
+        ]
     return (*kernels, *sink_sums(spec, target, rows), *capture_sums(spec, target, deterministic))
 
 
@@ -109,12 +115,12 @@ def _keys(
     finishes = plan.finishes(spec, dq_apart)
     fields += [STATISTICS] if dq_apart else [STATISTICS, DQ_SUMS, DQ_TURNS]
     fields += [DQ_ADDED, DQ_NEXT, Field("Element*", "dq"), *strides("dq")] if finishes else []
-    fields += backward_works.fields(spec, plan, dq_apart)
+    fields += backward_scheduler.scheduler_fields(spec, plan, dq_apart)
     fields += numbers("batch") if finishes else []
-    fields += [Field("float*", f"d{of}_sums") for of, _ in _widths(spec, plan) if plan.heads_apart]
+    fields += [Field("float*", f"d{array}_sums") for array, _ in _row_widths(spec, plan) if plan.heads_apart]
     gradient = score_gradient(spec)
     gathers = gradient.gathers if gradient else ()
-    fields += _gathered(gathers, deterministic)
+    fields += _gather_fields(gathers, deterministic)
     fields += [*numbers(*(() if spec.is_ragged else ("heads_q",)), "heads_per_kv", "len_q", "len_k"), ROWS]
     fields += [*([KEYS] if plan.heads_apart else []), *(varlen_fields() if spec.is_ragged else [])]
     layout = layout_of(spec, fields, lists=tiles is None)
@@ -128,8 +134,8 @@ def _keys(
         "keys_early": plan.loads_early(dq_apart),
         "places_anew": (plan.early_scores or spec.is_ragged) and not (plan.heads_apart or in_turns or spec.dropout),
         "finishes": finishes,
-        "divides": backward_works.divides(spec, plan, dq_apart),
-        "rotates": backward_works.rotates(spec, plan, dq_apart),
+        "divides": backward_scheduler.splits_tiles(spec, plan, dq_apart),
+        "rotates": backward_scheduler.rotates_start(spec, plan, dq_apart),
         "divides_columns": divides_tiles(spec, plan.tile_q, QUERY),
         "alike": uniform_text(spec),
         "gradient": gradient,
@@ -153,13 +159,14 @@ def _keys(
         ),
         "map_rows": MAP_ROWS,
     }
-    told = (spec, "BackwardKeysArguments", layout, plan.tile_q, "kTileK")
-    context |= varlen_context(*told, of_keys=True, moves_rows=False)
+    context |= varlen_context(
+        spec, "BackwardKeysArguments", layout, plan.tile_q, "kTileK", of_keys=True, moves_rows=False
+    )
     launch: dict[str, Any] = {"reads": "queries" if tiles is None else None}
-    launch |= backward_works.launch(spec, plan, rows, dq_apart)
+    launch |= backward_scheduler.launch_parameters(spec, plan, rows, dq_apart)
     launch["boxes"] = {name: box for name, box in _boxes(spec, plan).items() if name not in ("dk", "dv") or written}
     if plan.heads_apart:
-        launch["workspaces"] = _sums_of_query_heads(spec, plan)
+        launch["workspaces"] = _head_split_workspaces(spec, plan)
     widths = dict.fromkeys((plan.head_columns(spec), padded(spec.value_dim)))
     gradients = [] if dq_apart else [(plan.gradient_columns(spec), "true")]
     primitives = {
@@ -182,41 +189,47 @@ def _keys(
 
 
 def _mask_alone(spec: AttentionSpec, deterministic: bool) -> bool:
-    """Whether tiles that the mask cuts have tests of their own; the deterministic mode would spill registers."""
+    """Whether boundary tiles of the mask get a separate code path. In deterministic mode it would spill registers."""
     return is_masked(spec) and not deterministic
 
 
-def _gathered(gathers: Iterable[GatherText], exact: bool) -> list[Field]:
-    """Where gradients of captures are summed; `exact` sums are the same bits whatever their order."""
+def _gather_fields(gathers: Iterable[GatherText], exact: bool) -> list[Field]:
+    """Returns the accumulators of the gradients of captured arrays. `exact` sums do not depend on their order."""
     members = dict.fromkeys(gather.member for gather in gathers)
     return [Field("long long*" if exact else "float*", f"d_{member}") for member in members]
 
 
-def _sums_of_query_heads(spec: AttentionSpec, plan: HopperBackwardPlan) -> tuple[Workspace, ...]:
-    """What query heads that have blocks of their own add up dK and dV in."""
-    keys = keys_of(plan)
+def _head_split_workspaces(spec: AttentionSpec, plan: HopperBackwardPlan) -> tuple[Workspace, ...]:
+    """Returns the dK and dV accumulators of plans with one CTA per query head."""
+    keys = padded_keys(plan)
 
-    def sums(width: int) -> Any:
+    def shape(width: int) -> Any:
         return lambda sizes: (sizes.batch, sizes.heads_kv, keys(sizes), width)
 
-    return tuple(Workspace(f"d{of}_sums", sums(width), "float32", zeroed=True) for of, width in _widths(spec, plan))
+    return tuple(
+        Workspace(f"d{array}_sums", shape(width), "float32", zeroed=True) for array, width in _row_widths(spec, plan)
+    )
 
 
-def _widths(spec: AttentionSpec, plan: HopperPlans) -> tuple[tuple[Literal["k", "v"], int], ...]:
-    """Columns of a row of K and of V, as they are held."""
+def _row_widths(spec: AttentionSpec, plan: HopperPlans) -> tuple[tuple[Literal["k", "v"], int], ...]:
+    """Returns the padded columns of a row of K and of V in shared memory."""
     return ("k", plan.head_columns(spec)), ("v", padded(spec.value_dim))
 
 
 def _wide_keys(
     spec: AttentionSpec, target: Target, plan: HopperWidePlan, rows: Rows, deterministic: bool
 ) -> RenderedKernel:
-    """deterministic: gradients of captures are summed exactly; nothing else depends on the mode."""
+    """Returns the kernel of dK and dV for wide rows.
+
+    The mode `deterministic` makes sums of gradients of captured arrays exact. Nothing else depends on it.
+    """
     tiles, shared = query_range(spec.mask.expression), plan.shared_memory(spec)
     gradient = score_gradient(spec)
     gathers = gradient.gathers if gradient else ()
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dk", "dv")]
     heads = () if spec.is_ragged else ("heads_q",)
-    fields += [STATISTICS, *_gathered(gathers, deterministic), *numbers(*heads, "heads_per_kv", "len_q", "len_k"), ROWS]
+    fields += [STATISTICS, *_gather_fields(gathers, deterministic)]
+    fields += [*numbers(*heads, "heads_per_kv", "len_q", "len_k"), ROWS]
     fields += varlen_fields() if spec.is_ragged else []
     layout = layout_of(spec, fields, lists=tiles is None)
     context = {
@@ -242,8 +255,9 @@ def _wide_keys(
         ),
         "map_rows": MAP_ROWS,
     }
-    told = (spec, "BackwardKeysArguments", layout, plan.tile_q, "kTileK")
-    context |= varlen_context(*told, of_keys=True, moves_rows=False)
+    context |= varlen_context(
+        spec, "BackwardKeysArguments", layout, plan.tile_q, "kTileK", of_keys=True, moves_rows=False
+    )
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
     launch["grid"] = partial(tiles_of_keys, spec, plan.tile_k)
     launch["boxes"] = _boxes(spec, plan)
@@ -267,7 +281,12 @@ def _wide_keys(
 def _queries(
     spec: AttentionSpec, target: Target, plan: HopperQueriesPlan, rows: Rows, deterministic: bool, multiple: int
 ) -> RenderedKernel:
-    """deterministic: it is of that mode alone. multiple: of rows, as `rows_of` was told."""
+    """Returns the kernel that computes dQ.
+
+    Args:
+        deterministic: the kernel is used in the deterministic mode only.
+        multiple: the multiple of rows to which the row statistics are padded.
+    """
     tiles, shared = key_range(spec.mask.expression), plan.shared_memory(spec)
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dq")]
     fields += [STATISTICS, *numbers(*(() if spec.is_ragged else ("heads_q",)), "len_q", "len_k"), ROWS]
@@ -314,7 +333,10 @@ def _queries(
 
 
 def _boxes(spec: AttentionSpec, plan: HopperPlans) -> dict[str, tuple[int, ...]]:
-    """What one copy moves of q and d_o (queries of a step), k and v (keys of a block), dk and dv (rows of a warp)."""
+    """Returns the TMA boxes, as (columns, rows).
+
+    A box has the queries of an iteration for q and d_o, the keys of a CTA for k and v, a warp's rows for dk and dv.
+    """
     head, value = plan.head_panel(spec), panel_columns(spec.value_dim)
     rows = {
         "q": plan.tile_q,

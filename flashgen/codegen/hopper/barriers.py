@@ -1,4 +1,4 @@
-"""The mbarriers of Hopper's kernels, by kernel: what a completed phase of each means, and who arrives.
+"""The mbarriers of Hopper's kernels, by kernel: what a completed phase of each means, and which threads arrive.
 
 A `full` barrier completes when the bytes that the producer announced have landed; the producer alone arrives at it. An
 `empty` barrier completes when every consumer warp has released the buffer.
@@ -22,13 +22,13 @@ def _empty(name: str) -> Barrier:
 
 
 def _pipeline(comment: str, *names: str, stages: Extent, parity: str) -> BarrierGroup:
-    """The full and empty barriers of pipelines of the same depth."""
+    """Returns the full and empty barriers of pipelines with the same number of stages."""
     return BarrierGroup(comment, tuple(each for name in names for each in (_full(name), _empty(name))), stages, parity)
 
 
 @cache
 def forward_barriers(stages: Extent, paged: bool) -> tuple[BarrierGroup, ...]:
-    """Of the forward kernel. paged: keys and values are in pages."""
+    """Returns the barriers of the forward kernel. `paged`: the KV cache is paged."""
     queries = "Q of a tile has landed; every consumer warp has released it."
     tail = "The last tile of V, whose end is to be zeroed, has landed."
     staged = "A stage of K has landed, and every consumer warp has released it; the same of V."
@@ -51,7 +51,7 @@ def _scores(comment: str, stages: Extent, arrivals: str) -> BarrierGroup:
 
 @cache
 def key_barriers(stages: Extent, score_stages: Extent, dq_apart: bool) -> tuple[BarrierGroup, ...]:
-    """Of the persistent kernel whose blocks walk the queries of tiles of keys. dq_apart: another kernel makes dQ."""
+    """Returns the barriers of the persistent backward kernel. `dq_apart`: another kernel computes dQ."""
     scores = _scores("Every consumer warp has written its part of dS, and has read dS.", score_stages, _CONSUMER_WARPS)
     freed = "The previous tile of dQ has been added to global memory, so that its buffer is free."
     added = BarrierGroup(freed, (Barrier("gradients_empty", _ONE_THREAD),))
@@ -70,14 +70,14 @@ def key_barriers(stages: Extent, score_stages: Extent, dq_apart: bool) -> tuple[
 
 @cache
 def wide_key_barriers(stages: Extent, score_stages: Extent) -> tuple[BarrierGroup, ...]:
-    """Of the kernel of wide rows, one of whose warpgroups hands scores over to the other."""
-    handed = "The four warps of one warpgroup have written what they hand over; those of the other have read it."
-    return _queries_and_outputs(stages), _scores(handed, score_stages, "4")
+    """Returns the barriers of the kernel of wide rows, in which one warpgroup passes scores to the other."""
+    exchanged = "The four warps of one warpgroup have written what they hand over; those of the other have read it."
+    return _queries_and_outputs(stages), _scores(exchanged, score_stages, "4")
 
 
 @cache
 def query_barriers(key_stages: Extent, value_stages: Extent) -> tuple[BarrierGroup, ...]:
-    """Of the kernel whose blocks walk the keys of a tile of queries."""
+    """Returns the barriers of the kernel that computes dQ."""
     return (
         BarrierGroup("Q and dO have landed.", (_full("queries"),)),
         _pipeline("A stage of K has landed, and has been released.", "keys", stages=key_stages, parity="key_phase"),

@@ -1,4 +1,4 @@
-"""The plans that tuning of Hopper's backward may choose from."""
+"""The plans from which tuning of Hopper's backward may choose."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _WIDE_QUERIES = (32, 48, 64, 80, 96)
 
 
 def every_hopper_backward_plan(spec: AttentionSpec, target: Target) -> Iterator[HopperBackwardPlan | HopperWidePlan]:
-    """Of either kind, whether or not they fit; each with shared heads, with query heads apart, and in turns."""
+    """Yields plans of both kinds, including plans that do not fit.
+
+    Each plan of the first kind comes in three forms: plain, with one CTA per query head, and with dQ in a fixed order.
+    """
     for tile_q, stages, early_scores in product((64, 128), _STAGES, (True, False)):
         yield HopperBackwardPlan(tile_q, stages, early_scores)
         yield HopperBackwardPlan(tile_q, stages, early_scores, heads_apart=True)

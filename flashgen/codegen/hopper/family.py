@@ -16,7 +16,7 @@ from flashgen.codegen.hopper.head_split import is_split_faster
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.mixed import render_hopper_mixed
 from flashgen.codegen.hopper.mixed_plans import HopperMixedPlan, choose_hopper_mixed_plan
-from flashgen.codegen.hopper.pages import problem_of_cache
+from flashgen.codegen.hopper.pages import cache_problem
 from flashgen.codegen.hopper.plans import HopperPlan, every_hopper_plan
 from flashgen.codegen.hopper.smaller_tiles import smaller_option, smaller_plan, smaller_tiles
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan
@@ -78,14 +78,14 @@ class HopperForward(ForwardFamily):
         return (HopperMixedPlan if spec.is_ragged else HopperPlan, *_MMA_SYNC.plan_classes(spec))
 
     def default_plan(self, spec: AttentionSpec, target: Target) -> Plan:
-        if spec.of_cache and problem_of_cache(spec):
+        if spec.of_cache and cache_problem(spec):
             return _MMA_SYNC.default_plan(spec, target)
         if spec.of_cache and spec.is_ragged:
             return choose_hopper_mixed_plan(spec, target)
         return choose_hopper_plan(spec, target)
 
     def candidates(self, spec: AttentionSpec, target: Target) -> Iterator[Plan]:
-        if spec.of_cache and (problem_of_cache(spec) or spec.is_ragged):
+        if spec.of_cache and (cache_problem(spec) or spec.is_ragged):
             return _MMA_SYNC.candidates(spec, target)
         return every_hopper_plan(spec, target)
 

@@ -1,4 +1,4 @@
-"""Spec and plan -> the text of Hopper's forward kernel. The same bytes on every machine."""
+"""Renders the source of Hopper's forward kernel. The text is deterministic on every machine."""
 
 from __future__ import annotations
 
@@ -37,17 +37,15 @@ from flashgen.codegen.visited import visited_keys
 from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
 
-_WARPGROUP_ROWS, _WARP_ROWS, _LANE_ROWS = 64, 16, 8  # the last: from a row of a lane to its next
-
-
-_SECTION_BYTES = 32 * 2**20  # of K and V, which blocks that run side by side should find in the L2
+_WARPGROUP_ROWS, _WARP_ROWS, _LANE_ROWS = 64, 16, 8  # the last: distance of a lane's rows
+_SECTION_BYTES = 32 * 2**20  # of K and V, which concurrent CTAs should find in L2
 
 _METHOD = "a warpgroup loads; the others overlap products with softmax (Shah et al. 2024, algorithm 2)"
 _GRID = "one block per multiprocessor; each takes tiles of queries until none is left"
 
 
 def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> ArgumentLayout:
-    """The argument struct: maps of the arrays first. packed: tiles are of packs of heads."""
+    """Returns the argument struct, which begins with the tensor maps. `packed`: a tile has rows of several heads."""
     heads = "packs" if packed else "heads"
     fields = [Field("TensorMap", f"{name}_map") for name in "qkvo"]
     fields.append(Field("float*", "lse", comment="(batch, heads_q, len_q), or null"))
@@ -64,7 +62,7 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
         for name in "kv"
         if _joined(spec, name) > 1
     ]
-    if not (ragged and spec.page_size):  # where the device counts those of prompts
+    if not (ragged and spec.page_size):  # there the device counts the prompts' tiles
         what = "slots of queries" if ragged else "of queries"
         fields.append(Field("int", "tiles", comment=f"{what}, of all heads and batches"))
         fields.append(Field("int", "tiles_q", comment=f"of each {heads[:-1]}"))
@@ -76,20 +74,24 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
 
 
 def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None = None) -> tuple[RenderedKernel, ...]:
-    """The forward kernel of a spec on Hopper; UnsupportedError where the target or the plan cannot do it."""
+    """Returns the forward kernel of a spec on Hopper.
+
+    Raises:
+        UnsupportedError: the target or the plan does not support the spec.
+    """
     check_spec(spec, target)
     plan = plan or choose_hopper_plan(spec, target)
     plan.check(spec, target)
     tiles, packed = visited_keys(spec), plan.packed_heads > 1
     layout, longest_first = hopper_layout(spec, tiles is None, packed), longest_last(tiles)
-    ends = _ends_of_tiles(longest_first)
+    bounds = _tile_bounds(longest_first)
     producer_registers, consumer_registers = plan.warpgroup_registers(spec)
     mixed = spec.is_ragged and spec.page_size is not None
     cost = prefill_cost(spec) if mixed else forward_cost(spec)
-    told: dict[str, Any] = {"title": "attention forward of mixed batches, prompts", "cost": cost} if mixed else {}
-    told["options"] = smaller_option(plan, spec, target)
-    context = forward_context(spec, target, plan, layout, "scores[n]", _names(plan), ends) | {
-        "header": header(spec, target, plan, _GRID, _METHOD, **told),
+    details: dict[str, Any] = {"title": "attention forward of mixed batches, prompts", "cost": cost} if mixed else {}
+    details["options"] = smaller_option(plan, spec, target)
+    context = forward_context(spec, target, plan, layout, "scores[n]", _device_names(plan), bounds) | {
+        "header": header(spec, target, plan, _GRID, _METHOD, **details),
         "own_tiles": key_range(spec.mask.expression) is not None and spec.mask.expression != sympy.true,
         "head_panel": panel_columns(spec.head_dim),
         "value_panel": panel_columns(spec.value_dim),
@@ -98,7 +100,7 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         "consumer_registers": consumer_registers,
         "output_apart": plan.output_apart(spec),
         "packed": packed,
-        "alike": _alike(spec, plan),
+        "alike": _uniformity_test(spec, plan),
         "map_rows": MAP_ROWS,
         "suffix": suffix_of(spec),
         "page_size": spec.page_size,
@@ -120,12 +122,15 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         values=partial(_values, spec, plan, longest_first),
         counts=lambda sizes: sizes.multiprocessors < _tiles(spec, plan, sizes),
     )
-    name = kernel.name + told["options"].replace(" --", "-") + (f"-packed{plan.packed_heads}" if packed else "")
+    name = kernel.name + details["options"].replace(" --", "-") + (f"-packed{plan.packed_heads}" if packed else "")
     return (replace(kernel, name=name, cost=cost),)
 
 
-def _packs(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Any:
-    """Query heads, or packs of them, of all batches; of a ragged batch those of its slots."""
+def _head_groups(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Any:
+    """Returns the number of query heads, or packs of heads, of all sequences.
+
+    In a varlen batch it is the number of one sequence, as the tiles of a head cover all sequences.
+    """
     if spec.is_ragged:
         return sizes.heads_q
     return sizes.batch * (sizes.heads_q // plan.packed_heads) if plan.packed_heads > 1 else sizes.batch * sizes.heads_q
@@ -137,23 +142,23 @@ def _grid(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Grid:
 
 
 def _tiles(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Any:
-    """Tiles of queries; of a mixed batch as many as prompts may have, none where no sequence may be one."""
+    """Returns the number of tiles of queries; in a mixed batch the maximum for prompts, 0 if none can be a prompt."""
     if spec.is_ragged and spec.page_size:
-        return minimum(sizes.len_q // PROMPT_QUERIES, 1) * (sizes.total_q // PROMPT_QUERIES) * sizes.heads_q
-    return _packs(spec, plan, sizes) * _tiles_of_head(spec, plan, sizes)
+        return least(sizes.len_q // PROMPT_QUERIES, 1) * (sizes.total_q // PROMPT_QUERIES) * sizes.heads_q
+    return _head_groups(spec, plan, sizes) * _tiles_per_head(spec, plan, sizes)
 
 
-def _tiles_of_head(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Any:
+def _tiles_per_head(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Any:
     return slots(sizes.total_q, sizes, plan.tile_q) if spec.is_ragged else ceil_div(sizes.len_q, plan.tile_q)
 
 
 def _values(spec: AttentionSpec, plan: HopperPlan, longest_first: bool, sizes: Sizes) -> dict[str, Any]:
-    """What the struct holds beside the sizes themselves."""
-    packed, heads = plan.packed_heads, _packs(spec, plan, sizes)
+    """Returns the values of struct members that are computed from the sizes."""
+    packed, heads = plan.packed_heads, _head_groups(spec, plan, sizes)
     per_kv = sizes.heads_per_kv // packed if packed > 1 else sizes.heads_per_kv
     return {
         "tiles": _tiles(spec, plan, sizes),
-        "tiles_q": _tiles_of_head(spec, plan, sizes),
+        "tiles_q": _tiles_per_head(spec, plan, sizes),
         "heads": heads,
         "section": _section(spec, sizes, heads, per_kv) if longest_first else 1,
         "kv_reciprocal": reciprocal(maximum(per_kv, 1)),
@@ -161,9 +166,9 @@ def _values(spec: AttentionSpec, plan: HopperPlan, longest_first: bool, sizes: S
 
 
 def _section(spec: AttentionSpec, sizes: Sizes, heads: Any, per_kv: Any) -> Any:
-    """Query heads, or packs, whose longest tiles run first together: as many as share the L2 with K and V of theirs.
+    """Returns the number of heads, or packs, whose tiles are interleaved, longest first.
 
-    Where all tiles are alike a head's tiles run after another's.
+    It is the number whose K and V fit in L2 together. If all tiles have equal lengths, heads are not interleaved.
     """
     head_bytes = ELEMENT_BYTES * (spec.head_dim + spec.value_dim) * maximum(sizes.len_k, 1)
     fitting = maximum(_SECTION_BYTES // head_bytes, 1) * per_kv
@@ -171,7 +176,7 @@ def _section(spec: AttentionSpec, sizes: Sizes, heads: Any, per_kv: Any) -> Any:
 
 
 def _boxes(spec: AttentionSpec, plan: HopperPlan) -> dict[str, tuple[int, ...]]:
-    """What one copy moves of q (rows of a warpgroup), k, v (keys of a step) and o (rows of a warp)."""
+    """Returns the TMA boxes: the rows of a warpgroup for q, the keys of a copy for k and v, a warp's rows for o."""
     head, value = panel_columns(spec.head_dim), panel_columns(spec.value_dim)
     keys = box_keys(spec, plan.tile_k)
     rows = {"q": _box_rows(_WARPGROUP_ROWS, plan), "k": (keys,), "v": (keys,)}
@@ -183,31 +188,31 @@ def _boxes(spec: AttentionSpec, plan: HopperPlan) -> dict[str, tuple[int, ...]]:
 
 
 def _joined(spec: AttentionSpec, name: str) -> int:
-    """Panels of k or v that one copy brings."""
+    """Returns the number of panels of k or v that one copy loads."""
     width = spec.head_dim if name == "k" else spec.value_dim
     return panels_joined(spec, width, panel_columns(width))
 
 
 def _box_rows(rows: int, plan: HopperPlan) -> tuple[int, ...]:
-    """So many rows of a tile as a box has them: queries, or heads and queries."""
+    """Returns the shape of a box with `rows` rows of a tile: (queries,), or (heads, queries) if heads are packed."""
     heads = min(plan.packed_heads, rows)
     return (rows,) if plan.packed_heads == 1 else (heads, rows // heads)
 
 
-def _alike(spec: AttentionSpec, plan: HopperPlan) -> FunctionText | None:
-    """When a lane's scores read the same elements of captured arrays, where that is one question for all of them."""
-    alike = uniform_text(spec)
-    return None if alike and HEAD in alike.used and plan.packed_heads > _LANE_ROWS else alike
+def _uniformity_test(spec: AttentionSpec, plan: HopperPlan) -> FunctionText | None:
+    """Returns the test whether all scores of a lane read the same array elements; None if it differs between rows."""
+    test = uniform_text(spec)
+    return None if test and HEAD in test.used and plan.packed_heads > _LANE_ROWS else test
 
 
-def _names(plan: HopperPlan) -> Names:
-    """What a score function is called with: of packed heads, the one of each row."""
-    if plan.packed_heads <= _LANE_ROWS:  # a lane's rows, 8 apart, are of one head
+def _device_names(plan: HopperPlan) -> Names:
+    """Returns the emitted arguments of a score function. With packed heads the head may depend on the row."""
+    if plan.packed_heads <= _LANE_ROWS:  # both rows of a lane, 8 apart, belong to one head
         return DEVICE_NAMES
     return {**DEVICE_NAMES, HEAD: "position.head + n / 2 % 2 * 8"}
 
 
-def _ends_of_tiles(longest_first: bool) -> dict[sympy.Symbol, str]:
-    """The ends of the queries that work is of: those of a block, or of a warpgroup. A first tile may begin before 0."""
+def _tile_bounds(longest_first: bool) -> dict[sympy.Symbol, str]:
+    """Returns the emitted bounds of a tile's queries. The first tile may begin before query 0."""
     ends = ENDS_OF_TILES | {Q_LAST: "const int q_last = min(work.first_query + work.queries, arguments.len_q) - 1;"}
     return ends | ({Q_FIRST: "const int q_first = max(work.first_query, 0);"} if longest_first else {})

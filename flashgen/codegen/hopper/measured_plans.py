@@ -1,4 +1,4 @@
-"""Hopper's default plans: the fastest of those measured on an H200, by head dim and by what a variant asks for."""
+"""Default plans of Hopper's forward kernel: the fastest measured on an H200, by head dim and kind of variant."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from flashgen.language.spec import AttentionSpec
 Kind = Literal[
     "full", "ranges", "scores", "lists", "costly", "dropout", "tables", "clipped", "ids", "batched", "arrays"
 ]
-"""What a variant has beside scores, probabilities and output, from few registers to many: nothing; a mask of few
-operations; a score function of few; a mask whose tiles are listed; many operations; dropout; an array that a score
-reads by q - k, also one of which most tiles read one element; one that a mask reads, of one axis or of more; arrays
-read anew for each score, or by blocks."""
+"""What needs registers beside scores, probabilities and output, from few to many:
+
+full: nothing. ranges: a mask of few operations. scores: a score function of few operations. lists: a mask with tile
+lists. costly: many operations. dropout: dropout. tables: an array that a score function reads by q - k. clipped: one of
+which most tiles read one element. ids, batched: an array of one axis or of more that a mask reads. arrays: arrays that
+are read for each score, or by blocks.
+"""
 
 _Plan, _Turn = HopperPlan, partial(HopperPlan, takes_turns=True)
 
-# By the wider of the padded dims, up to which a column holds. Of 16384 tokens, bfloat16, in turn with each other; none
-# of them spills, but for 56 bytes of a clipped bias under a causal mask at 64, where (3, 96), without, is 3% slower.
+# Each column is for padded dims (the wider of both) up to its width. Measured alternately with 16384 tokens in
+# bfloat16. None spills, except 56 bytes for a clipped bias under a causal mask at 64; (3, 96) without spills is 3%
+# slower there.
 _WIDTHS = (64, 128, 192, 256)
 # fmt: off
 _MEASURED: dict[Kind, tuple[HopperPlan, ...]] = {
@@ -39,23 +43,23 @@ _MEASURED: dict[Kind, tuple[HopperPlan, ...]] = {
     "batched": (_Turn(2, 128), _Turn(2, 96),  _Plan(2, 64),  _Plan(2, 32)),
     "arrays":  (_Turn(2, 64),  _Plan(2, 64),  _Plan(2, 64),  _Plan(2, 32)),
 }
-# Over pages, where a tile is copies of as many keys as divide it and a page: a tile of 80 keys over pages of 64 is
-# copies of 16. Measured at 64 and 128 columns.
-_OVER_PAGES: dict[Kind, tuple[HopperPlan, ...]] = {
+# With pages, a copy has as many keys as divide both the tile and a page: a tile of 80 keys over pages of 64 is loaded
+# by copies of 16. Measured at 64 and 128 columns.
+_WITH_PAGES: dict[Kind, tuple[HopperPlan, ...]] = {
     "full":    (_Plan(3, 128), _Turn(2, 128), _Plan(2, 64),  _Turn(2, 64)),
     "ranges":  (_Plan(3, 128), _Plan(2, 128), _Plan(2, 64),  _Turn(2, 64)),
     "scores":  (_Plan(3, 128), _Plan(2, 128), _Plan(2, 64),  _Turn(2, 64)),
 }
-# Of pages that are copies of 16 keys anyway: three warpgroups, of fewer keys, leave the warp that loads the registers
-# to start five copies together. On an H100 four prompts of 2048 over 8192 keys take 0.92 of the time of (2, 128), 16 of
-# 512 over 2048 0.94, one of 2048 1.01, one of 512, which has too few tiles for the card then, 1.27; over pages of 64 it
-# is 0.97, 1.01, 1.06, 1.35.
-_OVER_SMALL_PAGES = _OVER_PAGES | {"ranges": (_Plan(3, 128), _Plan(3, 80), _Plan(2, 64), _Turn(2, 64))}
+# With small pages copies have at most 16 keys anyway. Three warpgroups with fewer keys leave the producer warp enough
+# registers to start five copies together. Times on an H100 relative to (2, 128): 0.92 for four prompts of 2048 over
+# 8192 keys, 0.94 for 16 of 512 over 2048, 1.01 for one of 2048, 1.27 for one of 512, which has too few tiles for the
+# GPU. With pages of 64 they are 0.97, 1.01, 1.06 and 1.35.
+_WITH_SMALL_PAGES = _WITH_PAGES | {"ranges": (_Plan(3, 128), _Plan(3, 80), _Plan(2, 64), _Turn(2, 64))}
 # fmt: on
 
 
 def kind_of(demand: Demand) -> Kind:
-    """The kind of a variant, by what costs it the most registers."""
+    """Returns the kind of a variant, by what needs the most registers."""
     if demand.weight == Weight.HEAVY:
         return "arrays"
     if demand.weight == Weight.LOADING and demand.mask_axes:
@@ -72,11 +76,11 @@ def kind_of(demand: Demand) -> Kind:
 
 
 def choose_hopper_plan(spec: AttentionSpec, target: Target) -> HopperPlan:
-    """The default plan of a spec."""
+    """Returns the default plan of a spec."""
     widest = max(padded(spec.value_dim), padded(spec.head_dim))
     column = next(number for number, width in enumerate(_WIDTHS) if widest <= width)
     kind = kind_of(demand_of(spec))
     if kind == "tables" and not spec.page_size and is_clipped(spec):
         kind = "clipped"
-    over_pages = _OVER_SMALL_PAGES if has_small_pages(spec) else _OVER_PAGES if spec.page_size else {}
+    over_pages = _WITH_SMALL_PAGES if has_small_pages(spec) else _WITH_PAGES if spec.page_size else {}
     return over_pages.get(kind, _MEASURED[kind])[column]

@@ -1,7 +1,7 @@
-"""Spec and plan -> the two kernels of ragged batches over pages on Hopper: prompts, and sequences of few queries.
+"""Renders the two kernels of varlen batches over a paged KV cache on Hopper: prefill, and sequences of few queries.
 
-Both read the lengths on the device and say by the same rule whose a sequence is, so that launches follow from tokens
-and sequences alone. They count by the same counters, of which each leaves 0: one is launched behind the other.
+Both read the lengths on the device and apply the same rule for which of them processes a sequence, so launches follow
+from the numbers of tokens and sequences alone. They run one after the other and share counters, which each leaves at 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from flashgen.language.spec import AttentionSpec
 def render_hopper_mixed(
     spec: AttentionSpec, target: Target, plan: HopperMixedPlan | None = None
 ) -> tuple[RenderedKernel, ...]:
-    """The kernels of a ragged spec over pages; UnsupportedError where the target or the plan cannot do it."""
+    """Returns the kernels of a varlen spec with a paged KV cache.
+
+    Raises:
+        UnsupportedError: the target or the plan does not support the spec.
+    """
     plan = plan or choose_hopper_mixed_plan(spec, target)
     plan.check(spec, target)
     (prompts,) = render_hopper(spec, target, plan.prompt)

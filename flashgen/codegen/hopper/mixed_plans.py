@@ -1,7 +1,7 @@
-"""How Hopper divides a ragged batch over pages: prompts by its own forward, few queries by parts of their keys.
+"""Plans of Hopper's two kernels for mixed prefill and decode: varlen batches over a paged KV cache.
 
-Two kernels, one after the other. Tiles of prompts are as large as wgmma wants them, and a block of them takes all of a
-multiprocessor; sequences of few queries are bound by memory, and mma.sync's kernel reads as fast as there is.
+The kernels run one after the other. Prefill uses Hopper's forward kernel, with tiles as large as wgmma needs them and
+one CTA per SM. Sequences of few queries are limited by memory bandwidth, which the mma.sync kernel saturates.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from flashgen.language.spec import AttentionSpec
 
 @dataclass(frozen=True)
 class HopperMixedPlan(Checked):
-    """The plan of the two kernels of a mixed batch; what a plan says of itself is said of the first.
+    """The plan of the two kernels of a mixed batch. Its properties are those of the first kernel.
 
     Attributes:
-        prompt: of sequences of 64 queries or more.
-        few: of blocks that share the keys of all others, a scheduled plan.
+        prompt: the plan for sequences of 64 queries or more.
+        few: the plan for all other sequences, with stream-K work units. It must be scheduled.
     """
 
     prompt: HopperPlan
@@ -39,7 +39,7 @@ class HopperMixedPlan(Checked):
 
     @property
     def of_few(self) -> MixedPlan:
-        """The second kernel's plan."""
+        """The plan of the second kernel."""
         return MixedPlan(self.few, prompts_beside=PROMPT_QUERIES)
 
     @property
@@ -75,15 +75,15 @@ class HopperMixedPlan(Checked):
         return self.prompt.shared_memory(spec)
 
     def summary(self, spec: AttentionSpec) -> str:
-        """One line for the first kernel's header."""
+        """Returns the line that the first kernel's header has about the plan."""
         return f"prompts of {PROMPT_QUERIES} queries or more: {self.prompt.summary(spec)}"
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
-        """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
+        """Returns why the plan is inconsistent or does not fit the spec or the target; None if it is valid."""
         return self.prompt.problem(spec, target) or self.of_few.problem(spec, target)
 
 
 @lru_cache(maxsize=256)
 def choose_hopper_mixed_plan(spec: AttentionSpec, target: Target) -> HopperMixedPlan:
-    """The default plan: those that prompts alone, and decode steps alone, have over pages."""
+    """Returns the default plan: the default plans for prefill alone and for decode alone with a paged KV cache."""
     return HopperMixedPlan(choose_hopper_plan(spec, target), choose_decode_plan(spec, target, FEW_ROWS, True))

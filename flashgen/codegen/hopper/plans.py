@@ -1,4 +1,4 @@
-"""How Hopper's forward kernel divides its work: tiles, stages, warpgroups, registers. Follows from the spec alone."""
+"""Plans of Hopper's forward kernel: tiles, stages, warpgroups and registers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from flashgen.codegen.demand import demand_of
 from flashgen.codegen.hopper.barriers import forward_barriers
-from flashgen.codegen.hopper.pages import problem_of_cache
+from flashgen.codegen.hopper.pages import cache_problem
 from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.shared_memory import BYTE, INT, UINT4, Buffer, Extent, SharedMemoryLayout, literal, mbarriers
 from flashgen.codegen.targets import TARGETS, Target
@@ -20,36 +20,36 @@ from flashgen.language.spec import AttentionSpec
 WARPGROUP = 128
 _ROWS = 64  # of a wgmma
 _DEPTH = 16
-_MOST_COLUMNS = 256  # of a wgmma, and rows of a TMA box
-_INDEX_BYTES = 8  # of the number of a tile, which the producer tells the consumers
-_WORK_BYTES = 64  # of the tile itself, which it tells them of a ragged batch
-_TARGET = TARGETS["sm_90a"]  # for which this family and its table of measured plans were made
-_MOST_SHARED = _TARGET.shared_per_block
-_SWIZZLE_BYTES = 1024  # after which the widest swizzle of TMA repeats
+_MAX_COLUMNS = 256  # of a wgmma, and rows of a TMA box
+_INDEX_BYTES = 8  # of the number of a tile, which the producer passes to the consumers
+_WORK_BYTES = 64  # of the coordinates of a tile, which the producer passes to the consumers in varlen batches
+_TARGET = TARGETS["sm_90a"]  # the target of this family and of its measured plans
+_MAX_SHARED = _TARGET.shared_per_block
+_SWIZZLE_BYTES = 1024  # period of TMA's widest swizzle
 
-_DRAWN_BLOCKS = 32  # of keys, for which a warp's lanes prepare dropout's random numbers, one each
-_MOST_DRAWN = 2  # times as many blocks are drawn at once
+_DRAWN_BLOCKS = 32  # blocks of keys for which a warp prepares random numbers for dropout, one per lane
+_MAX_DRAWN = 2  # maximum number of times this is done at once
 
-_WIDE = 192  # columns, beyond which registers are short
-_LEAST_LISTED = 256  # scores of a tile, that a warp looks at before it votes
+_WIDE = 192  # columns beyond which registers are scarce
+_MIN_LISTED = 256  # scores of a tile that a warp reads before it votes
 
 PROMPT_QUERIES = _ROWS
-"""Of a sequence of a mixed batch from which on it is a prompt: the rows of a warpgroup."""
-PACKS = (1, 2, 4, 8, 16, 32, 64)  # heads whose rows fill those of a wgmma without a rest
+"""The minimum number of queries of a prompt in a mixed batch: the rows of a warpgroup."""
+PACKS = (1, 2, 4, 8, 16, 32, 64)  # numbers of packed heads; they divide the rows of a wgmma
 
-# Registers beside scores, probabilities and output, by weight: addresses, row states, what scores and masks are made
-# with. Of the kernels that compile without spills the one with the most of the latter tells them.
-_BESIDE = (30, 32, 40, 64, 56, 64, 96)
-# Registers a thread of the warpgroup that loads keeps, and one of those that compute gets, by how many compute.
+# Registers beside scores, probabilities and output, by weight: addresses, row states, and temporaries of scores and
+# masks. Each number comes from the kernel with the most temporaries among those that compile without spills.
+_OTHER_REGISTERS = (30, 32, 40, 64, 56, 64, 96)
+# Registers of a thread of the producer warpgroup and of a consumer warpgroup, by the number of consumers.
 _REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
-# Over pages a whole warp loads, whose lanes look up pages: where those that compute can spare registers, it has more of
-# them, to start more copies together. `registers` estimates: kernels up to this many do not spill with 152.
-_REGISTERS_OVER_PAGES = _REGISTERS | {2: (40, 232)}
+# With pages all lanes of the producer warp look up pages. If consumers can spare registers, the producer gets more of
+# them and starts more copies together. Kernels with an estimate (`registers`) of up to _LIGHT do not spill with 152.
+_REGISTERS_WITH_PAGES = _REGISTERS | {2: (40, 232)}
 _REGISTERS_TO_SPARE, _LIGHT = (56, 152), 156
 
 
 def panel_columns(width: int) -> int:
-    """Columns of a panel, the widest TMA swizzles (128, 64 or 32 bytes) that divides a padded width."""
+    """Returns the columns of a panel: the widest TMA swizzle (128, 64 or 32 bytes) that divides a padded width."""
     return next(columns for columns in (64, 32, 16) if padded(width) % columns == 0)
 
 
@@ -58,12 +58,13 @@ class HopperPlan(Checked):
     """The plan of Hopper's forward kernel.
 
     Attributes:
-        consumers: warpgroups that compute, 64 rows each; one more loads.
-        tile_k: keys of a step.
-        stages: tiles of K, and of V, that shared memory holds at once.
-        takes_turns: warpgroups take turns in starting their products, so that one's softmax meets another's.
-        packed_heads: query heads of one head of K and V that are rows of a tile, head fastest: row r is query
-            r / packed_heads of head r % packed_heads. A power of 2 up to 64; 1 is a head by itself.
+        consumers: consumer warpgroups, 64 rows each. There is one producer warpgroup beside them.
+        tile_k: keys of a tile.
+        stages: stages of the pipelines of K and of V in shared memory.
+        takes_turns: consumer warpgroups start their products in turn (ping-pong scheduling), so that the softmax of one
+            overlaps the products of another.
+        packed_heads: query heads of one KV head that share a tile, head fastest: row r is query r / packed_heads of
+            head r % packed_heads. A power of 2 up to 64; 1 if heads are not packed.
     """
 
     consumers: int
@@ -71,31 +72,31 @@ class HopperPlan(Checked):
     stages: int = 2
     takes_turns: bool = False
     packed_heads: int = 1
-    blocks: ClassVar[int] = 1  # its registers leave room for no other
+    blocks: ClassVar[int] = 1  # per SM; registers limit it
 
     @property
     def rows(self) -> int:
-        """Rows of a block: of each of its queries as many as heads are packed."""
+        """The rows of a CTA: one for each of its queries and packed heads."""
         return self.consumers * _ROWS
 
     @property
     def tile_q(self) -> int:
-        """Queries of a block."""
+        """The queries of a CTA."""
         return self.rows // self.packed_heads
 
     def show_options(self, spec: AttentionSpec) -> str:
         return f"--packed-heads {self.packed_heads}" if self.packed_heads > 1 else ""
 
     def packing(self, heads: int, spec: AttentionSpec) -> HopperPlan:
-        """The plan with so many heads packed.
+        """Returns the plan with `heads` packed heads.
 
-        What a score function reads by head, lanes then read each for itself. Beside the widest rows that leaves
-        registers for fewer keys, and for fewer still where it is read anew for each score.
+        Each lane then reads separately what a score function reads by head. With the widest rows this leaves registers
+        for fewer keys, and for fewer still if an element is read for each score.
         """
-        demand, most = demand_of(spec), self.tile_k
+        demand, limit = demand_of(spec), self.tile_k
         if heads > 1 and demand.reads_by_head and max(padded(spec.head_dim), padded(spec.value_dim)) > _WIDE:
-            most = 32 if demand.reads_by_head_and_position else 64
-        return replace(self, packed_heads=heads, tile_k=min(self.tile_k, most))
+            limit = 32 if demand.reads_by_head_and_position else 64
+        return replace(self, packed_heads=heads, tile_k=min(self.tile_k, limit))
 
     @property
     def threads(self) -> int:
@@ -103,30 +104,30 @@ class HopperPlan(Checked):
 
     @property
     def warps(self) -> int:
-        """Warps that compute."""
+        """The number of consumer warps."""
         return self.consumers * 4
 
     def warpgroup_registers(self, spec: AttentionSpec) -> tuple[int, int]:
-        """Registers that a thread of the warpgroup that loads keeps, and that one of those that compute gets."""
+        """Returns the registers of a thread of the producer warpgroup and of a consumer warpgroup (setmaxnreg)."""
         if spec.page_size and self.consumers == 3 and self.registers(spec) <= _LIGHT:
             return _REGISTERS_TO_SPARE
-        return (_REGISTERS_OVER_PAGES if spec.page_size else _REGISTERS)[self.consumers]
+        return (_REGISTERS_WITH_PAGES if spec.page_size else _REGISTERS)[self.consumers]
 
     @property
     def register_budget(self) -> int:
         return _REGISTERS[self.consumers][1]
 
     def registers(self, spec: AttentionSpec) -> int:
-        """The float32 scores and output of a warp's rows over 32 lanes, and what the variant needs.
+        """Estimates the registers of a consumer thread: its float32 scores and output, and what the variant needs.
 
-        The 16-bit probabilities of one step stand beside the scores of the next.
+        The 16-bit probabilities of one iteration are live together with the scores of the next.
         """
         rows = self.rows // self.warps
         scores, output = rows * self.tile_k // WARP, rows * padded(spec.value_dim) // WARP
-        return scores + scores // 2 + output + _BESIDE[demand_of(spec).weight]
+        return scores + scores // 2 + output + _OTHER_REGISTERS[demand_of(spec).weight]
 
     def matrix_cycles(self, spec: AttentionSpec) -> float:
-        """By the rate of the tensor cores."""
+        """Estimates the cycles of a tile's products by the rate of the tensor cores."""
         width = padded(spec.head_dim) + padded(spec.value_dim)
         return self.tile_q * self.tile_k * width / _TARGET.multiply_adds_per_cycle
 
@@ -134,7 +135,7 @@ class HopperPlan(Checked):
         return 0.5 if self.consumers == 1 else 0.1 if self.takes_turns else 0.12
 
     def summary(self, spec: AttentionSpec) -> str:
-        """One line for the kernel's header."""
+        """Returns the line that the kernel's header has about the plan."""
         turns = " that take turns" if self.takes_turns else ""
         heads = f" of {self.packed_heads} heads" if self.packed_heads > 1 else ""
         drawn = f", dropout drawn for {self.drawn_steps(spec)} steps at once" if spec.dropout else ""
@@ -145,25 +146,29 @@ class HopperPlan(Checked):
         )
 
     def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
-        """By warpgroup Q and O; the stages of K and of V; mbarriers; the tile's number; what dropout draws ahead."""
+        """Returns the layout.
+
+        It has Q and O of each consumer warpgroup, the stages of K and of V, the mbarriers, the number of the tile, and
+        the random numbers that dropout draws ahead.
+        """
         return self._shared_memory(spec, self.output_apart(spec), self.drawn_steps(spec))
 
     def output_apart(self, spec: AttentionSpec) -> bool:
-        """Whether O has room of its own, so that the next tile's Q can be loaded early; else it overlays Q."""
-        return self._shared_memory(spec, True, self._prepared_steps).total_bytes <= _MOST_SHARED
+        """Whether O has memory of its own, so that Q of the next tile can be loaded early. Otherwise it overlays Q."""
+        return self._shared_memory(spec, True, self._prepared_steps).total_bytes <= _MAX_SHARED
 
     @property
     def _prepared_steps(self) -> int:
-        """The steps that the blocks of keys which a warp prepares at once make."""
+        """The iterations for which a warp prepares the random numbers of dropout at once."""
         return _DRAWN_BLOCKS // max(1, self.tile_k // DROPOUT_COLUMNS)
 
     def drawn_steps(self, spec: AttentionSpec) -> int:
-        """Steps whose dropout is drawn at once: as many as there is room for, until more would gain little."""
+        """Returns the iterations for which dropout is drawn at once: as many as fit, up to a limit of little gain."""
         if not spec.dropout:
             return 0
-        apart, most = self.output_apart(spec), _MOST_DRAWN * self._prepared_steps
-        for steps in range(most, 0, -self._prepared_steps):
-            if self._shared_memory(spec, apart, steps).total_bytes <= _MOST_SHARED:
+        apart, limit = self.output_apart(spec), _MAX_DRAWN * self._prepared_steps
+        for steps in range(limit, 0, -self._prepared_steps):
+            if self._shared_memory(spec, apart, steps).total_bytes <= _MAX_SHARED:
                 return steps
         return self._prepared_steps
 
@@ -187,7 +192,7 @@ class HopperPlan(Checked):
         )
 
     def _drawing(self, drawn_steps: int) -> tuple[Buffer, Buffer]:
-        """Random words of blocks of keys, by warp; and a bit for each score of some steps, in words of a thread."""
+        """Returns the buffers of dropout: random words of each warp, and each thread's bits of dropped scores."""
         warps, threads = Extent("kConsumers * 4", self.warps), Extent("kConsumers * 128", self.consumers * WARPGROUP)
         words, steps = -(-self.tile_k // (2 * DROPOUT_COLUMNS)), Extent("kDrawnSteps", drawn_steps)
         prepared = Buffer(
@@ -196,31 +201,31 @@ class HopperPlan(Checked):
         return prepared, Buffer("Drawn", "dropped scores", (steps, threads, literal(words)), INT)
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
-        """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
+        """Returns why the plan is inconsistent or does not fit the spec or the target; None if it is valid."""
         if target.family != "hopper":
             return f"it is a plan of the family hopper, and {target.name} is of {target.family}"
         if self.consumers not in _REGISTERS or (self.takes_turns and self.consumers < 2):
             return f"consumers={self.consumers} must be 1, 2 or 3, and not 1 for taking turns"
-        if not _DEPTH <= self.tile_k <= _MOST_COLUMNS or self.tile_k % (DROPOUT_COLUMNS if spec.dropout else _DEPTH):
-            return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout, up to {_MOST_COLUMNS}"
+        if not _DEPTH <= self.tile_k <= _MAX_COLUMNS or self.tile_k % (DROPOUT_COLUMNS if spec.dropout else _DEPTH):
+            return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout, up to {_MAX_COLUMNS}"
         if spec.is_ragged and self.packed_heads != 1:
             return f"packed_heads={self.packed_heads} must be 1 with layout='thd'"
-        if why := problem_of_cache(spec):
+        if why := cache_problem(spec):
             return why
         if self.stages < 1:
             return f"stages={self.stages} must be positive"
-        if self.packed_heads != 1 and (why := self._problem_of_packing(spec)):
+        if self.packed_heads != 1 and (why := self._packing_problem(spec)):
             return f"packed_heads={self.packed_heads} {why}"
         return shared_memory_problem(self.shared_bytes(spec), target, "take fewer keys or stages")
 
-    def _problem_of_packing(self, spec: AttentionSpec) -> str | None:
+    def _packing_problem(self, spec: AttentionSpec) -> str | None:
         if self.packed_heads not in PACKS:
             return f"must be a power of 2 from 1 to {PACKS[-1]}"
         if spec.dropout:
             return "must be 1, as dropout is drawn for rows of one head"
         if spec.mask.expression.has(HEAD):
             return f"must be 1, as {spec.mask.name} differs between heads"
-        if self.tile_q * self.tile_k % _LEAST_LISTED and demand_of(spec).listed:
+        if self.tile_q * self.tile_k % _MIN_LISTED and demand_of(spec).listed:
             return (
                 f"leaves tiles of {self.tile_q} x {self.tile_k}, too small to be listed: pack fewer, or take more keys"
             )
@@ -228,7 +233,7 @@ class HopperPlan(Checked):
 
 
 def every_hopper_plan(spec: AttentionSpec, target: Target) -> Iterator[HopperPlan]:
-    """The plans that tuning may choose from, whether or not they fit."""
+    """Yields the plans that tuning may choose from, including plans that do not fit."""
     for consumers, tile_k, stages in product((1, 2, 3), range(32, 257, 16), (1, 2, 3)):
         for takes_turns in (False, True) if consumers > 1 else (False,):
             yield HopperPlan(consumers, tile_k, stages=stages, takes_turns=takes_turns)

@@ -1,4 +1,4 @@
-"""How Hopper's backward kernel that walks keys divides its work. A plan is chosen by spec, never by lengths."""
+"""Plans of Hopper's backward kernel that computes dQ. A plan depends on the spec, never on lengths."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from flashgen.codegen.tiling import DROPOUT_COLUMNS, head_extent, padded, value_
 from flashgen.language.spec import AttentionSpec
 
 _ROWS = 64  # of a wgmma
-_ACCUMULATORS = 216  # registers of a thread that sums, products in flight and operands may take
+_MAX_ACCUMULATORS = 216  # registers of a thread for accumulators, products in flight and operands
 
 
 @dataclass(frozen=True)
 class HopperQueriesPlan(Checked):
-    """The plan of the kernel whose blocks walk the keys of a tile of queries, 64 queries for each of two warpgroups.
+    """The plan of the kernel whose CTAs loop over the keys of a tile of queries, 64 queries for each of two warpgroups.
 
     Attributes:
-        tile_k: keys of a step.
-        key_stages, value_stages: tiles of K, and of V, that shared memory holds at once: a step's scores start before
-            the last one is done with its K.
+        tile_k: keys of an iteration.
+        key_stages: pipeline stages of K. There are at least two, because the scores of an iteration start before the
+            previous one has released its K.
+        value_stages: pipeline stages of V.
     """
 
     tile_k: int
@@ -44,15 +45,18 @@ class HopperQueriesPlan(Checked):
         return (self.consumers + 1) * WARPGROUP
 
     def head_panel(self, spec: AttentionSpec) -> int:
-        """Columns of a panel of Q, K and dQ."""
+        """Returns the columns of a panel of Q, K and dQ."""
         return panel_columns(spec.head_dim)
 
     def registers(self, spec: AttentionSpec) -> int:
-        """What a thread holds at once: the sum of dQ, products in flight, dS as an operand."""
+        """Estimates the registers of a thread for the dQ accumulator, products in flight and dS as an operand."""
         return padded(spec.head_dim) // 2 + self.tile_k + self.tile_k // 4
 
     def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
-        """By warpgroup Q and dO; the stages of K and of V; the mbarriers. In the epilogue dQ overlays Q."""
+        """Returns the layout: Q and dO of each consumer warpgroup, the stages of K and of V, and the mbarriers.
+
+        In the epilogue dQ overlays Q.
+        """
         rows, keys = Extent("kPartQ", _ROWS), Extent("kTileK", self.tile_k)
         consumers = Extent("kConsumers", self.consumers)
         key_stages, value_stages = Extent("kKeyStages", self.key_stages), Extent("kValueStages", self.value_stages)
@@ -70,14 +74,14 @@ class HopperQueriesPlan(Checked):
         )
 
     def summary(self, shared_bytes: int) -> str:
-        """What the kernel's header says of it."""
+        """Returns the line that the kernel's header has about the plan."""
         return (
             f"{self.tile_q} queries x {self.tile_k} keys, {self.consumers} warpgroups of {self.consumer_registers} "
             f"registers, {self.key_stages} stages of K, {self.value_stages} of V, {shared_bytes} bytes of shared memory"
         )
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
-        """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
+        """Returns why the plan is inconsistent or does not fit the spec or the target; None if it is valid."""
         if target.backward_family != "hopper":
             return (
                 f"it is a plan of the family hopper, and {target.name} takes {target.backward_family} for the backward"
@@ -86,7 +90,7 @@ class HopperQueriesPlan(Checked):
             return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout, up to 256"
         if self.key_stages < 2 or self.value_stages < 1:
             return f"key_stages={self.key_stages} must be at least 2, and value_stages={self.value_stages} positive"
-        if self.registers(spec) > _ACCUMULATORS:
+        if self.registers(spec) > _MAX_ACCUMULATORS:
             return f"it takes {self.registers(spec)} registers of a thread for sums and products: take fewer keys"
         return shared_memory_problem(self.shared_bytes(spec), target, "take fewer keys or stages")
 
@@ -98,7 +102,7 @@ _WIDE_DIM = 128
 
 
 def choose_hopper_queries_plan(spec: AttentionSpec, target: Target) -> HopperQueriesPlan:
-    """The default plan of a spec."""
+    """Returns the default plan of a spec."""
     demand = demand_of(spec)
     heavy = demand.drops and (demand.weight == Weight.HEAVY or demand.reads_by_head_and_position)
     wide = _HEAVY_AND_WIDE if heavy and spec.head_dim > _WIDE_DIM else ()

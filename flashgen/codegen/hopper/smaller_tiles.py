@@ -1,9 +1,9 @@
-"""When a call's tiles of queries are too few for the card, on Hopper, and it takes smaller ones.
+"""When calls with too few tiles of queries to fill the GPU use smaller tiles, on Hopper.
 
-A block has 64 queries for each warpgroup that computes. Three of them are the fastest where there is enough to do; but
-512 queries of 32 heads are 96 such tiles, which leave 36 of 132 multiprocessors without any, while two warpgroups, and
-more keys a step, make 128 tiles, each done in two thirds of the time. What is compared is what the busiest
-multiprocessor does, as where heads are packed, times what the smaller tiles lose where both fill the card.
+A CTA has 64 queries for each consumer warpgroup. Three warpgroups are the fastest if there is enough work. But 512
+queries of 32 heads are 96 such tiles, which leave 36 of 132 SMs idle, while two warpgroups with more keys per iteration
+make 128 tiles, each of which takes two thirds of the time. The cost model compares the work of the busiest SM, as for
+packed heads (head_packing.py), and multiplies it by the loss of smaller tiles in calls that fill the GPU.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from flashgen.codegen.workload import Workload, rounds_of, steps_of
 from flashgen.language.spec import AttentionSpec
 
 _LARGER, _SMALLER = HopperPlan(3, 80), HopperPlan(2, 128)
-_FEW_ROUNDS = 2  # of the default's tiles over the card: with more, what is left of the last one hardly shows
-_MOST_OF_LARGER = 0.9  # of the work that smaller tiles may be: for less a model may be wrong
-_LOSS, _LOSS_OVER_SMALL_PAGES = 1.09, 1.16
-"""What a score costs by smaller tiles, measured on an H100 over pages of 64 and of 16 keys; contiguous ones as the
-former."""
+_FEW_WAVES = 2  # waves of default tiles up to which the partial last wave matters
+_MAX_RELATIVE_WORK = 0.9  # of smaller to default tiles; smaller gains are within the error of the model
+_LOSS, _LOSS_WITH_SMALL_PAGES = 1.09, 1.16
+"""Relative cost of a score in smaller tiles, measured on an H100 with pages of 64 and of 16 keys. Contiguous keys are
+assumed to cost as much as the former."""
 
 
 def smaller_plan(spec: AttentionSpec, target: Target) -> HopperPlan | None:
-    """The plan of fewer queries a tile beside a spec's default one; None where none was measured.
+    """Returns the plan with fewer queries per tile than the default plan of a spec; None if none was measured.
 
-    Masks whose tiles are listed have other default plans: lists are made ahead, for the tiles of these.
+    Masks with tile lists have other default plans, for whose tiles the lists are built in advance.
     """
     if spec.is_ragged or spec.kv_dtype:
         return None
@@ -36,20 +36,21 @@ def smaller_plan(spec: AttentionSpec, target: Target) -> HopperPlan | None:
 
 
 def smaller_option(plan: HopperPlan, spec: AttentionSpec, target: Target) -> str:
-    """What `flashgen show` is told for a plan of smaller tiles, packed or not; nothing for others."""
+    """Returns the option of `flashgen show` for a plan of smaller tiles, packed or not; "" for other plans."""
     return " --smaller-tiles" if replace(plan, packed_heads=1) == smaller_plan(spec, target) else ""
 
 
 def smaller_tiles(plan: HopperPlan, spec: AttentionSpec, target: Target, workload: Workload) -> HopperPlan | None:
-    """The plan of smaller tiles where these are at least a tenth less work for calls of these sizes; else None."""
+    """Returns the plan of smaller tiles if it saves at least a tenth of the work of a call; otherwise None."""
     smaller = smaller_plan(spec, target)
-    if plan != _LARGER or smaller is None or rounds_of(plan, workload) > _FEW_ROUNDS:
+    if plan != _LARGER or smaller is None or rounds_of(plan, workload) > _FEW_WAVES:
         return None
-    loss = _LOSS_OVER_SMALL_PAGES if has_small_pages(spec) else _LOSS
-    return smaller if loss * _work(smaller, spec, workload) <= _MOST_OF_LARGER * _work(plan, spec, workload) else None
+    loss = _LOSS_WITH_SMALL_PAGES if has_small_pages(spec) else _LOSS
+    relative = loss * _max_scores_per_sm(smaller, spec, workload)
+    return smaller if relative <= _MAX_RELATIVE_WORK * _max_scores_per_sm(plan, spec, workload) else None
 
 
-def _work(plan: HopperPlan, spec: AttentionSpec, workload: Workload) -> float:
-    """Scores that the busiest multiprocessor computes."""
+def _max_scores_per_sm(plan: HopperPlan, spec: AttentionSpec, workload: Workload) -> float:
+    """Returns the number of scores that the busiest SM computes."""
     steps = steps_of(spec, workload.len_q, workload.len_k, plan.tile_q, plan.tile_k)
     return rounds_of(plan, workload) * steps * plan.rows * plan.tile_k

@@ -1,4 +1,4 @@
-"""How Hopper's backward kernel of dK and dV divides its work where rows are too wide for one warpgroup's registers."""
+"""Plans of Hopper's backward kernel of dK and dV for rows too wide for the registers of one warpgroup."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import head_extent, padded, value_extent
 from flashgen.language.spec import AttentionSpec
 
-_SCORE_STAGES = 2  # tiles of what one warpgroup hands over to the other
-_ACCUMULATORS = 216  # registers of a thread that sums, products in flight and operands may take
+_SCORE_STAGES = 2  # stages of the buffer by which one warpgroup passes scores to the other
+_MAX_ACCUMULATORS = 216  # registers of a thread for accumulators, products in flight and operands
 
 
 HandedOver = Literal["probabilities", "factors", "products"]
 
 
 def handed_over(spec: AttentionSpec) -> HandedOver:
-    """What the warpgroup that finds P hands over to that which finds dS.
+    """Returns what the warpgroup that computes P passes to the one that computes dS.
 
-    Where dS follows from P alone, P. With a slope of the score, or dropout: P times the slope, and whether a score was
-    dropped. Where gradients of captures ask for more of a score: its product of q and k.
+    "probabilities": P, if dS follows from P alone. "factors": P times the derivative of the score function, and whether
+    dropout dropped the score. "products": the product of q and k, if gradients of captured arrays need more of a score.
     """
     gradient = score_gradient(spec)
     if gradient and gradient.gathers:
@@ -37,14 +37,14 @@ def handed_over(spec: AttentionSpec) -> HandedOver:
 
 @dataclass(frozen=True)
 class HopperWidePlan(Checked):
-    """The plan of the kernel whose blocks walk the queries of 64 keys: one warpgroup for P and dV, one for dS and dK.
+    """The plan of the kernel whose CTAs loop over the queries of 64 keys.
 
-    What the second gets of the first says `handed_over`.
+    One warpgroup computes P and dV, and passes what `handed_over` returns to another, which computes dS and dK.
 
     Attributes:
-        tile_q: queries of a step.
-        stages: tiles of Q, and of dO, that shared memory holds at once: a step's products start before the last one's
-            have ended.
+        tile_q: queries of an iteration.
+        stages: pipeline stages of Q and of dO. There are at least two, because the products of an iteration start
+            before those of the previous one have completed.
     """
 
     tile_q: int = 64
@@ -64,23 +64,23 @@ class HopperWidePlan(Checked):
         return (self.consumers + 1) * WARPGROUP
 
     def head_columns(self, spec: AttentionSpec) -> int:
-        """Columns of a row of Q, K and dK."""
+        """Returns the padded columns of a row of Q, K and dK."""
         return padded(spec.head_dim)
 
     def gradient_warps(self, spec: AttentionSpec) -> tuple[int, int]:
-        """None divide a tile of dQ, which another kernel makes."""
+        """Returns (0, 0): no warps divide a tile of dQ, which another kernel computes."""
         return 0, 0
 
     def head_panel(self, spec: AttentionSpec) -> int:
-        """Columns of a panel of Q, K and dK."""
+        """Returns the columns of a panel of Q, K and dK."""
         return panel_columns(spec.head_dim)
 
     def registers(self, spec: AttentionSpec) -> int:
-        """What a thread holds at once: a sum, a step's scores and what they are multiplied by, an operand."""
+        """Estimates the registers of a thread for an accumulator, scores and their factors, and an operand."""
         return max(padded(spec.head_dim), padded(spec.value_dim)) // 2 + self.tile_q + self.tile_q // 4
 
     def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
-        """K and V; the stages of Q, dO, of what is handed over, and of the statistics; the mbarriers.
+        """Returns the layout: K and V, the stages of Q, dO, the passed scores and the row statistics, and mbarriers.
 
         In the epilogue dK and dV overlay K and V.
         """
@@ -104,7 +104,7 @@ class HopperWidePlan(Checked):
         )
 
     def summary(self, shared_bytes: int) -> str:
-        """What the kernel's header says of it."""
+        """Returns the line that the kernel's header has about the plan."""
         return (
             f"{self.tile_q} queries x {self.tile_k} keys, a warpgroup for dV and one for dK, of "
             f"{self.consumer_registers} registers, {self.stages} stages of Q and dO, {shared_bytes} bytes of shared "
@@ -112,24 +112,24 @@ class HopperWidePlan(Checked):
         )
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
-        """Why the plan contradicts itself, or does not fit the spec or the target; None where it does."""
+        """Returns why the plan is inconsistent or does not fit the spec or the target; None if it is valid."""
         if target.backward_family != "hopper":
             return (
                 f"it is a plan of the family hopper, and {target.name} takes {target.backward_family} for the backward"
             )
         if self.tile_q % 16 or not 16 <= self.tile_q <= 256 or self.stages < 2:
             return f"tile_q={self.tile_q} must be a multiple of 16 up to 256, and stages={self.stages} at least 2"
-        if self.registers(spec) > _ACCUMULATORS:
+        if self.registers(spec) > _MAX_ACCUMULATORS:
             return f"it takes {self.registers(spec)} registers of a thread for sums and products: take fewer queries"
         return shared_memory_problem(self.shared_bytes(spec), target, "take fewer queries or stages")
 
 
-# The faster of those measured on an H200, of head dim 256 and 4096 tokens, bfloat16, causal.
+# The fastest plans measured on an H200 with head dim 256 and 4096 tokens in bfloat16, causal.
 _DEFAULT, _LIGHT = HopperWidePlan(), HopperWidePlan(32, stages=3)
 
 
 def choose_hopper_wide_plan(spec: AttentionSpec, target: Target) -> HopperWidePlan:
-    """The default plan of a spec: of fewer queries where what is found of scores takes more registers than are left."""
+    """Returns the default plan of a spec, with fewer queries if dropout or the score function needs more registers."""
     demand = demand_of(spec)
     loads = handed_over(spec) == "products" and demand.weight in (Weight.LOADING, Weight.HEAVY)
     return _LIGHT if demand.drops or loads else _DEFAULT

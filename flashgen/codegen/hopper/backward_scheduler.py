@@ -1,0 +1,156 @@
+"""The tile scheduler of Hopper's persistent backward kernel. Work tiles are tiles of keys, or parts of the last ones.
+
+If the number of tiles of keys is not a multiple of the number of CTAs, many SMs idle in the last wave. The tiles of
+that wave are split along their queries if the waves of their parts end sooner than one wave of full tiles:
+
+    rest      tiles of keys beyond full waves, fewer than SMs
+    parts     of a tile, each of some hundred queries at least, as each part loads K and V and passes on dK and dV
+    waves     of all parts of the rest
+    tiles     that are split: the rest if waves < parts, otherwise none
+
+Under a mask the last tiles have fewer queries than others and end at about the same time, so no tile is split.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+from flashgen.codegen.arguments import Field
+from flashgen.codegen.backward_kernels import PART_TURNS, Rows, is_masked, row_values
+from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
+from flashgen.codegen.hopper.wide_plans import HopperWidePlan
+from flashgen.codegen.ragged import tiles_of_keys
+from flashgen.codegen.rendered_kernel import Grid, Workspace
+from flashgen.codegen.sizes import Sizes, ceil_div, least, most
+from flashgen.codegen.tiling import padded
+from flashgen.language.spec import AttentionSpec
+
+_NEXT_TILE = Field(
+    "unsigned*", "next_tile", comment="of all tiles of keys the next that no block has: 0, before and after"
+)
+_TILES = Field("int", "tiles", comment="of keys, of all heads and batches")
+_TILES_OF_HEAD = Field("int", "tiles_k", comment="of them those of a head")
+_HEADS = Field("int", "heads", comment="of a batch that have blocks of their own: of K and V, or query heads")
+_HEADS_AT_ONCE = Field("int", "heads_at_once", comment="whose blocks fill the card")
+_PARTS = (
+    Field("float*", "part_sums", comment="dK and dV of tiles in parts, as far as they are added up"),
+    PART_TURNS,
+    Field("int", "divided", comment="tiles in parts, the last ones; each part counts as one of the tiles"),
+    Field("int", "parts", comment="of each of these"),
+)
+# As measured on an H200 at head dims 64 and 128: with twice as many parts, of half the queries, short calls are slower.
+_MAX_PARTS, _MIN_QUERIES = 8, 512
+_WARPS, _WARP_ROWS = 4 * HopperBackwardPlan.consumers, 16  # warps of a CTA; keys of a warp
+_CONVERTED_ROWS = 1024  # rows of dQ for which one more CTA pays
+
+
+class TileSplit(NamedTuple):
+    """How many tiles of keys are split, and into how many parts each."""
+
+    tiles: Any
+    parts: Any
+
+
+def rotates_start(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> bool:
+    """Whether the loops of a head's work tiles, which all have the same iterations, start at different queries."""
+    return not (dq_apart or plan.in_turns or is_masked(spec) or spec.is_ragged)
+
+
+def splits_tiles(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> bool:
+    """Whether tiles of keys may be split."""
+    return rotates_start(spec, plan, dq_apart) and plan.loads_early(dq_apart)
+
+
+def interleaves(spec: AttentionSpec, plan: HopperBackwardPlan) -> bool:
+    """Whether the scheduler interleaves the tiles of several heads.
+
+    It interleaves all tiles if they accumulate dQ in a fixed order, and the last tiles if masks make some of them
+    longer than others.
+    """
+    return plan.in_turns or (is_masked(spec) and not spec.is_ragged)
+
+
+def scheduler_fields(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> list[Field]:
+    """Returns the struct members that the scheduler reads."""
+    fields = [_NEXT_TILE, _TILES, _TILES_OF_HEAD, *([] if spec.is_ragged else [_HEADS])]
+    fields += [_HEADS_AT_ONCE] if interleaves(spec, plan) else []
+    return [*fields, *(_PARTS if splits_tiles(spec, plan, dq_apart) else ())]
+
+
+def launch_parameters(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, dq_apart: bool) -> dict[str, Any]:
+    """Returns the fields of RenderedKernel that a launch follows from. `rows`: padded rows of the statistics."""
+    parameters: dict[str, Any] = {"grid": partial(_grid, spec, plan, rows, dq_apart)}
+    parameters["values"] = partial(_values, spec, plan, rows, dq_apart)
+    parameters["counts"] = lambda sizes: 1
+    if splits_tiles(spec, plan, dq_apart):
+        parameters["workspaces"] = (_part_sums(spec, plan),)
+    return parameters
+
+
+def semaphores(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> Rows | None:
+    """Returns the number of semaphores of split tiles, one for each warp's keys; None if tiles are never split."""
+    return (lambda sizes: tile_split(spec, plan, sizes).tiles * _WARPS) if splits_tiles(spec, plan, dq_apart) else None
+
+
+def tile_split(spec: AttentionSpec, plan: HopperBackwardPlan, sizes: Sizes) -> TileSplit:
+    """Returns which tiles of a call are split, by the rule above. Requires `splits_tiles`."""
+    tiles, heads, batch = _tile_grid(spec, plan, sizes)
+    all_tiles, slots = tiles * heads * batch, sizes.multiprocessors
+    rest = all_tiles - all_tiles // slots * slots
+    parts = most(least(sizes.len_q * sizes.heads_per_kv // _MIN_QUERIES, _MAX_PARTS), 1)
+    waves = ceil_div(rest * parts, slots)
+    return TileSplit(rest * least(parts - waves, 1), parts)
+
+
+def _part_sums(spec: AttentionSpec, plan: HopperBackwardPlan) -> Workspace:
+    columns = _WARP_ROWS * (plan.head_columns(spec) + padded(spec.value_dim))
+
+    def shape(sizes: Sizes) -> tuple[Any, ...]:
+        return tile_split(spec, plan, sizes).tiles, _WARPS, columns
+
+    return Workspace("part_sums", shape, "float32", wanted=lambda sizes: shape(sizes)[0] > 0)
+
+
+def _tile_grid(spec: AttentionSpec, plan: HopperBackwardPlan, sizes: Sizes) -> Grid:
+    """Returns the tiles of keys of a head, the heads that have CTAs of their own, and the batch size."""
+    tiles, heads, batch = tiles_of_keys(spec, plan.tile_k, sizes)
+    return tiles, sizes.heads_q if plan.heads_apart else heads, batch
+
+
+def _work_tiles(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool, sizes: Sizes) -> Any:
+    """Returns the number of work tiles: tiles of keys of all heads, with each part of a split tile counted as one."""
+    tiles, heads, batch = _tile_grid(spec, plan, sizes)
+    unsplit = tiles * heads * batch
+    if not splits_tiles(spec, plan, dq_apart):
+        return unsplit
+    divided, parts = tile_split(spec, plan, sizes)
+    return unsplit + divided * (parts - 1)
+
+
+def _grid(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, dq_apart: bool, sizes: Sizes) -> Grid:
+    """Returns the grid: persistent CTAs, at most one per SM.
+
+    If there are fewer work tiles but many rows of dQ that the kernel converts, more CTAs are launched to convert them.
+    """
+    blocks = _work_tiles(spec, plan, dq_apart, sizes)
+    if plan.finishes(spec, dq_apart):
+        blocks = most(blocks, rows(sizes) * sizes.heads_q * _tile_grid(spec, plan, sizes)[2] // _CONVERTED_ROWS)
+    return most(least(blocks, sizes.multiprocessors), 1), 1, 1
+
+
+def _values(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, dq_apart: bool, sizes: Sizes) -> dict[str, Any]:
+    tiles, heads, _ = _tile_grid(spec, plan, sizes)
+    values = row_values(rows, sizes) | {"tiles": _work_tiles(spec, plan, dq_apart, sizes), "tiles_k": tiles}
+    values |= {} if spec.is_ragged else {"heads": heads}
+    if interleaves(spec, plan):
+        values["heads_at_once"] = ceil_div(sizes.multiprocessors, most(tiles, 1))
+    if splits_tiles(spec, plan, dq_apart):
+        divided, parts = tile_split(spec, plan, sizes)
+        values |= {"divided": divided, "parts": parts}
+    return values | ({"keys": padded_keys(plan)(sizes)} if plan.heads_apart else {})
+
+
+def padded_keys(plan: HopperBackwardPlan | HopperWidePlan) -> Rows:
+    """Returns a function that gives the keys of a call, rounded up to full tiles of a plan."""
+    return lambda sizes: ceil_div(sizes.len_k, plan.tile_k) * plan.tile_k
