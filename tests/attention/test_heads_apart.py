@@ -119,7 +119,7 @@ def test_what_cannot_divide_is_refused() -> None:
     for spec, target in ((CAUSAL, "sm_90"), (fg.AttentionSpec(256), "sm_90a")):
         with pytest.raises(UnsupportedError, match=f"heads_apart=True: {target} has no such backward"):
             required_head_split_plan(spec, target_named(target))
-    with pytest.raises(UnsupportedError, match="the deterministic mode adds up no shares"):
+    with pytest.raises(UnsupportedError, match="the deterministic mode cannot accumulate dK and dV"):
         render_backward_kernels(CAUSAL, SM_90A, required_head_split_plan(CAUSAL, SM_90A), deterministic=True)
     with pytest.raises(UnsupportedError, match="in varlen batches"):
         render_backward_kernels(fg.AttentionSpec(64, layout="thd"), SM_90A, required_head_split_plan(CAUSAL, SM_90A))

@@ -171,7 +171,7 @@ def test_one_kernel_makes_all_gradients() -> None:
         (AttentionSpec(64, mask=fg.document("ids")), PLAN, "not proven to be contiguous"),
         (AttentionSpec(64, mask=~fg.prefix_lm(100)), PLAN, "not proven to be contiguous"),
         (AttentionSpec(64, layout="thd"), PLAN, "varlen batches add to dQ in any order"),
-        (AttentionSpec(64), HopperBackwardPlan(64, heads_apart=True, in_turns=True), "take one of the two"),
+        (AttentionSpec(64), HopperBackwardPlan(64, heads_apart=True, in_turns=True), "leave out one of the two"),
     ],
     ids=["lists", "a gap", "ragged", "heads apart"],
 )

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 from flashgen.analysis.closed_forms.tile_ranges import key_range, query_range
-from flashgen.codegen.arguments import Field
+from flashgen.codegen.arguments import ArgumentLayout, Field
 from flashgen.codegen.assembly import check_spec, longest_last, suffix_of, visited_tiles
 from flashgen.codegen.backward_kernels import (
     DQ_ADDED,
@@ -78,7 +78,9 @@ def render_hopper_backward(
     plan = plan or choose_hopper_backward_plan(spec, target, deterministic) or choose_hopper_wide_plan(spec, target)
     plan.check(spec, target)
     if plan.heads_apart and deterministic:
-        raise UnsupportedError(f"{plan}: the deterministic mode adds up no shares of dK and dV: leave out heads_apart")
+        raise UnsupportedError(
+            f"{plan}: the deterministic mode cannot accumulate dK and dV of query heads: leave out heads_apart"
+        )
     rows = rows_of(plan.tile_q, spec.is_ragged)
     if isinstance(plan, HopperWidePlan):
         dq_apart, by_mode, converts_dq, semaphores = True, False, False, None
@@ -118,50 +120,24 @@ def _keys(
     fields += backward_scheduler.scheduler_fields(spec, plan, dq_apart)
     fields += numbers("batch") if finishes else []
     fields += [Field("float*", f"d{array}_sums") for array, _ in _row_widths(spec, plan) if plan.heads_apart]
-    gradient = score_gradient(spec)
-    gathers = gradient.gathers if gradient else ()
-    fields += _gather_fields(gathers, deterministic)
+    fields += _gather_fields(_gathers(spec), deterministic)
     fields += [*numbers(*(() if spec.is_ragged else ("heads_q",)), "heads_per_kv", "len_q", "len_k"), ROWS]
     fields += [*([KEYS] if plan.heads_apart else []), *(varlen_fields() if spec.is_ragged else [])]
     layout = layout_of(spec, fields, lists=tiles is None)
-    context = {
-        "plan": plan,
-        "by_wgmma": True,
+    context = _keys_context(spec, plan, layout, deterministic) | {
         "mask_alone": _mask_alone(spec, deterministic),
         "deterministic": deterministic,
         "dq_apart": dq_apart,
-        "in_turns": in_turns,
         "keys_early": plan.loads_early(dq_apart),
         "places_anew": (plan.early_scores or spec.is_ragged) and not (plan.heads_apart or in_turns or spec.dropout),
         "finishes": finishes,
         "divides": backward_scheduler.splits_tiles(spec, plan, dq_apart),
         "rotates": backward_scheduler.rotates_start(spec, plan, dq_apart),
-        "divides_columns": divides_tiles(spec, plan.tile_q, QUERY),
-        "alike": uniform_text(spec),
-        "gradient": gradient,
-        "gathers": gathers,
-        "exact_sums": deterministic,
-        "limbs": EXACT_LIMBS,
         "in_two": takes_two_steps(spec),
         "shares_registers": plan.shares_registers(spec),
         "head_padded": plan.head_columns(spec),
-        "head_panel": plan.head_panel(spec),
-        "value_panel": panel_columns(spec.value_dim),
         "gradient_columns": plan.gradient_columns(spec),
-        "suffix": suffix_of(spec),
-        "query_tiles": visited_tiles(
-            tiles,
-            "BackwardKeysArguments",
-            is_masked(spec),
-            queries=True,
-            ragged=spec.is_ragged,
-            in_turns=in_turns,
-        ),
-        "map_rows": MAP_ROWS,
     }
-    context |= varlen_context(
-        spec, "BackwardKeysArguments", layout, plan.tile_q, "kTileK", of_keys=True, moves_rows=False
-    )
     launch: dict[str, Any] = {"reads": "queries" if tiles is None else None}
     launch |= backward_scheduler.launch_parameters(spec, plan, rows, dq_apart)
     launch["boxes"] = {name: box for name, box in _boxes(spec, plan).items() if name not in ("dk", "dv") or written}
@@ -186,6 +162,43 @@ def _keys(
         primitives=primitives,
         optional=_OPTIONAL,
     )
+
+
+def _keys_context(
+    spec: AttentionSpec, plan: HopperPlans, layout: ArgumentLayout, deterministic: bool
+) -> dict[str, Any]:
+    """Returns the template context that the two kernels of dK and dV share."""
+    struct = "BackwardKeysArguments"
+    context = {
+        "plan": plan,
+        "by_wgmma": True,
+        "in_turns": plan.in_turns,
+        "divides_columns": divides_tiles(spec, plan.tile_q, QUERY),
+        "alike": uniform_text(spec),
+        "gradient": score_gradient(spec),
+        "gathers": _gathers(spec),
+        "exact_sums": deterministic,
+        "limbs": EXACT_LIMBS,
+        "head_panel": plan.head_panel(spec),
+        "value_panel": panel_columns(spec.value_dim),
+        "suffix": suffix_of(spec),
+        "query_tiles": visited_tiles(
+            query_range(spec.mask.expression),
+            struct,
+            is_masked(spec),
+            queries=True,
+            ragged=spec.is_ragged,
+            in_turns=plan.in_turns,
+        ),
+        "map_rows": MAP_ROWS,
+    }
+    return context | varlen_context(spec, struct, layout, plan.tile_q, "kTileK", of_keys=True, moves_rows=False)
+
+
+def _gathers(spec: AttentionSpec) -> tuple[GatherText, ...]:
+    """Returns the gradients of captured arrays that a kernel accumulates."""
+    gradient = score_gradient(spec)
+    return gradient.gathers if gradient else ()
 
 
 def _mask_alone(spec: AttentionSpec, deterministic: bool) -> bool:
@@ -224,40 +237,20 @@ def _wide_keys(
     The mode `deterministic` makes sums of gradients of captured arrays exact. Nothing else depends on it.
     """
     tiles, shared = query_range(spec.mask.expression), plan.shared_memory(spec)
-    gradient = score_gradient(spec)
-    gathers = gradient.gathers if gradient else ()
+    gathers = _gathers(spec)
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dk", "dv")]
     heads = () if spec.is_ragged else ("heads_q",)
     fields += [STATISTICS, *_gather_fields(gathers, deterministic)]
     fields += [*numbers(*heads, "heads_per_kv", "len_q", "len_k"), ROWS]
     fields += varlen_fields() if spec.is_ragged else []
     layout = layout_of(spec, fields, lists=tiles is None)
-    context = {
-        "plan": plan,
-        "by_wgmma": True,
+    context = _keys_context(spec, plan, layout, deterministic) | {
         "mask_alone": _mask_alone(spec, bool(gathers) and deterministic),
         "deterministic": bool(gathers) and deterministic,
         "dq_apart": True,
-        "in_turns": False,
         "divides": False,
-        "divides_columns": divides_tiles(spec, plan.tile_q, QUERY),
-        "alike": uniform_text(spec),
-        "gradient": gradient,
-        "gathers": gathers,
-        "exact_sums": deterministic,
-        "limbs": EXACT_LIMBS,
         "handed_over": handed_over(spec),
-        "head_panel": plan.head_panel(spec),
-        "value_panel": panel_columns(spec.value_dim),
-        "suffix": suffix_of(spec),
-        "query_tiles": visited_tiles(
-            tiles, "BackwardKeysArguments", is_masked(spec), queries=True, ragged=spec.is_ragged
-        ),
-        "map_rows": MAP_ROWS,
     }
-    context |= varlen_context(
-        spec, "BackwardKeysArguments", layout, plan.tile_q, "kTileK", of_keys=True, moves_rows=False
-    )
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
     launch["grid"] = partial(tiles_of_keys, spec, plan.tile_k)
     launch["boxes"] = _boxes(spec, plan)

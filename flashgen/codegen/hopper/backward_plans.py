@@ -208,7 +208,7 @@ class HopperBackwardPlan(Checked):
     def _unordered(self, spec: AttentionSpec) -> str | None:
         """Returns why a CTA cannot know which CTAs accumulate to a tile of dQ before it; None if it can."""
         if self.heads_apart:
-            return "shares of dK and dV of query heads apart are added in any order: take one of the two"
+            return "with heads_apart=True dK and dV are accumulated in any order: leave out one of the two"
         if spec.is_ragged:  # with decreasing offsets a CTA would wait for CTAs that do not exist
             return "blocks of varlen batches add to dQ in any order"
         visited = query_range(spec.mask.expression)
