@@ -49,10 +49,10 @@ LAST_QUERY = ENDS_OF_TILES | {Q_LAST: "const int q_last = work.last_query;"}
 def choose_work_units(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:
     """Returns the number of work units for each group of heads: the CTAs that fill the GPU, in one or more full waves.
 
-    Short sequences get no more work units than they would get splits, if these leave half of the GPU idle. For
-    sequences of equal length a slightly smaller number is taken if each work unit then lies within one sequence, or
-    each sequence within one work unit. Where lengths differ these few CTAs less do not matter, as memory bandwidth
-    limits both.
+    If the maximum length that the host knows is short, there are no more work units than a plan without schedule would
+    have splits, provided that these leave half of the GPU idle. The number is slightly smaller if for sequences of
+    equal length each work unit then lies within one sequence, or each sequence within one work unit. Where lengths
+    differ these few CTAs less do not matter, as memory bandwidth limits both.
 
     Raises:
         UnsupportedError: the pages of all sequences may have more tiles than an int32 counts.
