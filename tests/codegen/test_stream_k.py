@@ -77,7 +77,7 @@ def test_more_tiles_than_int32_counts() -> None:
 
 
 def test_shared_keys_are_in_pages() -> None:
-    with pytest.raises(UnsupportedError, match="scheduled=True is for keys in pages"):
+    with pytest.raises(UnsupportedError, match="scheduled=True needs a paged KV cache"):
         DecodePlan(16, 16, 4, 3, scheduled=True).check(AttentionSpec(128), SM_90A)
 
 
