@@ -40,7 +40,7 @@ class _LoopPlan:
         split: warps that share the same rows of scores. Each has a part of their columns, and a part of the columns of
             the gradients.
         stages: stages of the pipeline for each array that the loop reads.
-        blocks: CTAs per SM for which the registers of a thread are limited.
+        blocks: CTAs that should fit on an SM at once, which limits the registers of a thread.
     """
 
     tile_q: int

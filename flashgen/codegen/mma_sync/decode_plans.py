@@ -91,7 +91,7 @@ class DecodePlan(Checked):
         tile_k: keys of a tile, which one warp processes per iteration.
         warps: warps of a CTA. They process its tiles of keys round-robin.
         stages: pipeline stages of K and V for each warp; with one stage nothing is prefetched.
-        blocks: CTAs per SM for which the registers of a thread are limited.
+        blocks: CTAs that should fit on an SM at once, which limits the registers of a thread.
         scheduled: with a paged KV cache, whether CTAs divide the keys of all sequences equally (stream_k.py). Otherwise
             every sequence has the same number of splits.
     """

@@ -38,7 +38,7 @@ class ForwardPlan(Checked):
         tile_k: keys of a tile.
         warps: warps of a CTA.
         stages: stages of the pipelines of K and of V in shared memory.
-        blocks: CTAs per SM for which the registers of a thread are limited.
+        blocks: CTAs that should fit on an SM at once, which limits the registers of a thread.
     """
 
     tile_q: int
