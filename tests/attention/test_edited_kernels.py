@@ -303,7 +303,7 @@ def test_without_compiling_the_remedy_builds_the_edited_kernel(monkeypatch: pyte
 
 @pytest.mark.gpu
 def test_an_edited_kernel_on_a_gpu() -> None:
-    # A backward plan that is given keeps query heads in one thread block, as edited kernels do: the bits are then equal.
+    # A given backward plan keeps query heads in one thread block, as edited kernels do: the bits are then equal.
     emitted = attention.compile(CAUSAL, backward_plan=attention.compile(CAUSAL).backward_plan)
     edited = attention.compile(CAUSAL, source=strict(emitted.source))
     assert_computes(edited, STRICT, Shape(300, 300, 2, 4, 2))

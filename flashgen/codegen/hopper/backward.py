@@ -34,6 +34,7 @@ from flashgen.codegen.backward_kernels import (
 )
 from flashgen.codegen.demand import divides_tiles
 from flashgen.codegen.expressions.derivative_text import GatherText, score_gradient
+from flashgen.codegen.expressions.uniform_text import uniform_text
 from flashgen.codegen.hopper import backward_scheduler
 from flashgen.codegen.hopper.backward_plans import (
     HopperBackwardPlan,
@@ -89,15 +90,16 @@ def render_hopper_backward(
         dq_apart, by_mode = deterministic and not plan.in_turns, deterministic
         converts_dq, semaphores = plan.finishes(spec, dq_apart), backward_scheduler.semaphores(spec, plan, dq_apart)
         keys = _keys(spec, target, plan, rows, deterministic)
-    kernels = [prepare(spec, target, plan, rows, by_mode, dq_apart, not dq_apart, converts_dq, semaphores), keys]
+    kernels = [preprocess(spec, target, plan, rows, by_mode, dq_apart, not dq_apart, converts_dq, semaphores), keys]
     if dq_apart:
         queries_plan = choose_hopper_queries_plan(spec, target)
         kernels.append(_queries(spec, target, queries_plan, rows, by_mode, plan.tile_q))
     elif not converts_dq:
-        kernels.append(finish(spec, target, plan, rows, True))
+        kernels.append(postprocess_dq(spec, target, plan, rows, True))
     if plan.heads_apart:
         kernels += [
-            finish_keys(spec, target, plan, array, width, padded_keys(plan)) for array, width in _row_widths(spec, plan)
+            postprocess_dkv(spec, target, plan, array, width, padded_keys(plan))
+            for array, width in _row_widths(spec, plan)
         ]
     return (*kernels, *sink_sums(spec, target, rows), *capture_sums(spec, target, deterministic))
 

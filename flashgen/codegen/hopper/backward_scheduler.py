@@ -22,7 +22,7 @@ from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan
 from flashgen.codegen.ragged import tiles_of_keys
 from flashgen.codegen.rendered_kernel import Grid, Workspace
-from flashgen.codegen.sizes import Sizes, ceil_div, least, most
+from flashgen.codegen.sizes import Sizes, ceil_div, maximum, minimum
 from flashgen.codegen.tiling import padded
 from flashgen.language.spec import AttentionSpec
 
@@ -98,9 +98,9 @@ def tile_split(spec: AttentionSpec, plan: HopperBackwardPlan, sizes: Sizes) -> T
     tiles, heads, batch = _tile_grid(spec, plan, sizes)
     all_tiles, slots = tiles * heads * batch, sizes.multiprocessors
     rest = all_tiles - all_tiles // slots * slots
-    parts = most(least(sizes.len_q * sizes.heads_per_kv // _MIN_QUERIES, _MAX_PARTS), 1)
+    parts = maximum(minimum(sizes.len_q * sizes.heads_per_kv // _MIN_QUERIES, _MAX_PARTS), 1)
     waves = ceil_div(rest * parts, slots)
-    return TileSplit(rest * least(parts - waves, 1), parts)
+    return TileSplit(rest * minimum(parts - waves, 1), parts)
 
 
 def _part_sums(spec: AttentionSpec, plan: HopperBackwardPlan) -> Workspace:
@@ -135,8 +135,8 @@ def _grid(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, dq_apart: b
     """
     blocks = _work_tiles(spec, plan, dq_apart, sizes)
     if plan.finishes(spec, dq_apart):
-        blocks = most(blocks, rows(sizes) * sizes.heads_q * _tile_grid(spec, plan, sizes)[2] // _CONVERTED_ROWS)
-    return most(least(blocks, sizes.multiprocessors), 1), 1, 1
+        blocks = maximum(blocks, rows(sizes) * sizes.heads_q * _tile_grid(spec, plan, sizes)[2] // _CONVERTED_ROWS)
+    return maximum(minimum(blocks, sizes.multiprocessors), 1), 1, 1
 
 
 def _values(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, dq_apart: bool, sizes: Sizes) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def _values(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, dq_apart:
     values = row_values(rows, sizes) | {"tiles": _work_tiles(spec, plan, dq_apart, sizes), "tiles_k": tiles}
     values |= {} if spec.is_ragged else {"heads": heads}
     if interleaves(spec, plan):
-        values["heads_at_once"] = ceil_div(sizes.multiprocessors, most(tiles, 1))
+        values["heads_at_once"] = ceil_div(sizes.multiprocessors, maximum(tiles, 1))
     if splits_tiles(spec, plan, dq_apart):
         divided, parts = tile_split(spec, plan, sizes)
         values |= {"divided": divided, "parts": parts}

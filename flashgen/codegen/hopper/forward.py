@@ -144,7 +144,7 @@ def _grid(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Grid:
 def _tiles(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Any:
     """Returns the number of tiles of queries; in a mixed batch the maximum for prompts, 0 if none can be a prompt."""
     if spec.is_ragged and spec.page_size:
-        return least(sizes.len_q // PROMPT_QUERIES, 1) * (sizes.total_q // PROMPT_QUERIES) * sizes.heads_q
+        return minimum(sizes.len_q // PROMPT_QUERIES, 1) * (sizes.total_q // PROMPT_QUERIES) * sizes.heads_q
     return _head_groups(spec, plan, sizes) * _tiles_per_head(spec, plan, sizes)
 
 
