@@ -1,4 +1,4 @@
-"""`flashgen report`: what a spec's kernels are, on one page of HTML or as JSON."""
+"""`flashgen report`: reports on the kernels of a spec, as one page of HTML or as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashgen.errors import ArgumentError
 from flashgen.files import write_file
 
 if TYPE_CHECKING:
-    from flashgen.report.facts import Asked
+    from flashgen.report.facts import ReportRequest
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -37,27 +37,34 @@ flashgen report --compare "causal()" "causal()" --target sm_80 --other-plan tile
 
 @with_spec_options
 def report(
-    specs: Annotated[list[str], typer.Argument(metavar="SPEC", help="One spec as of `show`; two with --compare.")],
+    specs: Annotated[list[str], typer.Argument(metavar="SPEC", help="One spec, as for `show`; two with --compare.")],
     options: SpecOptions,
     target: Target = None,
-    of: Annotated[Passes, typer.Option("--pass", help="Whose kernels.")] = Passes.both,
-    compare: Annotated[bool, typer.Option("--compare", help="Put two specs, targets or plans side by side.")] = False,
+    of: Annotated[Passes, typer.Option("--pass", help="The pass whose kernels are reported.")] = Passes.both,
+    compare: Annotated[bool, typer.Option("--compare", help="Show two specs, targets or plans side by side.")] = False,
     other_target: Annotated[
-        str | None, typer.Option("--other-target", metavar="ARCH", help="Of the second, with --compare.")
+        str | None,
+        typer.Option("--other-target", metavar="ARCH", help="With --compare: the target of the second report."),
     ] = None,
     plan: Annotated[
-        str, typer.Option("--plan", metavar="NAME=N,...", help="Numbers of the forward's plan, such as tile_k=64.")
+        str,
+        typer.Option("--plan", metavar="NAME=N,...", help="Parameters of the forward plan to set, such as tile_k=64."),
     ] = "",
     other_plan: Annotated[
-        str, typer.Option("--other-plan", metavar="NAME=N,...", help="Of the second, with --compare.")
+        str,
+        typer.Option(
+            "--other-plan", metavar="NAME=N,...", help="With --compare: plan parameters of the second report."
+        ),
     ] = "",
     deterministic: Deterministic = False,
-    len_q: Annotated[int, typer.Option("--len-q", min=1, help="Queries that tiles, FLOPs and bytes are for.")] = 4096,
-    len_k: Annotated[int | None, typer.Option("--len-k", min=1, help="Keys. Default: as many as queries.")] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences.")] = 1,
-    heads: Annotated[int, typer.Option("--heads", min=1, help="Heads of queries.")] = 16,
+    len_q: Annotated[int, typer.Option("--len-q", min=1, help="Number of queries of a sequence.")] = 4096,
+    len_k: Annotated[
+        int | None, typer.Option("--len-k", min=1, help="Number of keys of a sequence. Default: that of queries.")
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Number of sequences.")] = 1,
+    heads: Annotated[int, typer.Option("--heads", min=1, help="Number of query heads.")] = 16,
     heads_kv: Annotated[
-        int | None, typer.Option("--heads-kv", min=1, help="Heads of keys. Default: as many as of queries.")
+        int | None, typer.Option("--heads-kv", min=1, help="Number of key heads. Default: that of query heads.")
     ] = None,
     captures: Annotated[
         Path | None, typer.Option("--captures", "-i", help="A file with the mask's captures by name, for the tile map.")
@@ -66,15 +73,15 @@ def report(
         bool, typer.Option("--run/--no-run", help="Run the kernels once on the emulator, for timelines and errors.")
     ] = True,
     measure: Annotated[
-        bool, typer.Option("--measure/--no-measure", help="Time calls, where there is a GPU that runs the target.")
+        bool, typer.Option("--measure/--no-measure", help="Time calls if this machine has a GPU that runs the target.")
     ] = True,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the page to this .html file.")] = None,
     json: Json = False,
 ) -> None:
-    """Make a page of a spec's kernels: tiles, plans, registers, shared memory, bytes, a timeline, their text, errors.
+    """Write a page about a spec's kernels: tile maps, plans, resources, HBM bytes, timelines, sources and errors.
 
-    The page holds all that it needs and asks no host for anything. No GPU is needed: the compiler says what a kernel
-    takes, and the emulator runs it once, for its timeline and for the oracle.
+    The page is self-contained and loads nothing from the network. No GPU is needed: the compiler reports the resources
+    of each kernel, and the emulator runs it once, to record its timeline and to compare its results with the oracle.
     """
     from flashgen.report.facts import report_of
     from flashgen.report.page import comparison, page
@@ -93,31 +100,31 @@ def report(
     architectures.append(other_target or architectures[0])
     plans = [plan_numbers(plan), plan_numbers(other_plan or plan)]
     reports = [
-        report_of(asked(text, options, architecture, of, deterministic, sizes, captures, (run, measure), numbers))
+        report_of(_request(text, options, architecture, of, deterministic, sizes, captures, (run, measure), numbers))
         for text, architecture, numbers in zip(specs, architectures, plans, strict=False)
     ]
     if output is None:
         print_json([each.data for each in reports] if compare else reports[0].data)
         return
     command = shlex.join(["flashgen", *sys.argv[1:]])
-    made = comparison(reports[0], reports[1], command) if compare else page(reports[0], command)
+    html = comparison(reports[0], reports[1], command) if compare else page(reports[0], command)
     with writing(output):
-        write_file(output, made)
-    note(f"{' | '.join(each.asked.spec.name for each in reports)} -> {output}, {len(made.encode()) / 1e6:.1f} MB")
+        write_file(output, html)
+    note(f"{' | '.join(each.request.spec.name for each in reports)} -> {output}, {len(html.encode()) / 1e6:.1f} MB")
 
 
 def plan_numbers(text: str) -> dict[str, int]:
-    """ "tile_k=64, stages=3" -> {"tile_k": 64, "stages": 3}."""
+    """Parses plan parameters: "tile_k=64, stages=3" -> {"tile_k": 64, "stages": 3}."""
     found: dict[str, int] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, number = (word.strip() for word in part.partition("="))
         if not name.isidentifier() or not number.isdecimal():
-            raise ArgumentError(f"a plan's {part!r} must be NAME=NUMBER, such as tile_k=64")
+            raise ArgumentError(f"the plan parameter {part!r} must be NAME=NUMBER, such as tile_k=64")
         found[name] = int(number)
     return found
 
 
-def asked(
+def _request(
     text: str,
     options: SpecOptions,
     target: str,
@@ -127,15 +134,15 @@ def asked(
     captures: Path | None,
     executed: tuple[bool, bool],
     plan: dict[str, int],
-) -> Asked:
-    """What the arguments ask for; executed: whether the emulator runs the kernels, and whether a GPU times them."""
-    from flashgen.report.facts import Asked, check_asked
+) -> ReportRequest:
+    """Returns the parameters of a report. executed: whether to run the kernels on the emulator, and to time calls."""
+    from flashgen.report.facts import ReportRequest, check_request
     from flashgen.report.sizes import CallSizes
 
     spec, variant = load_spec(text, options), load_variant(text)
     given: dict[str, Any] = dict(load_arrays(captures, "--captures")) if captures else {}
     known = {capture.name for capture in spec.captures}
-    question = Asked(
+    request = ReportRequest(
         spec,
         target,
         CallSizes(*sizes),
@@ -146,5 +153,5 @@ def asked(
         *executed,
         plan,
     )
-    check_asked(question)
-    return question
+    check_request(request)
+    return request

@@ -1,1 +1,1 @@
-"""What a kernel is, on one page: `flashgen report`, and the numbers behind it."""
+"""The report on a spec's kernels, as one page of HTML or as data, for `flashgen report`."""

@@ -1,4 +1,4 @@
-"""Evaluates the formulas of a kernel's cost, which are texts."""
+"""Evaluates the cost formulas of a kernel, which are given as strings."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,  # C++'s, of integers that are not negative
+    ast.Div: operator.floordiv,  # the same as C++ division, for nonnegative integers
     ast.Mod: operator.mod,
     ast.LShift: operator.lshift,
 }
 
 
 def evaluate(formula: str, names: Mapping[str, float]) -> float:
-    """The value of a formula of +, -, *, /, %, << and parentheses; / is C++'s of integers that are not negative.
+    """Returns the value of a formula of +, -, *, /, %, << and parentheses.
 
-    Raises ArgumentError for anything else, and for a name that `names` lacks.
+    / is the integer division of C++ for nonnegative operands. Raises ArgumentError for any other syntax, and for a
+    name that `names` does not have.
     """
     try:
         tree = ast.parse(formula.strip(), mode="eval")
@@ -42,4 +43,4 @@ def _value(node: ast.AST, names: Mapping[str, float], formula: str) -> float:
         return value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand, names, formula)
-    raise ArgumentError(f"the formula {formula!r} has a part that is no number: {ast.unparse(node)}")
+    raise ArgumentError(f"the formula {formula!r} has a part that is not a number: {ast.unparse(node)}")

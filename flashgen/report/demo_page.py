@@ -1,16 +1,20 @@
-"""The page that the demo opens with: what ran, with its mask, its tiles and its files."""
+"""The first page of the demo: the variants that ran, with their masks, visited tiles and files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flashgen.report.page import rendered
+from flashgen.report.page import render_template
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A variant that ran: SVGs of its mask and of the tiles that its kernel visited, lines of words, and its files."""
+    """A variant that ran, as the page shows it.
+
+    mask, tiles: SVGs of the mask and of the tiles that the kernel visited. lines: (label, text) of each line. files:
+    (label, link) of each file.
+    """
 
     title: str
     ok: bool
@@ -21,5 +25,5 @@ class Shown:
 
 
 def demo_page(engine: str, tokens: int, variants: Sequence[Shown], looked_at: Sequence[str]) -> str:
-    """A page of HTML that needs nothing beside itself; its links lead to files beside it."""
-    return rendered("demo.html.jinja", engine=engine, tokens=tokens, variants=variants, looked_at=looked_at)
+    """Returns the page as self-contained HTML. Its links lead to files in the same folder."""
+    return render_template("demo.html.jinja", engine=engine, tokens=tokens, variants=variants, looked_at=looked_at)

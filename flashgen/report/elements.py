@@ -1,4 +1,4 @@
-"""The elements of a map's mixed tiles, packed for a page: which scores the mask keeps, each pattern once."""
+"""The elements that the mask keeps in the partial tiles of a map, packed for a page, with each pattern stored once."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import sympy
 from flashgen.analysis.tile_classes import PARTIAL, TileMap
 from flashgen.analysis.tile_elements import tile_elements
 
-MOST_TILES, MOST_PATTERNS = 600, 48  # of one sequence and head, so that a page stays small
+MAX_TILES, MAX_PATTERNS = 600, 48  # for each sequence and head, to keep the page small
 
 
 @dataclass(frozen=True)
 class Elements:
-    """Patterns of tiles, and which tile has which.
+    """The distinct patterns of partial tiles, and the pattern of each tile.
 
-    patterns: base64 of bits, row by row, 8 in a byte, the highest first. tiles: "row,column" -> a pattern's number.
+    patterns: base64 of the bits in row-major order, 8 per byte, most significant bit first. tiles: maps "row,column"
+    to the index of a pattern.
     """
 
     patterns: list[str]
@@ -30,20 +31,20 @@ class Elements:
 def mixed_elements(
     expression: sympy.Basic, tiles: TileMap, batch: int, head: int, captures: Mapping[str, Any]
 ) -> Elements:
-    """The patterns of the first MOST_TILES mixed tiles; of a tile that shows one too many, nothing."""
+    """Returns the patterns of the first MAX_TILES partial tiles. A tile beyond the first MAX_PATTERNS is left out."""
     numbers: dict[str, int] = {}
     found: dict[str, int] = {}
-    places = np.argwhere(tiles.of(batch, head) == PARTIAL)[:MOST_TILES]
-    for row, column in places.tolist():
+    positions = np.argwhere(tiles.of(batch, head) == PARTIAL)[:MAX_TILES]
+    for row, column in positions.tolist():
         kept = tile_elements(expression, tiles, row, column, batch, head, captures).kept
-        packed = base64.b64encode(np.packbits(_whole(kept, tiles.tile)).tobytes()).decode()
-        if packed in numbers or len(numbers) < MOST_PATTERNS:
+        packed = base64.b64encode(np.packbits(_padded(kept, tiles.tile)).tobytes()).decode()
+        if packed in numbers or len(numbers) < MAX_PATTERNS:
             found[f"{row},{column}"] = numbers.setdefault(packed, len(numbers))
     return Elements(list(numbers), found)
 
 
-def _whole(kept: np.ndarray[Any, Any], tile: tuple[int, int]) -> np.ndarray[Any, Any]:
-    """A tile that overhangs the lengths, with nothing kept beyond them."""
-    whole = np.zeros(tile, bool)
-    whole[: kept.shape[0], : kept.shape[1]] = kept
-    return whole
+def _padded(kept: np.ndarray[Any, Any], tile: tuple[int, int]) -> np.ndarray[Any, Any]:
+    """Pads a boundary tile to the full tile size; elements beyond the lengths are not kept."""
+    padded = np.zeros(tile, bool)
+    padded[: kept.shape[0], : kept.shape[1]] = kept
+    return padded

@@ -1,4 +1,4 @@
-"""Everything that a report says, as data: what the page shows and `--json` prints."""
+"""The data of a report, which the page shows and `--json` prints."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from flashgen.report.machine_code import instructions_of
 from flashgen.report.occupancy import occupancy
 from flashgen.report.runs import Run, run_once, short_shape
 from flashgen.report.sizes import CallSizes
-from flashgen.report.stages import OF_ROLE, steps_of
+from flashgen.report.stages import BY_ROLE, steps_of
 from flashgen.report.timeline import Timeline, timeline_of
 from flashgen.report.traffic import backward_traffic, flops, forward_traffic, hbm_bytes
 from flashgen.verify.problems import CaptureMaker, Shape, random_captures
 
-MOST_MAPS = 8  # tile maps of different sequences and heads that a page holds
+MAX_MAPS = 8  # tile maps of different sequences and heads on a page
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
-    """What a report is asked for.
+class ReportRequest:
+    """The parameters of a report.
 
-    captures: arrays of the mask by name, for the tile map; maker: what makes them for short runs; where neither is
-    given, random ones stand in. run: whether the emulator runs the kernels once. measure: whether calls of these sizes
-    are timed, where there is a GPU that runs the target. plan: numbers of the forward's plan that differ from the
-    default one's.
+    captures: the arrays that the mask captures, by name, for the tile map. maker: creates the captures of the short
+    run; random captures are used where neither is given. run: whether the emulator runs the kernels once. measure:
+    whether calls of these sizes are timed, if a GPU that runs the target is present. plan: parameters of the forward
+    plan that override those of the default plan.
     """
 
     spec: AttentionSpec
@@ -58,9 +58,12 @@ class Asked:
 
 @dataclass(frozen=True, eq=False)
 class Map:
-    """Tiles of a pass that are visited, by sequence and head where they differ, and the arrays that the mask read."""
+    """The tile map of a pass, for each sequence and head where they differ, and the arrays that the mask reads.
 
-    of: Pass
+    random: whether some of the arrays are random because they were not given.
+    """
+
+    pass_: Pass
     tiles: TileMap
     random: bool
     arrays: Mapping[str, Any]
@@ -70,7 +73,7 @@ class Map:
         counts = {name: self.tiles.count(kind) for name, kind in kinds.items()}
         batch, heads = self.tiles.classes.shape[:2]
         return {
-            "pass": self.of,
+            "pass": self.pass_,
             "tile": list(self.tiles.tile),
             "share": self.tiles.share,
             **counts,
@@ -79,17 +82,17 @@ class Map:
         }
 
     @property
-    def places(self) -> list[tuple[int, int]]:
-        """(sequence, head) of each map, as many as a page holds."""
+    def positions(self) -> list[tuple[int, int]]:
+        """The (sequence, head) of each map that the page shows, at most MAX_MAPS."""
         batch, heads = self.tiles.classes.shape[:2]
-        return list(np.ndindex(batch, heads))[:MOST_MAPS]
+        return list(np.ndindex(batch, heads))[:MAX_MAPS]
 
 
 @dataclass(frozen=True, eq=False)
 class KernelFacts:
-    """A kernel, what the compiler says of it (or why it says nothing), and its timeline where it was run."""
+    """A kernel, its data in the report, and its timeline if it was run."""
 
-    of: Pass
+    pass_: Pass
     kernel: RenderedKernel
     data: dict[str, Any]
     timeline: Timeline | None
@@ -97,9 +100,9 @@ class KernelFacts:
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """A report's data, and what pictures are drawn of."""
+    """The data of a report, and the objects from which its pictures are drawn."""
 
-    asked: Asked
+    request: ReportRequest
     target: Target
     maps: list[Map]
     kernels: list[KernelFacts]
@@ -108,59 +111,60 @@ class Report:
     data: dict[str, Any]
 
 
-def report_of(asked: Asked) -> Report:
-    """Renders, compiles, runs and counts. Raises UnsupportedError for what the target cannot run."""
-    target = target_named(asked.target)
-    plan = _plan(asked, target)
-    passes = _kernels(asked, target, plan)
-    maps = [_map(asked, of, kernels) for of, kernels in passes.items()]
-    run, refused = _run(asked, passes, plan)
+def report_of(request: ReportRequest) -> Report:
+    """Renders, compiles and runs the kernels, and returns the report. Raises UnsupportedError if the target cannot
+    run the spec."""
+    target = target_named(request.target)
+    plan = _plan(request, target)
+    passes = _kernels(request, target, plan)
+    maps = [_map(request, pass_, kernels) for pass_, kernels in passes.items()]
+    run, refused = _run(request, passes, plan)
     card = target.reference_gpu
-    seconds = _seconds(asked, target, plan)
+    seconds = _seconds(request, target, plan)
     kernels = [
-        _facts(asked, of, kernel, map_.tiles.share, run, card, seconds.get(of))
-        for (of, each), map_ in zip(passes.items(), maps, strict=True)
+        _facts(request, pass_, kernel, map_.tiles.share, run, card, seconds.get(pass_))
+        for (pass_, each), map_ in zip(passes.items(), maps, strict=True)
         for kernel in each.values()
     ]
     points = [roofline.Point(**facts.data["roofline"]) for facts in kernels if facts.data["roofline"]]
     data = {
-        "spec": _spec(asked.spec),
+        "spec": _spec(request.spec),
         "target": {"name": target.name, "family": target.family, "backward_family": target.backward_family},
-        "sizes": asked.sizes.to_dict(),
+        "sizes": request.sizes.to_dict(),
         "maps": [map_.to_dict() for map_ in maps],
-        "traffic": _traffic(asked, target, passes, maps),
+        "traffic": _traffic(request, target, passes, maps),
         "card": asdict(card) | {"ridge": card.ridge} if card else None,
         "kernels": [facts.data for facts in kernels],
         "seconds": seconds,
         "checked": _checked(run, refused),
     }
-    return Report(asked, target, maps, kernels, card, points, data)
+    return Report(request, target, maps, kernels, card, points, data)
 
 
-def _plan(asked: Asked, target: Target) -> Plan | None:
-    """The forward's plan with the numbers that were asked for; None for the default one.
+def _plan(request: ReportRequest, target: Target) -> Plan | None:
+    """Returns the forward plan with the requested parameters, or None for the default plan.
 
-    Raises ArgumentError for numbers that the plan does not have, UnsupportedError for a plan that does not fit.
+    Raises ArgumentError for parameters that the plan does not have, UnsupportedError for a plan that does not fit.
     """
-    if not asked.plan:
+    if not request.plan:
         return None
-    default: Any = default_plan(asked.spec, target)
+    default: Any = default_plan(request.spec, target)
     names = [each.name for each in fields(default)]
-    unknown = [name for name in asked.plan if name not in names]
+    unknown = [name for name in request.plan if name not in names]
     if unknown:
-        raise ArgumentError(f"plan: {unknown[0]!r} is no number of {default}; choose from {', '.join(names)}")
-    plan: Plan = replace(default, **asked.plan)
-    plan.check(asked.spec, target)
+        raise ArgumentError(f"plan: {unknown[0]!r} is no parameter of {default}; choose from {', '.join(names)}")
+    plan: Plan = replace(default, **request.plan)
+    plan.check(request.spec, target)
     return plan
 
 
-def _kernels(asked: Asked, target: Target, plan: Plan | None) -> dict[Pass, Kernels]:
-    of_passes: dict[Pass, Kernels] = {}
-    if "forward" in asked.passes:
-        of_passes["forward"] = forward_kernels(asked.spec, target, plan=plan)
-    if "backward" in asked.passes:
-        of_passes["backward"] = backward_kernels(asked.spec, target, asked.deterministic)
-    return of_passes
+def _kernels(request: ReportRequest, target: Target, plan: Plan | None) -> dict[Pass, Kernels]:
+    kernels_by_pass: dict[Pass, Kernels] = {}
+    if "forward" in request.passes:
+        kernels_by_pass["forward"] = forward_kernels(request.spec, target, plan=plan)
+    if "backward" in request.passes:
+        kernels_by_pass["backward"] = backward_kernels(request.spec, target, request.deterministic)
+    return kernels_by_pass
 
 
 def _spec(spec: AttentionSpec) -> dict[str, Any]:
@@ -182,70 +186,72 @@ def _spec(spec: AttentionSpec) -> dict[str, Any]:
     }
 
 
-def _map(asked: Asked, of: Pass, kernels: Kernels) -> Map:
-    plan = kernels["forward" if of == "forward" else "keys"].plan
-    sizes, mask = asked.sizes, asked.spec.mask
+def _map(request: ReportRequest, pass_: Pass, kernels: Kernels) -> Map:
+    plan = kernels["forward" if pass_ == "forward" else "keys"].plan
+    sizes, mask = request.sizes, request.spec.mask
     bound = {name: array.on_host() for name, array in mask.bound.items()}
-    given: dict[str, Any] = {**bound, **asked.captures}
+    given: dict[str, Any] = {**bound, **request.captures}
     missing = [capture.name for capture in mask.captures if capture.name not in given]
     if missing:
         shape = Shape(sizes.len_q, sizes.len_k, sizes.batch, sizes.heads_q, sizes.heads_kv)
         random = np.random.default_rng(0)
-        made = asked.maker(shape, random) if asked.maker else random_captures(asked.spec, shape, random)
-        given |= {name: made[name] for name in missing}
+        generated = request.maker(shape, random) if request.maker else random_captures(request.spec, shape, random)
+        given |= {name: generated[name] for name in missing}
     arrays = {capture.name: given[capture.name] for capture in mask.captures}
     batch = captured_extent(mask.expression, BATCH, arrays) or sizes.batch
     heads = captured_extent(mask.expression, HEAD, arrays) or sizes.heads_q
     tile = (plan.tile_q, plan.tile_k)
     tiles = tile_map(mask.expression, tile, sizes.len_q, sizes.len_k, batch, heads, arrays)
-    return Map(of, tiles, bool(missing), arrays)
+    return Map(pass_, tiles, bool(missing), arrays)
 
 
-def _run(asked: Asked, passes: Mapping[Pass, Kernels], plan: Plan | None) -> tuple[Run | None, str]:
-    """One short run of all passes; None, and why, where there is none."""
-    if not asked.run:
-        return None, "not asked for"
-    forward = passes.get("forward") or forward_kernels(asked.spec, target_named(asked.target), plan=plan)
+def _run(request: ReportRequest, passes: Mapping[Pass, Kernels], plan: Plan | None) -> tuple[Run | None, str]:
+    """Runs all passes once at a short length. Returns None and the reason if the kernels were not run."""
+    if not request.run:
+        return None, "not requested"
+    forward = passes.get("forward") or forward_kernels(request.spec, target_named(request.target), plan=plan)
     plans = [(forward["forward"].plan, True)]
     if "backward" in passes:
         plans.append((passes["backward"]["keys"].plan, False))
     shapes = [short_shape(plan.tile_q, plan.tile_k, along_keys) for plan, along_keys in plans]
     longest = max(shapes, key=lambda shape: shape.len_q)
     try:
-        return run_once(asked.spec, asked.target, asked.passes, longest, asked.maker, asked.deterministic, plan), ""
+        return run_once(
+            request.spec, request.target, request.passes, longest, request.maker, request.deterministic, plan
+        ), ""
     except BuildError as error:  # there is no C++ compiler
         return None, str(error)
 
 
-def _seconds(asked: Asked, target: Target, plan: Plan | None) -> dict[Pass, float]:
-    """Of a call of each pass on this GPU; nothing where it runs no such kernels, or nobody asked."""
-    if not asked.measure or not measured.runs_here(target):
+def _seconds(request: ReportRequest, target: Target, plan: Plan | None) -> dict[Pass, float]:
+    """Returns the seconds of a call of each pass; empty if not requested, or if this GPU does not run the target."""
+    if not request.measure or not measured.runs_here(target):
         return {}
-    sizes = asked.sizes
+    sizes = request.sizes
     shape = Shape(sizes.len_q, sizes.len_k, sizes.batch, sizes.heads_q, sizes.heads_kv)
-    given = (asked.deterministic, asked.captures, asked.maker, plan)
-    return measured.seconds_of_calls(asked.spec, target, asked.passes, shape, *given)
+    given = (request.deterministic, request.captures, request.maker, plan)
+    return measured.seconds_of_calls(request.spec, target, request.passes, shape, *given)
 
 
 def _facts(
-    asked: Asked,
-    of: Pass,
+    request: ReportRequest,
+    pass_: Pass,
     kernel: RenderedKernel,
     share: float,
     run: Run | None,
     card: ReferenceGpu | None,
     seconds: float | None,
 ) -> KernelFacts:
-    sizes = asked.sizes
+    sizes = request.sizes
     count, moved = flops(kernel, sizes, share), hbm_bytes(kernel, sizes)
-    timed = seconds if kernel.role in ("forward", "keys") else None  # a call's other kernels take little of its time
+    timed = seconds if kernel.role in ("forward", "keys") else None  # the other kernels of a call take little time
     on_roof = roofline.point(card, kernel.role, count, moved, timed) if card and count and moved else None
-    what, formula = OF_ROLE.get(kernel.role, ("Adds up the gradient of a captured array", ""))
+    what, formula = BY_ROLE.get(kernel.role, ("Adds up the gradient of a captured array", ""))
     events = run.events.get(kernel.entry) if run else None
     recorded = timeline_of(events, kernel) if events is not None else None
     timeline = recorded if recorded and recorded.spans else None  # a kernel without tiles has nothing to show
     data = {
-        "pass": of,
+        "pass": pass_,
         "role": kernel.role,
         "name": kernel.name,
         "entry": kernel.entry,
@@ -266,13 +272,13 @@ def _facts(
         "timeline": timeline.to_dict() if timeline else None,
         "lines": kernel.source.count("\n"),
     }
-    return KernelFacts(of, kernel, data, timeline)
+    return KernelFacts(pass_, kernel, data, timeline)
 
 
 def _compiled(kernel: RenderedKernel) -> dict[str, Any]:
-    """Registers, occupancy and instructions; where there is no NVRTC, why there are none."""
+    """Returns registers, occupancy and instruction counts, or the reason for their absence if NVRTC is missing."""
     if not nvrtc.is_available():
-        why = "NVRTC is not installed (the extras `cuda13` and `cuda12` have it), so that nothing was compiled"
+        why = "NVRTC is not installed (the extras `cuda13` and `cuda12` install it), so nothing was compiled"
         return {"resources": None, "occupancy": None, "instructions": None, "not_compiled": why}
     entry: Entry = default_cache().load_or_compile(kernel.name, kernel.source, kernel.target.architecture)
     registers = entry.resources.registers
@@ -285,14 +291,16 @@ def _compiled(kernel: RenderedKernel) -> dict[str, Any]:
     }
 
 
-def _traffic(asked: Asked, target: Target, passes: Mapping[Pass, Kernels], maps: Sequence[Map]) -> dict[str, Any]:
+def _traffic(
+    request: ReportRequest, target: Target, passes: Mapping[Pass, Kernels], maps: Sequence[Map]
+) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for map_ in maps:
-        if map_.of == "forward":
-            counted = forward_traffic(asked.spec, target, map_.tiles, asked.sizes)
+        if map_.pass_ == "forward":
+            counted = forward_traffic(request.spec, target, map_.tiles, request.sizes)
         else:
-            counted = backward_traffic(asked.spec, target, passes["backward"], asked.sizes)
-        rows[map_.of] = [row.to_dict() for row in counted]
+            counted = backward_traffic(request.spec, target, passes["backward"], request.sizes)
+        rows[map_.pass_] = [row.to_dict() for row in counted]
     return rows
 
 
@@ -306,9 +314,9 @@ def _checked(run: Run | None, refused: str) -> dict[str, Any]:
     return {"run": asdict(run.shape), "why_not": None, "verdicts": verdicts}
 
 
-def check_asked(asked: Asked) -> None:
-    """Raises ArgumentError for captures that the mask does not know."""
-    unknown = sorted(set(asked.captures) - {capture.name for capture in asked.spec.captures})
+def check_request(request: ReportRequest) -> None:
+    """Raises ArgumentError for captures that the spec does not have."""
+    unknown = sorted(set(request.captures) - {capture.name for capture in request.spec.captures})
     if unknown:
-        known = ", ".join(capture.name for capture in asked.spec.captures) or "nothing"
-        raise ArgumentError(f"captures {', '.join(unknown)}: {asked.spec.mask.name} captures {known}")
+        known = ", ".join(capture.name for capture in request.spec.captures) or "nothing"
+        raise ArgumentError(f"captures {', '.join(unknown)}: {request.spec.mask.name} captures {known}")

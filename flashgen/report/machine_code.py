@@ -1,4 +1,4 @@
-"""Which instructions a kernel is made of, counted in its machine code."""
+"""Counts the instructions in a kernel's machine code by kind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashgen.codegen.rendered_kernel import RenderedKernel
 
 _SASS = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE)
 _PTX = re.compile(r"^\s+(?:@!?%p\d+\s+)?([a-z][a-z0-9_]*)[.\s][^:;\n]*;", re.MULTILINE)
-# Beginnings of opcodes by what the instruction is for; the first that fits counts.
+# Prefixes of opcodes by the kind of instruction. The first kind with a matching prefix is taken.
 _KINDS: Mapping[str, tuple[str, ...]] = {
     "products": ("HGMMA", "HMMA", "IMMA", "WARPGROUP", "mma", "wgmma"),
     "exponentials and their like": ("MUFU", "ex2", "lg2", "rcp", "tanh", "sqrt"),
@@ -44,7 +44,10 @@ _FLOAT_PTX = re.compile(r"\.(?:f32|f16|bf16|f16x2|bf16x2)\b")
 
 @dataclass(frozen=True)
 class Instructions:
-    """Instructions by kind, of SASS or of PTX, as they stand in the code: loops count once."""
+    """Static instruction counts by kind, of SASS or PTX. The instructions of a loop are counted once.
+
+    why: the reason for counting PTX instead of SASS, or "".
+    """
 
     language: str
     why: str
@@ -56,13 +59,13 @@ class Instructions:
 
 
 def instructions_of(kernel: RenderedKernel, entry: Entry) -> Instructions:
-    """The instruction mix of a kernel's SASS, or of its PTX where no disassembler is installed, which `why` says."""
+    """Returns the instruction mix of a kernel's SASS, or of its PTX if no disassembler is installed."""
     if find_tool("nvdisasm") or find_tool("cuobjdump"):
         return _counted("SASS", "", _SASS.findall(inspect.sass(entry.cubin)), {})
     text = inspect.ptx(kernel.source, kernel.target.architecture, kernel.name)
     found = [match[1] for match in _PTX.finditer(text)]
     floats = Counter(match[1] for match in _PTX.finditer(text) if _FLOAT_PTX.search(match[0]))
-    why = "nvdisasm is not installed (the extra `inspect` has it), so PTX is counted, before registers are assigned"
+    why = "nvdisasm is not installed (the extra `inspect` installs it), so PTX is counted, before register allocation"
     return _counted("PTX", why, found, floats)
 
 
@@ -72,9 +75,9 @@ def _counted(language: str, why: str, opcodes: list[str], floats: Mapping[str, i
         if opcode in ("NOP",):
             continue
         kind = _kind(opcode)
-        of_floats = floats.get(opcode, 0) if kind == "integers, addresses, moves" else 0
-        kinds[kind] += count - of_floats
-        kinds["float arithmetic"] += of_floats
+        float_count = floats.get(opcode, 0) if kind == "integers, addresses, moves" else 0
+        kinds[kind] += count - float_count
+        kinds["float arithmetic"] += float_count
     return Instructions(language, why, sum(kinds.values()), kinds)
 
 

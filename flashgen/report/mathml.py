@@ -1,4 +1,4 @@
-"""Formulas as MathML, which browsers draw by themselves: parts to build them of, and expressions of the language."""
+"""Formulas as MathML, which browsers render natively: the elements of formulas, and expressions of the language."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SYMBOLS = {"score": "s", "len_q": "N_q", "len_k": "N_k"}
 
 
 def name(text: str) -> str:
-    """A variable; "N_q" has q below it, a word of several letters stands upright."""
+    """Returns a variable. "N_q" gets the subscript q; a word of several letters is set upright."""
     base, _, below = text.partition("_")
     style = ' mathvariant="normal"' if len(base) > 1 else ""
     body = f"<mi{style}>{escape(base)}</mi>"
@@ -66,17 +66,17 @@ def call(function: str, *arguments: str) -> str:
 
 
 def block(*parts: str) -> str:
-    """A formula of its own line."""
+    """Returns a formula on a line of its own."""
     return f'<math display="block">{"".join(parts)}</math>'
 
 
 def expression(node: sympy.Basic) -> str:
-    """An expression of the language, a mask or a score."""
+    """Returns an expression of the language, such as a mask or a score function, as MathML."""
     return _drawn(node)[0]
 
 
 def conjuncts(node: sympy.Basic) -> list[sympy.Basic]:
-    """What must hold together, in order and each once: a line of its own for each."""
+    """Returns the operands of a conjunction in order and without duplicates; each is shown on a line of its own."""
     if not isinstance(node, ops.And):
         return [node]
     return list(dict.fromkeys(part for operand in node.args for part in conjuncts(operand)))

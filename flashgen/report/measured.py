@@ -1,4 +1,4 @@
-"""How long whole calls of a spec take on the GPU at hand, for a report to show them below the roof."""
+"""Times calls of a spec on the current GPU, for the roofline of a report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashgen.verify.problems import CaptureMaker, Shape
 
 
 def runs_here(target: Target) -> bool:
-    """Whether the current GPU, if there is one, runs the target's kernels."""
+    """Returns whether there is a GPU and it runs the target's kernels."""
     if importlib.util.find_spec("cupy") is None:
         return False
     try:
@@ -38,18 +38,18 @@ def seconds_of_calls(
     maker: CaptureMaker | None,
     plan: Plan | None,
 ) -> dict[Pass, float]:
-    """Median seconds of a call of each pass, with all its kernels, on random inputs that are on the GPU; a cold L2.
+    """Returns the median seconds of a call of each pass, with all its kernels, on random inputs and with a cold L2.
 
-    captures: arrays that are given; random ones, or the maker's, stand in for others.
+    captures: arrays by name; captures that are not given come from `maker`, or are random if it is None.
     """
     compiled = engine.compile(spec, target=target.name, deterministic=deterministic, plan=plan)
     inputs = random_inputs(spec, shape, 0, maker)
     given = {**inputs.captures, **inputs.ragged, **captures}
-    q, k, v = (_there(array) for array in (inputs.q, inputs.k, inputs.v))
-    options = {name: _there(value) for name, value in given.items()} | ({"seed": 0} if spec.dropout else {})
+    q, k, v = (_to_gpu(array) for array in (inputs.q, inputs.k, inputs.v))
+    options = {name: _to_gpu(value) for name, value in given.items()} | ({"seed": 0} if spec.dropout else {})
     d_out, _ = random_gradients(spec, shape, 0, False)
     out, lse = compiled(q, k, v, return_lse=True, **options)
-    d_out = _there(d_out)
+    d_out = _to_gpu(d_out)
     runs: dict[Pass, Callable[[], Any]] = {
         "forward": lambda: compiled(q, k, v, **options),
         "backward": lambda: compiled.backward(d_out, q, k, v, out, lse, **options),
@@ -57,6 +57,6 @@ def seconds_of_calls(
     return {name: median_ms(runs[name]) / 1e3 for name in passes}
 
 
-def _there(value: Any) -> Any:
-    """An array on the GPU; a number as it is."""
+def _to_gpu(value: Any) -> Any:
+    """Copies an array to the GPU; returns a number unchanged."""
     return gpu.cupy().asarray(value) if hasattr(value, "shape") and value.shape else value

@@ -1,4 +1,4 @@
-"""A report as one page of HTML that needs nothing beside itself."""
+"""Renders a report as one self-contained page of HTML."""
 
 from __future__ import annotations
 
@@ -39,46 +39,46 @@ def _environment() -> Any:
 
 
 def page(report: Report, command: str) -> str:
-    """The page. command: what made it, to be shown."""
-    return rendered(
+    """Returns the page. command: the command line that created it, which the page shows."""
+    return render_template(
         "page.html.jinja",
-        title=report.asked.spec.name,
-        report=_shown(report, "a"),
+        title=report.request.spec.name,
+        report=_context(report, "a"),
         command=command,
         data=_embedded(report.data),
     )
 
 
 def comparison(left: Report, right: Report, command: str) -> str:
-    """Two reports side by side, and what differs between their numbers."""
-    return rendered(
+    """Returns a page with two reports side by side, and a table of the differences between their numbers."""
+    return render_template(
         "compare.html.jinja",
-        title=f"{left.asked.spec.name} | {right.asked.spec.name}",
-        sides=[_shown(left, "a"), _shown(right, "b")],
+        title=f"{left.request.spec.name} | {right.request.spec.name}",
+        sides=[_context(left, "a"), _context(right, "b")],
         rows=differences(left.data, right.data),
         command=command,
         data=_embedded([left.data, right.data]),
     )
 
 
-def rendered(template: str, **context: Any) -> str:
-    """A template of templates/report/, with the colours that all pages have."""
+def render_template(template: str, **context: Any) -> str:
+    """Renders a template of templates/report/ with the colours that all pages share."""
     styles = {"code_styles": source.styles(), "colours": _COLOURS}
     return str(_environment().get_template(template).render(**context, **styles))
 
 
 def _embedded(data: Any) -> str:
-    """JSON that may stand in a script element."""
+    """Returns JSON that is safe inside a script element."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def thousands(value: int) -> str:
-    """A number in groups of three digits, at whose gaps no line ends: 4 096."""
+    """Formats a number in groups of three digits with no-break spaces between them: 4 096."""
     return f"{value:,}".replace(",", "\N{NO-BREAK SPACE}")
 
 
 def si(value: float) -> str:
-    """A number with three digits and a prefix: 70.9 G."""
+    """Formats a number with three significant digits and an SI prefix: 70.9 G."""
     for prefix in ("", "k", "M", "G", "T"):
         if abs(value) < 1000 or prefix == "T":
             return f"{value:.3g} {prefix}".rstrip()
@@ -86,11 +86,11 @@ def si(value: float) -> str:
     raise AssertionError
 
 
-def _shown(report: Report, side: str) -> dict[str, Any]:
-    """What the template says of a report; `side` begins the ids of its elements."""
+def _context(report: Report, side: str) -> dict[str, Any]:
+    """Returns the template context of a report; `side` is the prefix of the ids of its HTML elements."""
     kernels = []
-    for place, facts in enumerate(report.kernels):
-        identity = f"{side}{place}"
+    for index, facts in enumerate(report.kernels):
+        identity = f"{side}{index}"
         drawn = ""
         if facts.timeline:
             title = f"{facts.kernel.role} on {facts.kernel.target.name}, first block"
@@ -98,14 +98,14 @@ def _shown(report: Report, side: str) -> dict[str, Any]:
         kernels.append(
             facts.data | {"id": identity, "sections": source.sections(facts.kernel.source), "drawn_timeline": drawn}
         )
-    spec = report.asked.spec
+    spec = report.request.spec
     return {
         "id": side,
         **report.data,
         "kernels": kernels,
         "sentences": sentences(spec),
         "formulas": formulas(spec),
-        "drawn_maps": [_map(map_, f"{side}-{map_.of}", spec) for map_ in report.maps],
+        "drawn_maps": [_map(map_, f"{side}-{map_.pass_}", spec) for map_ in report.maps],
         "drawn_roof": roofline.to_svg(report.card, report.points) if report.card and report.points else "",
     }
 
@@ -119,43 +119,43 @@ def _map(map_: Map, identity: str, spec: AttentionSpec) -> dict[str, Any]:
         "len_k": tiles.len_k,
         "places": [
             {
-                "label": _place(map_, batch, head),
+                "label": _position_label(map_, batch, head),
                 "svg": tile_maps.to_bare_svg(tiles, batch, head),
                 "summary": tile_maps.summary(tiles, batch, head),
-                "classes": _runs(tiles.of(batch, head)),
+                "classes": _run_lengths(tiles.of(batch, head)),
                 "elements": json.dumps(asdict(mixed_elements(mask, tiles, batch, head, map_.arrays))),
             }
-            for batch, head in map_.places
+            for batch, head in map_.positions
         ],
-        "left_out": tiles.classes.shape[0] * tiles.classes.shape[1] - len(map_.places),
+        "left_out": tiles.classes.shape[0] * tiles.classes.shape[1] - len(map_.positions),
     }
 
 
-def _place(map_: Map, batch: int, head: int) -> str:
-    of_batch, of_heads = map_.tiles.classes.shape[:2]
-    words = [f"sequence {batch}"] if of_batch > 1 else []
-    words += [f"head {head}"] if of_heads > 1 else []
+def _position_label(map_: Map, batch: int, head: int) -> str:
+    batches, heads = map_.tiles.classes.shape[:2]
+    words = [f"sequence {batch}"] if batches > 1 else []
+    words += [f"head {head}"] if heads > 1 else []
     return ", ".join(words) or "every sequence and head"
 
 
-def _runs(classes: Any) -> str:
-    """The classes of tiles, row by row, as stretches: "2*31,1*1;..."."""
+def _run_lengths(classes: Any) -> str:
+    """Returns the classes of tiles, row by row, in run-length encoding: "2*31,1*1;..."."""
     rows = []
     for line in classes.tolist():
-        stretches: list[list[int]] = []
+        lengths: list[list[int]] = []
         for kind in line:
-            if stretches and stretches[-1][0] == kind:
-                stretches[-1][1] += 1
+            if lengths and lengths[-1][0] == kind:
+                lengths[-1][1] += 1
             else:
-                stretches.append([kind, 1])
-        rows.append(",".join(f"{kind}*{count}" for kind, count in stretches))
+                lengths.append([kind, 1])
+        rows.append(",".join(f"{kind}*{count}" for kind, count in lengths))
     return ";".join(rows)
 
 
 def sentences(spec: AttentionSpec) -> list[str]:
-    """The spec in words."""
+    """Describes the spec in sentences."""
     dims = f"{spec.head_dim}" if spec.head_dim == spec.value_dim else f"{spec.head_dim}, values of {spec.value_dim}"
-    said = [
+    lines = [
         f"Queries and keys have {dims} elements of {spec.dtype}; sums are float32.",
         f"A score is q·k times {spec.scale:.6g}" + (f", then {spec.score.name}." if spec.score else "."),
         f"A query attends to the keys that {spec.mask.name} keeps; a row with none is 0."
@@ -163,19 +163,19 @@ def sentences(spec: AttentionSpec) -> list[str]:
         else "Every query attends to every key.",
     ]
     if spec.dropout:
-        said.append(
+        lines.append(
             f"A weight is kept where its random byte is below {spec.keep_threshold}, and is then multiplied by "
             f"256/{spec.keep_threshold}: dropout {spec.dropout:g}."
         )
     for capture in spec.captures:
         kind = f"an array of {capture.ndim} dimension(s)" if capture.ndim else "a number"
         learned = ", with a gradient" if capture.grad else ""
-        said.append(f"{capture.name} is {kind} of {capture.dtype}, given at the call{learned}.")
-    return said
+        lines.append(f"{capture.name} is {kind} of {capture.dtype}, given at the call{learned}.")
+    return lines
 
 
 def formulas(spec: AttentionSpec) -> list[str]:
-    """The spec as MathML, by the indices of a batch, a head, a query and a key."""
+    """Returns the formulas of the spec as MathML, with the indices b, h, q and k of batch, head, query and key."""
     indices = row(name("q"), name("k"))
     score, weight = sub(name("s"), indices), sub(name("P"), indices)
     product = row(sub(name("Q"), name("q")), sign("·"), sub(name("K"), name("k")))
@@ -194,7 +194,7 @@ def formulas(spec: AttentionSpec) -> list[str]:
 
 
 def differences(left: dict[str, Any], right: dict[str, Any]) -> list[dict[str, Any]]:
-    """Numbers of two reports beside each other, and their ratio, where both have the kernel."""
+    """Returns the numbers of two reports in rows, with their ratio where both reports have the number."""
     rows: list[dict[str, Any]] = []
 
     def add(what: str, a: Any, b: Any) -> None:
@@ -206,11 +206,11 @@ def differences(left: dict[str, Any], right: dict[str, Any]) -> list[dict[str, A
     add("mask", left["spec"]["mask"]["name"], right["spec"]["mask"]["name"])
     add("score", *((side["spec"]["score"] or {"name": "none"})["name"] for side in (left, right)))
     add("target", left["target"]["name"], right["target"]["name"])
-    for of in ("forward", "backward"):
-        maps = [next((map_ for map_ in side["maps"] if map_["pass"] == of), None) for side in (left, right)]
+    for pass_ in ("forward", "backward"):
+        maps = [next((map_ for map_ in side["maps"] if map_["pass"] == pass_), None) for side in (left, right)]
         if all(maps):
-            add(f"{of}: share of tiles visited", *(map_["share"] for map_ in maps if map_))
-            add(f"{of}: tiles masked by element", *(map_["partial"] for map_ in maps if map_))
+            add(f"{pass_}: share of tiles visited", *(map_["share"] for map_ in maps if map_))
+            add(f"{pass_}: tiles masked by element", *(map_["partial"] for map_ in maps if map_))
     for role in dict.fromkeys(kernel["role"] for side in (left, right) for kernel in side["kernels"]):
         found = [next((each for each in side["kernels"] if each["role"] == role), None) for side in (left, right)]
         for what, value in _KERNEL_NUMBERS.items():

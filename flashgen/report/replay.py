@@ -1,9 +1,10 @@
-"""A recorded launch, laid out in time: what each warp did when, by a model of how long steps take.
+"""Assigns times to the events of a recorded launch with a model of the duration of each step.
 
-The emulator's record says what a warp did, in its order, and what it waited for; it has no clock. The model replays it:
-a step begins when its warp comes to it, and what it waits for has happened, and the unit that it needs is free. So the
-order of steps and who waits for whom are what ran; how long a step takes is the unit's rate by its vendor's figures.
-Arithmetic beside products and exponentials (masks, maxima, sums, conversions) takes no time in it.
+The emulator records what each warp did, in order, and what it waited for, but it has no clock. The model replays the
+record: a step begins when its warp has reached it, the events that it waits for have happened, and the unit that it
+needs is free. The order of the steps and the dependencies between warps are therefore those of the emulated launch,
+and the duration of a step follows from the rate of its unit, as given by the vendor. Arithmetic other than matrix
+products and exponentials (masks, maxima, sums, conversions) takes no time in the model.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from flashgen.runtime.timeline import Array, Did
 
 Kind = Literal["copy", "product", "exponentials", "wait", "store"]
 
-_COPY_LATENCY, _COPY_BYTES = 600, 64  # cycles; bytes a cycle of a multiprocessor, from the L2
+_COPY_LATENCY, _COPY_BYTES = 600, 64  # latency in cycles; bytes per cycle and multiprocessor, from the L2
 _ISSUE = 2  # cycles to start a copy
 
 
 @dataclass(frozen=True)
 class Span:
-    """What a warp or one of its units did from `begin` to `end`, in cycles of the model.
+    """An activity of a warp or of one of its units from `begin` to `end`, in cycles of the model.
 
-    asynchronous: whether the warp went on meanwhile. line: of the emitted text, 0 where it has none to name.
+    asynchronous: whether the warp continued during it. line: the line of the kernel's source, or 0 if unknown.
     """
 
     warp: int
@@ -49,15 +50,15 @@ class _Warp:
     steps: deque[Any]
     clock: float = 0.0
     exponentials: int = 0
-    copies: list[float] = field(default_factory=list)  # when each open or closed group has landed
+    copies: list[float] = field(default_factory=list)  # the times at which the committed groups have arrived
     products: list[float] = field(default_factory=list)
     open_copies: float = 0.0
     open_products: float = 0.0
-    reached: dict[int, int] = field(default_factory=dict)  # barrier -> its opening
+    reached: dict[int, int] = field(default_factory=dict)  # barrier -> the index of the use that the warp waits for
 
 
 class Replay:
-    """Lays out the events of one launch. `spans` are in the order in which they were placed."""
+    """Assigns times to the events of one launch. `spans` are in the order in which they were assigned."""
 
     def __init__(self, events: Array, target: Target, barriers: Mapping[int, str]) -> None:
         self.target, self.barriers = target, barriers
@@ -69,16 +70,17 @@ class Replay:
         self._missing = Counter(zip(arrivals["object"].tolist(), arrivals["phase"].tolist(), strict=True))
         self._phase_at: dict[tuple[int, int], float] = {}
         self._reaches: Counter[int] = Counter()
-        self._openings: dict[tuple[int, int], tuple[int, float]] = {}  # warps still missing; when the last one came
+        self._openings: dict[tuple[int, int], tuple[int, float]] = {}  # warps yet to arrive; time of the last arrival
         self._tensor, self._special = [0.0] * target.partitions, [0.0] * target.partitions
         self._copies = 0.0
 
     def run(self) -> list[Span]:
-        """Every span, by the warp whose clock is least first. Raises LaunchError for a record that is not whole."""
+        """Returns every span; the warp with the smallest clock steps first. Raises LaunchError if the record is
+        incomplete."""
         while waiting := [warp for warp in self._warps.values() if warp.steps]:
             ready = [warp for warp in waiting if self._can_go_on(warp)]
             if not ready:
-                raise LaunchError("the record is not whole: every warp waits for what none of them does")
+                raise LaunchError("the record is not complete: every warp waits for an event that is not recorded")
             self._step(min(ready, key=lambda warp: (warp.clock, warp.number)))
         return self.spans
 
@@ -146,7 +148,7 @@ class Replay:
         columns = int(event["amount"])
         issued = warp.clock
         warp.clock += _ISSUE
-        begin, end = self._product(warp, columns * 16 * 16)  # a warp's 16 of 64 rows
+        begin, end = self._product(warp, columns * 16 * 16)  # each warp computes 16 of the 64 rows
         warp.open_products = max(warp.open_products, end)
         self._add(warp, "product", issued, warp.clock, event["line"], f"starts wgmma, {columns} columns in all")
         self._add(warp, "product", begin, end, event["line"], f"wgmma, {columns} columns in all", True)
@@ -202,5 +204,8 @@ class Replay:
 
 
 def replayed(events: Array, target: Target, barriers: Mapping[int, str] | None = None) -> list[Span]:
-    """The spans of a launch's events, by the rates of a target. barriers: names of mbarriers by their offsets."""
+    """Returns the spans of a launch's events at the rates of a target.
+
+    barriers: the names of mbarriers by their byte offsets in shared memory.
+    """
     return Replay(events, target, barriers or {}).run()

@@ -1,4 +1,4 @@
-"""The roofline model: a kernel's FLOPs per byte of HBM, and the most FLOPs per second that a GPU allows there."""
+"""The roofline model: a kernel's FLOPs per byte of HBM, and the maximum FLOP/s of a GPU at that intensity."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class Point:
 
     Attributes:
         intensity: FLOPs per byte of HBM.
-        bound: the most TFLOP/s that the roof allows at this intensity. limit: "products" or "memory".
-        measured: TFLOP/s of a timed call; None where none was timed.
+        bound: the maximum TFLOP/s at this intensity.
+        limit: the resource that sets the bound, "products" or "memory".
+        measured: TFLOP/s of a timed call, or None.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Point:
 
 
 def point(gpu: ReferenceGpu, name: str, flops: int, hbm_bytes: int, seconds: float | None = None) -> Point:
-    """Places a kernel below the roof, from the FLOPs that it computes and the bytes that it must at least move."""
+    """Returns the point of a kernel, given its FLOPs and the minimum number of HBM bytes that it moves."""
     intensity = flops / hbm_bytes
     bound = min(gpu.tflops, intensity * gpu.gb_per_second / 1e3)
     limit = "products" if intensity >= gpu.ridge else "memory"
@@ -43,17 +44,17 @@ def point(gpu: ReferenceGpu, name: str, flops: int, hbm_bytes: int, seconds: flo
 
 
 def to_svg(gpu: ReferenceGpu, points: Sequence[Point]) -> str:
-    """Draws the roof and the kernels below it; both axes are logarithmic."""
+    """Draws the roof and the kernels below it as SVG; both axes are logarithmic."""
     intensities = [each.intensity for each in points] + [gpu.ridge]
     low, high = 10 ** math.floor(math.log10(min(intensities) / 2)), 10 ** math.ceil(math.log10(max(intensities) * 2))
     rates = [each.measured for each in points if each.measured] + [low * gpu.gb_per_second / 1e3]
-    least, most = 10 ** math.floor(math.log10(min(rates))), 10 ** math.ceil(math.log10(gpu.tflops * 1.2))
+    low_rate, high_rate = 10 ** math.floor(math.log10(min(rates))), 10 ** math.ceil(math.log10(gpu.tflops * 1.2))
 
     def x(intensity: float) -> float:
         return _LEFT + (_WIDTH - _LEFT - 16) * math.log(intensity / low) / math.log(high / low)
 
     def y(rate: float) -> float:
-        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * math.log(most / rate) / math.log(most / least)
+        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * math.log(high_rate / rate) / math.log(high_rate / low_rate)
 
     words = f"Roofline of {gpu.name}: {'; '.join(f'{each.name}, {each.intensity:.0f} FLOP/byte' for each in points)}"
     begin, ridge = (x(low), y(low * gpu.gb_per_second / 1e3)), (x(gpu.ridge), y(gpu.tflops))
@@ -65,7 +66,7 @@ def to_svg(gpu: ReferenceGpu, points: Sequence[Point]) -> str:
         f'<rect width="100%" height="100%" fill="var(--paper, {palette.PAPER})"/>',
         f'<text x="8" y="18" font-size="13" font-weight="600">{escape(gpu.name)}: {gpu.tflops:g} TFLOP/s, '
         f"{gpu.gb_per_second:g} GB/s</text>",
-        *_grid(low, high, least, most, x, y),
+        *_grid(low, high, low_rate, high_rate, x, y),
         f'<path d="{roof}" fill="none" stroke="{palette.FULL}" stroke-width="2"/>',
     ]
     for number, each in enumerate(points):
@@ -73,12 +74,12 @@ def to_svg(gpu: ReferenceGpu, points: Sequence[Point]) -> str:
     return "\n".join([*lines, "</svg>\n"])
 
 
-def _grid(low: float, high: float, least: float, most: float, x: Any, y: Any) -> Iterator[str]:
+def _grid(low: float, high: float, low_rate: float, high_rate: float, x: Any, y: Any) -> Iterator[str]:
     for power in range(round(math.log10(low)), round(math.log10(high)) + 1):
         at = x(10**power)
         yield f'<path d="M{at:.1f} {_TOP}V{_HEIGHT - _BOTTOM}" stroke="{palette.RULE}" opacity="0.35"/>'
         yield f'<text x="{at:.1f}" y="{_HEIGHT - _BOTTOM + 15}" text-anchor="middle">{10**power:g}</text>'
-    for power in range(round(math.log10(least)), round(math.log10(most)) + 1):
+    for power in range(round(math.log10(low_rate)), round(math.log10(high_rate)) + 1):
         at = y(10**power)
         yield f'<path d="M{_LEFT} {at:.1f}H{_WIDTH - 16}" stroke="{palette.RULE}" opacity="0.35"/>'
         yield f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{10**power:g}</text>'
@@ -88,7 +89,7 @@ def _grid(low: float, high: float, least: float, most: float, x: Any, y: Any) ->
 
 def _mark(each: Point, x: float, bound: float, measured: float | None, number: int) -> Iterator[str]:
     yield f'<path d="M{x:.1f} {_HEIGHT - _BOTTOM}V{bound:.1f}" stroke="{palette.PARTIAL}" stroke-dasharray="3 3"/>'
-    words = f"{each.name}: {each.intensity:.0f} FLOP/byte, at most {each.bound:.0f} TFLOP/s by {each.limit}"
+    words = f"{each.name}: {each.intensity:.0f} FLOP/byte, at high_rate {each.bound:.0f} TFLOP/s by {each.limit}"
     dot = f'<circle cx="{x:.1f}" cy="{bound:.1f}" r="5" fill="{palette.PARTIAL}">'
     yield f"{dot}<title>{escape(words)}</title></circle>"
     if measured is not None:

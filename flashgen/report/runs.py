@@ -1,4 +1,4 @@
-"""A spec's kernels run once on the emulator: recorded for their timelines, and judged by the oracle."""
+"""Runs the kernels of a spec once on the emulator, records them for timelines, and compares them with the oracle."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flashgen.runtime.timeline import Array, recording
 from flashgen.verify import judged, judged_gradients, random_gradients, random_inputs
 from flashgen.verify.problems import CaptureMaker, Shape
 
-_STEPS = 5  # of the inner loop, so that its first, its last and what repeats between them show
+_STEPS = 5  # iterations of the main loop, enough to show the first, the last and the steady state between them
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Verdicts by output or gradient, and the events of each kernel's first launch by its function's name."""
+    """The verdicts by output or gradient, and the events of each kernel's first launch by the name of its function."""
 
     shape: Shape
     verdicts: dict[str, Verdict]
@@ -28,7 +28,7 @@ class Run:
 
 
 def short_shape(tile_q: int, tile_k: int, along_keys: bool) -> Shape:
-    """One sequence and head, equal lengths, of whole tiles and some steps of the inner loop."""
+    """Returns a shape of one sequence and head, with equal lengths of full tiles and _STEPS iterations or more."""
     outer, inner = (tile_q, tile_k) if along_keys else (tile_k, tile_q)
     length = -(-max(_STEPS * inner, outer) // outer) * outer
     return Shape(length, length, batch=1, heads_q=1, heads_kv=1)
@@ -44,11 +44,11 @@ def run_once(
     plan: Plan | None = None,
     seed: int = 0,
 ) -> Run:
-    """Runs the passes on random inputs: their kernels' events, and what the oracle says of their results."""
+    """Runs the passes on random inputs, and returns the events of the kernels and the verdicts on their results."""
     compiled = engine.compile(spec, target=target, emulate=True, deterministic=deterministic, plan=plan)
     inputs = random_inputs(spec, shape, seed, captures)
-    of_call = {**inputs.captures, **inputs.ragged}
-    given: dict[str, Any] = {**of_call, **({"seed": seed} if spec.dropout else {})}
+    call_arguments = {**inputs.captures, **inputs.ragged}
+    given: dict[str, Any] = {**call_arguments, **({"seed": seed} if spec.dropout else {})}
     arrays = (inputs.q, inputs.k, inputs.v)
     verdicts: dict[str, Verdict] = {}
     with recording() as recorder:
@@ -58,7 +58,7 @@ def run_once(
             d_out, _ = random_gradients(spec, shape, seed, False)
             gradients = compiled.backward(d_out, *arrays, out, lse, **given)
     if "forward" in passes:
-        verdicts["out"] = judged(spec, *arrays, out, lse, of_call, seed=seed)
+        verdicts["out"] = judged(spec, *arrays, out, lse, call_arguments, seed=seed)
     if gradients is not None:
         names = ("dq", "dk", "dv", *(f"d_{capture.name}" for capture in spec.captures if capture.grad))
         found = dict(zip(names, gradients, strict=True))

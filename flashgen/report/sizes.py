@@ -10,7 +10,7 @@ from flashgen.errors import ArgumentError
 
 @dataclass(frozen=True)
 class CallSizes:
-    """Batch, heads of queries and of keys, and lengths. Raises ArgumentError for sizes that no call has."""
+    """Batch, numbers of query and key heads, and lengths. Raises ArgumentError for sizes that are not valid."""
 
     len_q: int
     len_k: int

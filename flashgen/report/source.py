@@ -1,4 +1,4 @@
-"""A kernel's text for a page: sections that fold, lines that links lead to, in colours."""
+"""The source of a kernel for a page, with syntax colours, collapsible sections, and lines that links can refer to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LIGHT, _DARK = "default", "github-dark"
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a text: its title, its first line's number, and its lines as HTML."""
+    """A section of a source: its title, the number of its first line, and its lines as HTML."""
 
     title: str
     first: int
@@ -28,7 +28,7 @@ class Section:
 
 
 def sections(source: str) -> list[Section]:
-    """The text's sections by its own headings; what stands before the first is called "Header"."""
+    """Splits a source at its headings. The lines before the first heading form the section "Header"."""
     plain = source.splitlines()
     coloured = _coloured(source)
     starts = [0, *(number for number, line in enumerate(plain) if _HEADING.match(line))]
@@ -41,7 +41,7 @@ def sections(source: str) -> list[Section]:
 
 
 def styles() -> str:
-    """CSS of the colours, for light pages and for dark ones."""
+    """Returns the CSS of the syntax colours for light and dark pages."""
     light = HtmlFormatter(style=_LIGHT).get_style_defs(".source")
     dark = HtmlFormatter(style=_DARK).get_style_defs(":root[data-theme=dark] .source")
     return "\n".join(line for line in _rules(f"{light}\n{dark}") if "background" not in line)
@@ -59,7 +59,7 @@ def _title(line: str) -> str:
 
 
 def _coloured(source: str) -> list[str]:
-    """Each line as HTML. Pygments closes every span at the end of its line."""
+    """Returns each line as HTML. Pygments closes every span at the end of its line, so lines can be separated."""
     text = highlight(source, get_lexer_by_name("cuda", stripnl=False), HtmlFormatter(nowrap=True))
     lines: list[str] = text.split("\n")
     return lines[: len(source.splitlines())]

@@ -1,4 +1,4 @@
-"""The timeline of a kernel: who loads, multiplies, exponentiates and waits, and when by the model of `replay`."""
+"""The timeline of a kernel: when each warp loads, multiplies, exponentiates and waits, by the model of `replay`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _NAMES = {
     "wait": "waits",
     "store": "stores",
 }
-_WARPGROUP, _MOST_ROWS = 4, 8
+_WARPGROUP, _MAX_ROWS = 4, 8
 _LEFT, _TOP, _OWN, _MEANWHILE, _ROW = 104, 34, 15, 8, 34  # pixels
-_CLOSE = 0.5  # cycles: spans nearer than this are drawn as one
+_CLOSE = 0.5  # cycles; spans with a smaller gap are drawn as one
 
 
 @dataclass(frozen=True)
 class Row:
-    """A warp that is drawn, for itself or for its warpgroup, and what people call it."""
+    """A warp that is drawn, for itself or for its warpgroup, and the label of its row."""
 
     warp: int
     name: str
@@ -41,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of the rows that are drawn, in cycles of the model, and where the last one ends."""
+    """The spans of the rows that are drawn, in cycles of the model, and the end of the last span of the launch."""
 
     rows: tuple[Row, ...]
     spans: tuple[Span, ...]
@@ -55,13 +55,14 @@ class Timeline:
         }
 
     def share(self, kind: str, warp: int, asynchronous: bool = False) -> float:
-        """The part of the whole in which a row does what `kind` names."""
+        """Returns the fraction of all cycles that a row spends on activities of a kind."""
         found = (each for each in self.spans if each.warp == warp and each.kind == kind)
         return sum(each.end - each.begin for each in found if each.asynchronous is asynchronous) / (self.cycles or 1)
 
 
 def timeline_of(events: Array, kernel: RenderedKernel) -> Timeline:
-    """The timeline of a launch's events: a row for each warpgroup where these multiply together, else for each warp."""
+    """Returns the timeline of a launch's events, with a row for each warpgroup if the kernel uses wgmma, else for each
+    warp."""
     spans = replayed(events, kernel.target, kernel.shared.barrier_offsets())
     rows = tuple(_rows(events, spans))
     drawn = {row.warp for row in rows}
@@ -72,7 +73,7 @@ def timeline_of(events: Array, kernel: RenderedKernel) -> Timeline:
 def _rows(events: Array, spans: list[Span]) -> Iterator[Row]:
     busy = sorted({span.warp for span in spans if span.kind != "wait"})
     if not (events["did"] == Did.MULTIPLY_ASYNC).any():
-        yield from (Row(warp, f"warp {warp}") for warp in busy[:_MOST_ROWS])
+        yield from (Row(warp, f"warp {warp}") for warp in busy[:_MAX_ROWS])
         return
     multiplying = {span.warp for span in spans if span.kind == "product"}
     seen: set[int] = set()
@@ -84,13 +85,14 @@ def _rows(events: Array, spans: list[Span]) -> Iterator[Row]:
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
-    """Spans of a row and kind that touch or overlap are one, of the same line where the warp itself is busy."""
+    """Merges spans of the same row and kind that touch or overlap. Spans in which the warp itself is busy are merged
+    only if they belong to the same source line."""
     last: dict[tuple[Any, ...], int] = {}
     kept: list[Span] = []
     for span in spans:
         lane = (span.warp, span.kind, span.asynchronous)
-        place = last.get(lane)
-        before = kept[place] if place is not None else None
+        index = last.get(lane)
+        before = kept[index] if index is not None else None
         if before and span.begin <= before.end + _CLOSE and (span.asynchronous or span.line == before.line):
             kept[last[lane]] = replace(before, end=max(before.end, span.end))
             continue
@@ -100,7 +102,10 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
 
 
 def to_svg(timeline: Timeline, title: str, width: int = 960, link: str = "") -> str:
-    """As SVG. link: what a line's number is put behind, where spans lead to lines of the text beside the picture."""
+    """Draws the timeline as SVG.
+
+    link: prefix of the link target of a source line, to which the line number is appended; "" for no links.
+    """
     bottom = _TOP + _ROW * len(timeline.rows)
     across = width - _LEFT - 16
     scale = across / (timeline.cycles or 1.0)
@@ -151,4 +156,4 @@ def _legend(y: float) -> Iterator[str]:
         yield f'<rect x="{x}" y="{y - 10}" width="11" height="11" fill="{_COLOURS[kind]}"/>'
         yield f'<text x="{x + 16}" y="{y}">{name}</text>'
         x += 104
-    yield f'<text x="{x}" y="{y}" font-size="11">upper: the warp itself; lower: what runs meanwhile</text>'
+    yield f'<text x="{x}" y="{y}" font-size="11">upper: the warp itself; lower: asynchronous operations</text>'

@@ -1,4 +1,4 @@
-"""HBM bytes of a spec's kernels beside standard attention's and the papers' algorithms', counted, not measured."""
+"""Counts the HBM bytes of a spec's kernels, of standard attention, and of the papers' algorithms (not measured)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from flashgen.report.sizes import CallSizes
 ELEMENT_BYTES = 2
 _LSE_BYTES = 4
 _SHARE = "(share of tiles visited)"
-_PAIRS = "(sum of len_q * len_k over the sequences)"  # of a ragged batch, whose sequences a report takes as equal
+_PAIRS = "(sum of len_q * len_k over the sequences)"  # of a varlen batch; a report assumes sequences of equal length
 
 
 @dataclass(frozen=True)
 class TrafficRow:
     """An algorithm and the bytes that it reads from and writes to HBM.
 
-    times: standard attention's bytes by its own. source: what counts them.
+    times: the bytes of standard attention divided by those of this algorithm. source: the basis of the count.
     """
 
     name: str
@@ -45,9 +45,10 @@ class TrafficRow:
 
 
 def forward_traffic(spec: AttentionSpec, target: Target, tiles: TileMap, sizes: CallSizes) -> list[TrafficRow]:
-    """Standard attention, FlashAttention 1 and 2, and the forward kernel with and without a cache that holds all.
+    """Returns rows for standard attention, FlashAttention 1 and 2, and the forward kernel with and without a cache.
 
-    The papers' algorithms skip no tile; M is the shared memory that a block of the target may have, in elements.
+    The papers' algorithms skip no tile. Their on-chip memory M is the maximum shared memory of a block of the target,
+    in elements.
     """
     dims = (sizes.len_q, sizes.len_k, spec.head_dim, spec.value_dim)
     heads, on_chip = sizes.batch * sizes.heads_q, target.shared_per_block // ELEMENT_BYTES
@@ -55,14 +56,17 @@ def forward_traffic(spec: AttentionSpec, target: Target, tiles: TileMap, sizes: 
         ("standard attention", _bytes(traffic_standard(*dims), heads), "FlashAttention, algorithm 0"),
         ("FlashAttention 1", _bytes(traffic_flash1(*dims, on_chip=on_chip), heads), "its algorithm 1"),
         ("FlashAttention 2", _bytes(traffic_flash2(*dims, on_chip=on_chip), heads), "FlashAttention-2, algorithm 1"),
-        ("this kernel, nothing cached", _uncached(spec, tiles, sizes), "its own tiles"),
-        ("this kernel, each array once", _once(spec, sizes), "a cache that holds K and V"),
+        ("this kernel, nothing cached", _without_cache(spec, tiles, sizes), "its own tiles"),
+        ("this kernel, each array once", _with_cache(spec, sizes), "a cache that holds K and V"),
     ]
-    return _beside(rows)
+    return _with_ratios(rows)
 
 
 def backward_traffic(spec: AttentionSpec, target: Target, kernels: Kernels, sizes: CallSizes) -> list[TrafficRow]:
-    """Standard attention's backward, FlashAttention's, and the kernels of this backward, each array once a kernel."""
+    """Returns rows for the backward of standard attention, of FlashAttention, and of these kernels.
+
+    Each of these kernels is assumed to read or write each of its arrays once.
+    """
     dims = (sizes.len_q, sizes.len_k, spec.head_dim, spec.value_dim)
     heads, on_chip = sizes.batch * sizes.heads_q, target.shared_per_block // ELEMENT_BYTES
     own = sum(hbm_bytes(kernel, sizes) or 0 for kernel in kernels.values())
@@ -71,11 +75,12 @@ def backward_traffic(spec: AttentionSpec, target: Target, kernels: Kernels, size
         ("FlashAttention", _bytes(traffic_flash_backward(*dims, on_chip=on_chip), heads), "its algorithm 4"),
         ("these kernels, each array once", own, "a cache that holds what a kernel reads twice"),
     ]
-    return _beside(rows)
+    return _with_ratios(rows)
 
 
 def flops(kernel: RenderedKernel, sizes: CallSizes, share: float) -> int | None:
-    """FLOPs of a kernel's products where that share of tiles is visited; None where it is too small to be counted."""
+    """Returns the FLOPs of a kernel's matrix products if `share` of all tiles is visited; None for a kernel without
+    products."""
     if kernel.cost is None or kernel.cost.flops == "none":
         return None
     formula = kernel.cost.flops.replace(_SHARE, "share").replace(_PAIRS, "(batch * len_q * len_k)")
@@ -87,13 +92,13 @@ def _totals(sizes: CallSizes) -> dict[str, int]:
 
 
 def hbm_bytes(kernel: RenderedKernel, sizes: CallSizes) -> int | None:
-    """Bytes that a kernel must move, each array once; None where that depends on what is captured."""
+    """Returns the bytes that a kernel moves if it reads or writes each array once; None if they depend on captures."""
     if kernel.cost is None:
         return None
     formula = kernel.cost.hbm.replace(" bytes, at least;", "").replace(" for the LSE", "")
     try:
         return round(evaluate(formula, sizes.to_dict() | _totals(sizes)))
-    except ArgumentError:  # elements of a capture, whose shape a call decides
+    except ArgumentError:  # the formula has the number of elements of a capture, which only a call determines
         return None
 
 
@@ -101,16 +106,16 @@ def _bytes(traffic: HbmTraffic, heads: int) -> int:
     return traffic.total * heads * ELEMENT_BYTES
 
 
-def _once(spec: AttentionSpec, sizes: CallSizes) -> int:
+def _with_cache(spec: AttentionSpec, sizes: CallSizes) -> int:
     width = spec.head_dim + spec.value_dim
     rows = sizes.heads_q * sizes.len_q * width + sizes.heads_kv * sizes.len_k * width
     return ELEMENT_BYTES * sizes.batch * rows + _LSE_BYTES * sizes.batch * sizes.heads_q * sizes.len_q
 
 
-def _uncached(spec: AttentionSpec, tiles: TileMap, sizes: CallSizes) -> int:
-    """Q and O once, and for each tile that is visited its keys and values, those beyond the last key left out."""
-    of_batch, of_heads = tiles.classes.shape[:2]
-    repeats = (sizes.batch if of_batch == 1 else 1) * (sizes.heads_q if of_heads == 1 else 1)
+def _without_cache(spec: AttentionSpec, tiles: TileMap, sizes: CallSizes) -> int:
+    """Returns the bytes of Q, O and the LSE once, and of the keys and values of each visited tile within len_k."""
+    batches, heads = tiles.classes.shape[:2]
+    repeats = (sizes.batch if batches == 1 else 1) * (sizes.heads_q if heads == 1 else 1)
     by_column = (tiles.classes != EMPTY).sum(axis=(0, 1, 2))
     keys = sum(
         int(count) * (min((column + 1) * tiles.tile[1], sizes.len_k) - column * tiles.tile[1])
@@ -121,6 +126,6 @@ def _uncached(spec: AttentionSpec, tiles: TileMap, sizes: CallSizes) -> int:
     return ELEMENT_BYTES * (rows * width + keys * repeats * width) + _LSE_BYTES * rows
 
 
-def _beside(rows: list[tuple[str, int, str]]) -> list[TrafficRow]:
+def _with_ratios(rows: list[tuple[str, int, str]]) -> list[TrafficRow]:
     standard = rows[0][1]
     return [TrafficRow(name, count, standard / count, source) for name, count, source in rows]
