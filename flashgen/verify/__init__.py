@@ -1,4 +1,4 @@
-"""Compares variants with the oracle, on a GPU or the emulator, for `flashgen verify` and the tests."""
+"""Compares the kernels of variants with the oracle on a GPU or the emulator, for `flashgen verify` and the tests."""
 
 from flashgen.verify.check import Result, judged, verify
 from flashgen.verify.gradients import gradients_by_name, judged_gradients, random_gradients

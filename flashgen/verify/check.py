@@ -1,4 +1,4 @@
-"""Runs cases and judges what comes out."""
+"""Runs cases and compares their results with the oracle."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _Outputs = tuple[Any, Any]  # an output and its LSE
 
 @dataclass(frozen=True)
 class Result:
-    """One run of one pass of a case.
+    """The result of one run of one pass of a case.
 
-    `verdicts` by output: "out", or "dq", "dk", "dv" and "d_<name>" for each capture with a gradient. They are empty,
-    and `problem` is set, where the case could not be compiled or launched; `problem` is also set where gradients are
-    not deterministic that were to be.
+    `verdicts` are by output: "out", or "dq", "dk", "dv" and "d_<name>" for each capture with a gradient. If the case
+    could not be compiled or launched, they are empty and `problem` is set. `problem` is also set if the gradients of a
+    deterministic backward differ between runs.
     """
 
     case: Case
@@ -50,17 +50,17 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether the kernels ran and the rule of `flashgen.reference.numerics` holds for every output."""
+        """Whether the kernels ran and every output satisfies the rule of `flashgen.reference.numerics`."""
         return self.problem is None and bool(self.verdicts) and all(each.ok for each in self.verdicts.values())
 
     @property
     def worst(self) -> str | None:
-        """The output that fails, or else comes nearest to its bound."""
+        """The name of the output with the largest error relative to its bound; an output that fails comes first."""
         return max(self.verdicts, key=self._rank, default=None)
 
     @property
     def verdict(self) -> Verdict | None:
-        """The worst output's verdict."""
+        """The verdict on the worst output."""
         return self.verdicts[self.worst] if self.worst else None
 
     def _rank(self, name: str) -> tuple[bool, float]:
@@ -80,13 +80,22 @@ def judged(
     seed: int = 0,
     offset: int = 0,
 ) -> Verdict:
-    """Judges an output and its LSE, NumPy arrays, by standard attention in float64 and in the spec's dtype."""
+    """Compares an output and its LSE with standard attention in float64 and in the spec's dtype.
+
+    Args:
+        spec: the spec that was run.
+        q, k, v: the inputs, NumPy arrays.
+        out: the output, a NumPy array.
+        lse: the log-sum-exp of each row, a NumPy array.
+        captures: the captured arrays by name.
+        seed, offset: the random state of dropout.
+    """
     expected = _expected_outputs(spec, q, k, v, seed=seed, offset=offset, **captures)
     return judge(out, expected["out"], expected["low"], lse, expected["lse"])
 
 
 def _expected_outputs(spec: AttentionSpec, q: Any, k: Any, v: Any, **given: Any) -> dict[str, Any]:
-    """The output and its LSE in float64, and the output of standard attention in the spec's dtype."""
+    """Returns the output and its LSE in float64, and the output of standard attention in the spec's dtype."""
     out, lse = reference.attention(spec, q, k, v, return_lse=True, **given)
     return {"out": out, "lse": lse, "low": reference.low_precision(spec, q, k, v, **given)}
 
@@ -103,24 +112,31 @@ def verify(
     seed: int = 0,
     source: Source | None = None,
 ) -> Iterator[Result]:
-    """A result for each case and pass, and on the emulator for each of `schedule_count` orders of threads and copies.
+    """Yields a result for each case, pass and run.
 
-    Over pages, and of 8-bit keys, there is no backward: the forward alone is verified.
+    A case that does not compile or launch yields a failed result, and the remaining cases still run. Specs with pages
+    or 8-bit keys have no backward, so only their forward is verified.
 
-    A case that does not compile or launch gives a failed result, and the rest goes on. Without emulate=True the GPU
-    runs them, `schedule_count` times each, and sanitize may not be given. Inputs follow from `seed`.
-    deterministic: take the deterministic backward, and compare each run's gradients bit by bit with the first run's.
-    source: edited kernels of the one spec that all cases have, as `flashgen.compile` takes them.
+    Args:
+        cases: the cases to run.
+        passes: the passes to run.
+        deterministic: use the deterministic backward, and compare the gradients of each run bitwise with the first.
+        target: the target architecture. Default: that of this machine's GPU.
+        emulate: run on the emulator instead of the GPU.
+        sanitize: the sanitizer to run under, for the emulator only.
+        schedule_count: the number of runs; on the emulator each has a different order of threads and copies.
+        seed: the seed of the inputs.
+        source: edited kernels of the single spec that all cases share, as `flashgen.compile` takes them.
     """
     orders: list[Schedule | None] = list(schedules(schedule_count)) if emulate else [None] * schedule_count
     for case in cases:
         runs = _Runs(case, seed, passes, deterministic, source)
         for schedule in orders:
-            yield from runs.under(target=target, emulate=emulate, sanitize=sanitize, schedule=schedule)
+            yield from runs.run(target=target, emulate=emulate, sanitize=sanitize, schedule=schedule)
 
 
 class _Runs:
-    """The runs of one case, on the same problems each time. Results of several problems are judged as one array."""
+    """The runs of one case, all on the same problems. The results of all problems are judged as one array."""
 
     def __init__(
         self, case: Case, seed: int, passes: Sequence[Pass], deterministic: bool, source: Source | None
@@ -129,21 +145,24 @@ class _Runs:
         self.samples = samples(case, seed, "backward" in passes)
         self.first: dict[Pass, tuple[Mapping[str, Any], Mapping[str, Verdict]]] = {}
 
-    def under(self, **engine: Any) -> Iterator[Result]:
-        """A result for each pass. The backward gets the forward's output, or, if it runs alone, the oracle's."""
+    def run(self, **engine: Any) -> Iterator[Result]:
+        """Yields a result for each pass.
+
+        The backward takes the output of the forward kernels, or that of the oracle if only the backward is run.
+        """
         outputs = None
         if "forward" in self.passes:
             result, outputs = self._forward(**engine)
             yield result
         if "backward" in self.passes and not self.case.spec.of_cache:
-            yield self._backward(outputs or [self._oracles(sample) for sample in self.samples], **engine)
+            yield self._backward(outputs or [self._oracle_outputs(sample) for sample in self.samples], **engine)
 
     def _forward(self, **engine: Any) -> tuple[Result, list[_Outputs] | None]:
         begin, where, spec = time.perf_counter(), _described(**engine), self.case.spec
         try:
             compiled = attention.compile(spec, source=self.source, **engine)
             where = _described(**engine, edited=compiled.edited)
-            outputs = [_called(compiled, spec, sample) for sample in self.samples]
+            outputs = [_call_forward(compiled, spec, sample) for sample in self.samples]
         except FlashgenError as error:
             return Result(self.case, where, time.perf_counter() - begin, problem=_message(error)), None
         seconds = time.perf_counter() - begin
@@ -156,7 +175,7 @@ class _Runs:
         try:
             compiled = attention.compile(spec, deterministic=self.deterministic, source=self.source, **engine)
             where = _described(**engine, edited=compiled.edited)
-            each = [_called_back(compiled, spec, *pair) for pair in zip(self.samples, outputs, strict=True)]
+            each = [_call_backward(compiled, spec, *pair) for pair in zip(self.samples, outputs, strict=True)]
         except FlashgenError as error:
             return Result(self.case, where, time.perf_counter() - begin, problem=_message(error), pass_="backward")
         seconds, found = time.perf_counter() - begin, together(each)
@@ -170,42 +189,48 @@ class _Runs:
         return {"out": judge(found["out"], expected["out"], expected["low"], found["lse"], expected["lse"])}
 
     def _judged_gradients(self, found: Mapping[str, Any]) -> dict[str, Verdict]:
-        def of_each(reference: Callable[..., Any]) -> list[Any]:
+        def for_each_sample(reference: Callable[..., Any]) -> list[Any]:
             return [
                 reference(self.case.spec, *sample.qkv, sample.d_out, d_lse=sample.d_lse, **sample.options)
                 for sample in self.samples
             ]
 
-        expected, low = zip(*of_each(expected_gradients), strict=True)
+        expected, low = zip(*for_each_sample(expected_gradients), strict=True)
         return judged_by_name(
-            found, together(expected), together(low), lambda: together(of_each(gradients_of_rounded_output))
+            found,
+            together(expected),
+            together(low),
+            lambda: together(for_each_sample(gradients_of_rounded_output)),
         )
 
     def _compared(
-        self, pass_: Pass, found: Mapping[str, Any], judge_anew: Callable[[], Mapping[str, Verdict]]
+        self, pass_: Pass, found: Mapping[str, Any], judge_results: Callable[[], Mapping[str, Verdict]]
     ) -> tuple[Mapping[str, Verdict], list[str]]:
-        """Verdicts, and what differs from the first run. Equal results are not judged again, as the oracle is slow."""
+        """Returns the verdicts and the names of the results that differ from the first run.
+
+        Results equal to those of the first run keep its verdicts, because the oracle is slow.
+        """
         if pass_ not in self.first:
-            self.first[pass_] = (found, judge_anew())
+            self.first[pass_] = (found, judge_results())
         first, verdicts = self.first[pass_]
         differing = [name for name in found if not same_bits(found[name], first[name])]
-        return (judge_anew() if differing else verdicts), differing
+        return (judge_results() if differing else verdicts), differing
 
-    def _oracles(self, sample: Sample) -> _Outputs:
-        """The oracle's output and LSE, in the dtypes that a kernel gives."""
+    def _oracle_outputs(self, sample: Sample) -> _Outputs:
+        """Returns the output and LSE of the oracle, in the dtypes of a kernel's outputs."""
         out, lse = reference.attention(self.case.spec, *sample.qkv, return_lse=True, **sample.options)
         return out.astype(sample.inputs.q.dtype), lse.astype("float32")
 
 
-def _called(compiled: Any, spec: AttentionSpec, sample: Sample) -> _Outputs:
-    """The output and LSE of a call that writes over NaN."""
+def _call_forward(compiled: Any, spec: AttentionSpec, sample: Sample) -> _Outputs:
+    """Returns the output and LSE of a call that writes to arrays full of NaN."""
     into = poisoned_outputs(spec, sample.inputs.q, sample.inputs.v)
     out, lse = compiled(*sample.qkv, return_lse=True, out=into, **sample.options)
     return out, lse
 
 
-def _called_back(compiled: Any, spec: AttentionSpec, sample: Sample, outputs: _Outputs) -> dict[str, Any]:
-    """The gradients by name of a call that writes over NaN."""
+def _call_backward(compiled: Any, spec: AttentionSpec, sample: Sample, outputs: _Outputs) -> dict[str, Any]:
+    """Returns the gradients by name of a call that writes to arrays full of NaN."""
     into = poisoned_gradients(spec, sample.inputs)
     given = {"d_lse": sample.d_lse, **sample.options}
     return gradients_by_name(compiled.backward(sample.d_out, *sample.qkv, *outputs, into=into, **given))

@@ -1,4 +1,4 @@
-"""Makes what goes into a backward pass, and judges what comes out of it."""
+"""Creates the inputs of backward passes, and compares their gradients with the oracle."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from flashgen.verify.problems import Array, Inputs, Shape, rows_of
 if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
 
-_STREAM = 1  # of random numbers: gradients do not repeat the inputs of the same seed
+_STREAM = 1  # second component of the seed, so that gradients differ from the inputs of the same seed
 
 
 def random_gradients(
     spec: AttentionSpec, shape: Shape, seed: int = 0, of_lse: bool = False
 ) -> tuple[Array, Array | None]:
-    """Standard normal dO in the spec's dtype and layout, and dLSE in float32 with `of_lse`; equal for equal seeds.
+    """Returns a standard normal dO in the spec's dtype and layout, and if `of_lse` a dLSE in float32, else None.
 
-    A row with nothing to attend to gets a dLSE too, which must not reach anything.
+    Equal seeds give equal gradients. A fully masked row gets a dLSE too, which must not affect any gradient.
     """
     random = np.random.default_rng((seed, _STREAM))
     axes = rows_of(spec, shape, seed)
@@ -33,13 +33,13 @@ def random_gradients(
 
 
 def poisoned_gradients(spec: AttentionSpec, inputs: Inputs) -> tuple[Array, ...]:
-    """Arrays for the gradients, full of NaN, so that an element that is not written is seen."""
+    """Returns arrays for the gradients, full of NaN, so that an element that is not written is detected."""
     learned = [inputs.captures[capture.name] for capture in spec.captures if capture.grad]
     return tuple(np.full(array.shape, np.nan, array.dtype) for array in (inputs.q, inputs.k, inputs.v, *learned))
 
 
 def gradients_by_name(gradients: Any) -> dict[str, Any]:
-    """The gradients of a kernel or of the oracle by name: dq, dk, dv, and d_<name> for each capture."""
+    """Returns the gradients of a kernel or of the oracle by name: dq, dk, dv, and d_<name> for each capture."""
     captures = {f"d_{name}": gradient for name, gradient in gradients.captures.items()}
     return {"dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv, **captures}
 
@@ -53,9 +53,13 @@ def judged_gradients(
     found: Mapping[str, Any],
     **given: Any,
 ) -> dict[str, Verdict]:
-    """Judges each gradient, NumPy arrays by `gradients_by_name`, by the backward in float64 and in the spec's dtype.
+    """Compares each gradient with the backward of standard attention in float64 and in the spec's dtype.
 
-    given: d_lse, seed and offset, and the captures, as `flashgen.reference.backward` takes them.
+    Args:
+        spec: the spec that was run.
+        q, k, v, d_out: the inputs of the backward, NumPy arrays.
+        found: the gradients by name, as `gradients_by_name` returns them.
+        given: d_lse, seed, offset and the captures, as `flashgen.reference.backward` takes them.
     """
     expected, low = expected_gradients(spec, q, k, v, d_out, **given)
     return judged_by_name(found, expected, low, lambda: gradients_of_rounded_output(spec, q, k, v, d_out, **given))
@@ -64,7 +68,7 @@ def judged_gradients(
 def expected_gradients(
     spec: AttentionSpec, q: Any, k: Any, v: Any, d_out: Any, **given: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Gradients by name in float64, and those of standard attention in the spec's dtype."""
+    """Returns the gradients by name in float64, and those of standard attention in the spec's dtype."""
     expected = reference.backward(spec, q, k, v, d_out, **given)
     low = reference.low_precision_backward(spec, q, k, v, d_out, **given)
     return gradients_by_name(expected), gradients_by_name(low)
@@ -73,7 +77,7 @@ def expected_gradients(
 def gradients_of_rounded_output(
     spec: AttentionSpec, q: Any, k: Any, v: Any, d_out: Any, **given: Any
 ) -> dict[str, Any]:
-    """Gradients by name in float64, from an output that was rounded to the spec's dtype."""
+    """Returns the gradients by name in float64, computed from an output that is rounded to the spec's dtype."""
     return gradients_by_name(reference.backward_of_rounded_output(spec, q, k, v, d_out, **given))
 
 
@@ -83,7 +87,11 @@ def judged_by_name(
     low: Mapping[str, Any],
     of_rounded_output: Callable[[], Mapping[str, Any]] | None = None,
 ) -> dict[str, Verdict]:
-    """Judges each array by the rule of `flashgen.reference.numerics`, by `of_rounded_output` too where one fails."""
+    """Judges each array by the rule of `flashgen.reference.numerics`.
+
+    If an array fails, all are judged again with the gradients that `of_rounded_output` returns, because a kernel only
+    has the rounded output.
+    """
     verdicts = {name: judge(found[name], expected[name], low[name]) for name in expected}
     if of_rounded_output is None or all(verdict.ok for verdict in verdicts.values()):
         return verdicts
@@ -92,5 +100,5 @@ def judged_by_name(
 
 
 def same_bits(one: Array, other: Array) -> bool:
-    """Whether two arrays hold the same bits; NaNs and zeros are told apart by theirs."""
+    """Returns whether two arrays have the same bits. NaNs of different bits differ, as do zeros of different sign."""
     return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()

@@ -1,4 +1,4 @@
-"""Random inputs for any spec: q, k, v, and captures whose sizes follow from how the spec indexes them."""
+"""Random inputs for any spec: q, k, v, and captures, which are sized by the way in which the spec indexes them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-_OFFSETS = 2  # a stream of random numbers of its own
-_OF_QUERIES = ("cu_seqlens_q", "max_seqlen_q")
-_OUTSIDE = 3  # rows before the first sequence, and behind the last
-ENOUGH = 16  # the largest error of a gradient is taken over at least so many numbers: see `samples_needed`
+_OFFSETS = 2  # second component of the seed of the sequence lengths
+_QUERY_ARGUMENTS = ("cu_seqlens_q", "max_seqlen_q")
+_OUTSIDE = 3  # rows before the first sequence and after the last one
+ENOUGH = 16  # the minimum number of elements over which the largest error of a gradient is taken: see `samples_needed`
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The run-time sizes of a call: heads_q is a multiple of heads_kv."""
+    """The run-time sizes of a call. heads_q is a multiple of heads_kv."""
 
     len_q: int
     len_k: int
@@ -43,8 +43,12 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The arrays of a call, in the spec's dtype and layout; `captures` by name, among them where the pages are;
-    `ragged`: where sequences begin."""
+    """The arrays of a call, in the spec's dtype and layout.
+
+    Attributes:
+        captures: the captured arrays by name, with the page table and scales of a KV cache if the spec has them.
+        ragged: the arguments of a varlen call by name, such as cu_seqlens_q; empty for other layouts.
+    """
 
     q: Array
     k: Array
@@ -53,7 +57,7 @@ class Inputs:
     ragged: dict[str, Any] = field(default_factory=dict)
 
 
-# Captures by name that have a meaning together: documents' offsets beside their ids.
+# Creates captures by name, for captures that must be consistent with each other, such as document ids and offsets.
 CaptureMaker = Callable[[Shape, np.random.Generator], dict[str, Any]]
 
 
@@ -64,10 +68,14 @@ def random_inputs(
     captures: CaptureMaker | None = None,
     equal_lengths: bool = False,
 ) -> Inputs:
-    """Standard normal q, k and v, and captures: what `captures` makes, or for None random ones (`random_capture`).
+    """Returns standard normal q, k and v, and captures. Equal arguments give equal inputs.
 
-    The same for the same arguments. In a ragged batch the lengths of the shape are the longest: see `offsets`; so is
-    that of keys over pages, unless all sequences are to have `equal_lengths`.
+    Args:
+        spec: the spec of the call.
+        shape: the sizes of the call. In a varlen batch its lengths are the maximum lengths (see `offsets`).
+        seed: the seed of all random numbers.
+        captures: creates the captures; None for random ones (`random_capture`).
+        equal_lengths: with pages, give all sequences len_k keys instead of random numbers of keys up to len_k.
     """
     random = np.random.default_rng(seed)
     dtype = numpy_dtype(spec.dtype)
@@ -82,7 +90,7 @@ def random_inputs(
         plain = random_inputs(replace_kv_dtype(spec), shape, seed, captures, equal_lengths)
         return narrowed(spec, shape, plain, random)
     if spec.page_size:
-        ragged = {name: ragged[name] for name in _OF_QUERIES if name in ragged}  # a table says where the keys are
+        ragged = {name: ragged[name] for name in _QUERY_ARGUMENTS if name in ragged}  # the page table locates the keys
         shape = replace(shape, batch=len(ragged["cu_seqlens_q"]) - 1) if ragged else shape
         given = captures(shape, random) if captures else random_captures(spec, shape, random)
         k, v, where = random_pages(spec, shape, random, equal_lengths)
@@ -95,10 +103,11 @@ def random_inputs(
 
 
 def offsets(shape: Shape, seed: int) -> dict[str, Any]:
-    """What a ragged call is given beside arrays and captures, all of which follows from the seed.
+    """Returns the arguments of a varlen call that locate the sequences, which the seed determines.
 
-    The first sequence is as long as the shape says, one more is empty, the others are of any lengths up to that, of as
-    many keys as queries where the shape's are; of some not all keys are in use. A few rows belong to no sequence.
+    The first sequence has the lengths of the shape, the second has no queries, and the others have random lengths up to
+    those of the shape. Each sequence has as many keys as queries if the shape does. Some sequences do not use all of
+    their keys (seqused_k). A few rows before the first sequence and after the last one belong to no sequence.
     """
     random = np.random.default_rng((seed, _OFFSETS))
     batch = shape.batch + 2
@@ -117,12 +126,12 @@ def offsets(shape: Shape, seed: int) -> dict[str, Any]:
 
 
 def rows_of(spec: AttentionSpec, shape: Shape, seed: int) -> tuple[int, ...]:
-    """The shape of the output without its last axis, in the spec's layout."""
+    """Returns the shape of the output without its last axis, in the spec's layout."""
     return _axes(spec, shape, seed, shape.heads_q, of_keys=False)
 
 
 def _axes(spec: AttentionSpec, shape: Shape, seed: int, heads: int, of_keys: bool) -> tuple[int, ...]:
-    """Of q, or of k and v, all axes but the last."""
+    """Returns the shape of q, or of k and v if `of_keys`, without its last axis."""
     if spec.is_ragged:
         begins = offsets(shape, seed)["cu_seqlens_k" if of_keys else "cu_seqlens_q"]
         return int(begins[-1]) + _OUTSIDE, heads
@@ -131,7 +140,7 @@ def _axes(spec: AttentionSpec, shape: Shape, seed: int, heads: int, of_keys: boo
 
 
 def replace_kv_dtype(spec: AttentionSpec) -> AttentionSpec:
-    """The spec with keys and values of its own dtype."""
+    """Returns the spec without `kv_dtype`, so that keys and values have the dtype of queries."""
     from flashgen.language import AttentionSpec
 
     values = {field.name: getattr(spec, field.name) for field in fields(spec)}
@@ -139,22 +148,22 @@ def replace_kv_dtype(spec: AttentionSpec) -> AttentionSpec:
 
 
 def narrowed(spec: AttentionSpec, shape: Shape, plain: Inputs, random: np.random.Generator) -> Inputs:
-    """Inputs whose k and v are rounded to 8 bits, with scales under which they span most of what those hold.
+    """Returns the inputs with k and v quantized to 8 bits, with scales that use most of the range of the 8-bit dtype.
 
-    Of k each head has a scale, of v all have one. What is NaN becomes the pattern of all bits.
+    k has a scale for each head, v has one scale for all heads. A NaN becomes the byte 255.
     """
     assert spec.kv_dtype is not None
-    dtype, most = numpy_dtype(spec.kv_dtype), 127.0 if spec.kv_dtype == "int8" else 448.0
+    dtype, max_value = numpy_dtype(spec.kv_dtype), 127.0 if spec.kv_dtype == "int8" else 448.0
     axis = 1 if spec.layout == "bhsd" and not spec.page_size else 2
     scales = {
-        "k_scale": (random.uniform(3.0, 4.0, shape.heads_kv) / most).astype(np.float32),
-        "v_scale": np.array([3.5 / most], np.float32),
+        "k_scale": (random.uniform(3.0, 4.0, shape.heads_kv) / max_value).astype(np.float32),
+        "v_scale": np.array([3.5 / max_value], np.float32),
     }
 
     def narrow(array: Array, scale: Array) -> Array:
         steps = array.astype(np.float32) / scale.reshape(-1, *(1,) * (3 - axis))
         rounded = np.rint(steps) if spec.kv_dtype == "int8" else steps
-        found = np.clip(np.nan_to_num(rounded), -most, most).astype(dtype)
+        found = np.clip(np.nan_to_num(rounded), -max_value, max_value).astype(dtype)
         found.view(np.uint8)[np.isnan(steps)] = 255
         return found
 
@@ -165,10 +174,11 @@ def narrowed(spec: AttentionSpec, shape: Shape, plain: Inputs, random: np.random
 def random_pages(
     spec: AttentionSpec, shape: Shape, random: np.random.Generator, equal_lengths: bool = False
 ) -> tuple[Array, Array, dict[str, Array]]:
-    """k and v in pages of any order, with the table and the lengths: up to len_k, which the first one has, or all.
+    """Returns k and v in pages in random order, and by name the page table and the number of keys of each sequence.
 
-    What belongs to no sequence is NaN, and so are the rows of a last page behind its keys. Entries of the table behind
-    a sequence's pages are no pages; where all have as many keys there are none.
+    The first sequence, or every one if `equal_lengths`, has len_k keys; the others have random numbers of keys up to
+    len_k. Pages of no sequence are NaN, as are the rows of a last page after the last key. Table entries after the
+    pages of a sequence are not valid page numbers; there are no such entries if all sequences have equal lengths.
     """
     size, dtype = spec.page_size or 1, numpy_dtype(spec.dtype)
     lengths = random.integers(0, shape.len_k + 1, shape.batch).astype(np.int32)
@@ -191,40 +201,41 @@ def random_pages(
 
 
 def poisoned_outputs(spec: AttentionSpec, q: Array, v: Array) -> tuple[Array, Array]:
-    """Arrays for the output and its LSE, full of NaN, so that an element that is not written is seen."""
+    """Returns arrays for the output and its LSE, full of NaN, so that an element that is not written is detected."""
     *batch, heads, length = q.shape[:-1] if spec.layout == "bhsd" else (*q.shape[:-3], q.shape[-2], q.shape[-3])
     out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, q.dtype)
     return out, np.full((*batch, heads, length), np.nan, np.float32)
 
 
 def random_captures(spec: AttentionSpec, shape: Shape, random: np.random.Generator) -> dict[str, Any]:
-    """A value for each capture of a spec. A capture that indexes others is made after them."""
+    """Returns a random value for each capture of a spec. Captures that are used as indices are created first."""
     captures: dict[str, Any] = {}
     loads = list(_loads(spec))
     waiting = list(spec.captures)
     while waiting:
-        ready = [capture for capture in waiting if _known(capture, loads, captures)]
-        for capture in ready or waiting:  # captures that index each other in a circle are sized by the lengths
+        ready = [capture for capture in waiting if _is_ready(capture, loads, captures)]
+        for capture in ready or waiting:  # captures that index each other in a cycle are sized by the lengths
             sizes = (shape.heads_q,) if capture == spec.sink else _sizes(capture, loads, shape, captures)
             captures[capture.name] = random_capture(capture, sizes, shape, random)
         waiting = [capture for capture in waiting if capture.name not in captures]
-    return captures | (random_places(shape, random) if spec.sharded else {})
+    return captures | (random_shard(shape, random) if spec.sharded else {})
 
 
-def random_places(shape: Shape, random: np.random.Generator) -> dict[str, int]:
-    """Where a shard stands in the whole: at blocks of random bytes, so that dropout takes them."""
+def random_shard(shape: Shape, random: np.random.Generator) -> dict[str, int]:
+    """Returns the position of a shard in the full problem, aligned to the blocks of dropout's random bytes."""
     shard_q, shard_k = (int(first) for first in random.integers(0, 4, 2) * BLOCK_K)
-    behind = int(random.integers(0, 64))
-    places = {"shard_b": int(random.integers(0, 3)), "shard_h": int(random.integers(0, 3))}
-    lengths = {"whole_q": shard_q + shape.len_q + behind, "whole_k": shard_k + shape.len_k + behind}
-    return places | {"shard_q": shard_q, "shard_k": shard_k} | lengths
+    rest = int(random.integers(0, 64))
+    position = {"shard_b": int(random.integers(0, 3)), "shard_h": int(random.integers(0, 3))}
+    lengths = {"whole_q": shard_q + shape.len_q + rest, "whole_k": shard_k + shape.len_k + rest}
+    return position | {"shard_q": shard_q, "shard_k": shard_k} | lengths
 
 
 def random_capture(capture: Capture, sizes: tuple[int, ...], shape: Shape, random: np.random.Generator) -> Any:
-    """One capture.
+    """Returns a random value for one capture; `sizes` is its shape.
 
-    Floats are small and positive, so that biases leave the scores exact enough. Integers step up through multiples of
-    a quarter of the keys, so that they serve as documents' ids and as positions. Booleans are mostly true.
+    Floats are small and positive, so that biases hardly add to the rounding errors of scores. Integers are ascending
+    multiples of a quarter of len_k, so that they can serve both as document ids and as positions. Most booleans are
+    true.
     """
     dtype = numpy_dtype(capture.dtype)
     if capture.kind == "float":
@@ -242,8 +253,8 @@ def _loads(spec: AttentionSpec) -> Iterator[Load]:
         yield from (node for node in sympy.preorder_traversal(expression) if isinstance(node, Load))
 
 
-def _known(capture: Capture, loads: list[Load], captures: dict[str, Any]) -> bool:
-    """Whether everything that this capture's indices read has a value."""
+def _is_ready(capture: Capture, loads: list[Load], captures: dict[str, Any]) -> bool:
+    """Returns whether every capture that the indices of this capture read has a value."""
     read = {
         leaf.name
         for load in loads
@@ -255,7 +266,7 @@ def _known(capture: Capture, loads: list[Load], captures: dict[str, Any]) -> boo
 
 
 def _sizes(capture: Capture, loads: list[Load], shape: Shape, captures: dict[str, Any]) -> tuple[int, ...]:
-    """For each dimension, one more than the largest index that any element of the call loads."""
+    """Returns the shape of a capture: for each axis, one more than the largest index that the call loads."""
     values = {
         BATCH: np.arange(shape.batch).reshape(-1, 1, 1, 1),
         HEAD: np.arange(shape.heads_q).reshape(-1, 1, 1),
@@ -272,7 +283,7 @@ def _sizes(capture: Capture, loads: list[Load], shape: Shape, captures: dict[str
             farthest = distance_of(index)
             if farthest is not None:
                 distance = farthest if isinstance(farthest, int) else int(captures[farthest.name])
-                sizes[axis] = max(sizes[axis], 2 * distance + 1)  # as documented, however short the call
+                sizes[axis] = max(sizes[axis], 2 * distance + 1)  # the documented size, even if the call is short
                 continue
             if all(leaf.name in captures for leaf in index.atoms(Capture)):
                 largest = int(evaluate(index, values, captures).max(initial=0)) + 1

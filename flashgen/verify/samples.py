@@ -1,4 +1,4 @@
-"""The random problems of a case: as many as it takes to judge each of its gradients fairly."""
+"""The random problems of a case, enough of them to judge each of its gradients reliably."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashgen.verify.variants import Case
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One random problem: the inputs, the gradients of both outputs, and in `options` captures and dropout's seed."""
+    """One random problem: its inputs, the gradients of the output and LSE, and in `options` the keyword arguments."""
 
     inputs: Inputs
     d_out: Array
@@ -28,20 +28,22 @@ class Sample:
 
 
 def samples(case: Case, seed: int, backward: bool) -> tuple[Sample, ...]:
-    """One problem for a forward, `samples_needed` for a backward, from seed, seed + 1 and so on."""
+    """Returns one problem for a forward, or `samples_needed` for a backward, with seeds from `seed` upwards."""
     first = _sample(case, seed)
     count = samples_needed(case, first.inputs) if backward else 1
     return (first, *(_sample(case, (seed + number) % 2**64) for number in range(1, count)))
 
 
 def samples_needed(case: Case, inputs: Inputs) -> int:
-    """How many problems together give at least ENOUGH numbers of each gradient, to be judged as one array.
+    """Returns the number of problems that together have at least ENOUGH elements of each gradient.
 
-    The rule compares a kernel's largest error with that of standard attention in the input dtype. In an array of two
-    numbers, such as two slopes, each a sum over all scores of a head, the latter is small by luck now and then, and a
-    kernel with a quarter of its mean error fails; in one of sixteen it is not. The numbers in a row of dq or dk share
-    their row's D, so that rows are counted there; a learned array counts for no more than a batch's scores, as batches
-    may share what they read of it.
+    The elements of all problems are judged as one array. The rule compares the largest error of a kernel with that of
+    standard attention in the input dtype. For an array of two elements, such as the gradients of two slopes, which are
+    sums over all scores of a head, the error of standard attention is sometimes small by chance, and a kernel fails
+    even if its mean error is only a quarter of that of standard attention. With sixteen elements this does not happen.
+    The elements of a row of dq or dk share the D of that row, so rows are counted there instead of elements. The
+    elements of a learned array are counted up to the number of scores of a sequence, because sequences may read the
+    same elements.
     """
     shape = case.shape
     scores = shape.heads_q * shape.len_q * shape.len_k
@@ -52,7 +54,7 @@ def samples_needed(case: Case, inputs: Inputs) -> int:
 
 
 def together(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Arrays of several problems by name, put one behind the other; those of one problem as they are."""
+    """Concatenates the flattened arrays of several problems by name; the arrays of a single problem stay unchanged."""
     if len(each) == 1:
         return dict(each[0])
     return {name: np.concatenate([np.ravel(arrays[name]) for arrays in each]) for name in each[0]}

@@ -1,4 +1,4 @@
-"""The variants that `flashgen verify` and the test suites go through: every named mask and score, and mixtures."""
+"""The variants that `flashgen verify` and the tests run: every named mask and score function, and combinations."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from flashgen.language.operations import Capture
 from flashgen.verify.problems import ENOUGH, CaptureMaker, Shape
 
 HEAD_DIMS = (64, 128, 40, 96, 32, 256, 80, 192, 8, 160)
-VALUE_DIMS = {40: 64, 96: 32, 192: 128, 8: 24}  # beside these head dims; else the value dim is the head dim
+VALUE_DIMS = {40: 64, 96: 32, 192: 128, 8: 24}  # by head dim; for other head dims the value dim is the head dim
 DTYPES = ("float16", "bfloat16")
 HEADS = ((2, 2), (4, 2), (3, 1))  # (heads_q, heads_kv): MHA, GQA, MQA
 
 SMALL_LENGTHS = ((113, 203), (64, 128), (1, 1), (128, 217), (3, 3), (239, 1), (65, 65), (64, 32), (1, 339), (129, 256))
 LARGE_LENGTHS = ((799, 3), (255, 256), (1023, 1024), (512, 512), (1024, 1024), (2048, 2048))
-SHORT_LENGTHS = ((64, 32), (65, 65), (3, 3))  # in the small sweep, of gradients of few numbers: many calls each
+SHORT_LENGTHS = ((64, 32), (65, 65), (3, 3))  # for gradients of few elements in the small sweep, which take many calls
 EQUAL_LENGTHS = ((65, 65), (203, 203), (1, 1), (128, 128))
-# Several tiles of queries and steps of keys, the last of them cut off; less of what takes many calls.
+# Several query and key tiles with a partial last tile; shorter lengths for cases that take many calls.
 STEPPING_LENGTHS = ((113, 203), (150, 139), (97, 230))
 STEPPING_SHORT_LENGTHS, STEPPING_EQUAL_LENGTHS = ((65, 97), (97, 65)), ((150, 150), (203, 203))
 LARGE_EQUAL_LENGTHS = ((1000, 1000), (2048, 2048))
@@ -32,11 +32,17 @@ LARGE_EQUAL_LENGTHS = ((1000, 1000), (2048, 2048))
 
 @dataclass(frozen=True)
 class Variant:
-    """A mask, a score function, a dropout and a scale, before head dim and dtype are chosen.
+    """A mask, a score function, a dropout and a scale, without a head dim and a dtype.
 
-    `equal` needs len_q == len_k. `captures` makes what the variant captures, for a shape; None is random captures that
-    fit how they are indexed. `scale` None is AttentionSpec's default. `lengths` are the (len_q, len_k) at which to
-    verify a variant that does not fit every pair; () is those of the sweeps. `sink` is AttentionSpec's.
+    Attributes:
+        mask: the mask.
+        score: the score function, or None.
+        dropout: the dropout probability.
+        equal: whether the variant needs len_q == len_k.
+        captures: creates the captures for a shape; None for random captures that fit the way they are indexed.
+        scale: the scale of q·k; None for the default of AttentionSpec.
+        lengths: the (len_q, len_k) at which to verify the variant; () for those of the sweeps.
+        sink: the attention sinks, as in AttentionSpec.
     """
 
     mask: Mask
@@ -50,11 +56,11 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """What tells it from others of a sweep: its mask, score function and dropout."""
+        """The name in a sweep: the mask, the score function and the dropout."""
         return f"{self.mask}-{self.score}-{self.dropout}"
 
     def lengths_of(self, large: bool) -> tuple[tuple[int, int], ...]:
-        """Its own lengths, or those of the sweeps."""
+        """Returns the variant's own lengths, or those of the sweeps if it has none."""
         if self.lengths:
             return self.lengths
         if self.equal:
@@ -64,7 +70,14 @@ class Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """One spec at one shape; `captures` as a variant's. `lse_gradient`: the backward gets a gradient of the LSE too."""
+    """A spec at a shape.
+
+    Attributes:
+        spec: the spec.
+        shape: the sizes of the call.
+        captures: creates the captures, as for a Variant.
+        lse_gradient: whether the backward also takes a gradient of the LSE.
+    """
 
     spec: AttentionSpec
     shape: Shape
@@ -76,31 +89,31 @@ class Case:
 
 
 def near_or_global(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """A window around each query and four keys that everybody sees: the README's first spec."""
+    """Keeps a window around each query and the first four keys: the mask of the first spec in the README."""
     return (abs(q - k) <= 128) | (k < 4)
 
 
 def cliff(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    """The first half of the keys stands 30000 below the rest: a row's maximum leaps up on the way."""
+    """Lowers the scores of the first half of the keys by 30000, so that the running maximum jumps in mid-row."""
     return fg.where(k < fg.len_k // 2, score - 30000, score)
 
 
 def learned(score: Score) -> Score:
-    """The same score function with a gradient for each array of floats that it reads."""
+    """Returns the score function with a gradient for each float array that it captures."""
     floats = [capture for capture in score.expression.atoms(Capture) if capture.kind == "float" and capture.ndim]
     with_gradients = {capture: Capture(capture.name, capture.dtype, capture.ndim, True) for capture in floats}
     return replace(score, expression=score.expression.xreplace(with_gradients))
 
 
 def biased(name: str, bias: Callable[[Any, Any, Any, Any], Any]) -> Score:
-    """The score plus a bias, a function of the indices."""
+    """Returns the score function that adds a bias, which is a function of the indices."""
     return fg.trace_score(lambda score, b, h, q, k: score + bias(b, h, q, k), name)
 
 
 def learned_variants() -> tuple[Variant, ...]:
-    """Score functions whose captured arrays have gradients, gathered in every way that models do."""
+    """Returns score functions with learned captures, indexed in all the ways that models use."""
     near = fg.trace_mask(near_or_global)
-    whole = fg.Tensor("bias", "float32", 4)
+    bias = fg.Tensor("bias", "float32", 4)
     left, right = fg.Tensor("left", "float32", 3), fg.Tensor("right", "bfloat16", 3)
     of_queries, of_keys = fg.Tensor("of_queries", "float32", 2), fg.Tensor("of_keys", "float32", 1)
     gain, table = fg.Tensor("gain", "float16", 1), fg.Tensor("table", "float16", 2)
@@ -109,7 +122,7 @@ def learned_variants() -> tuple[Variant, ...]:
     scores = (
         Variant(fg.causal(), fg.alibi("slopes")),
         Variant(fg.full(), fg.relative_bias("table", 24)),
-        Variant(fg.causal(), biased("bias", lambda b, h, q, k: whole[b, h, q, k])),
+        Variant(fg.causal(), biased("bias", lambda b, h, q, k: bias[b, h, q, k])),
         Variant(fg.full(), product),
         Variant(fg.causal() & near, biased("of_queries_and_keys", lambda b, h, q, k: of_queries[b, q] + of_keys[k])),
         Variant(fg.sliding_window(40), gained),
@@ -119,7 +132,7 @@ def learned_variants() -> tuple[Variant, ...]:
 
 
 def variants() -> tuple[Variant, ...]:
-    """Every named mask, every named score, dropout, and mixtures of them."""
+    """Returns every named mask, every named score function, dropout, and combinations of them."""
     chosen = _chosen_variants()
     called = set(re.findall(r"\w+(?=\()", " ".join(f"{variant.mask} {variant.score}" for variant in chosen)))
     examples = [example for example in (*masks.EXAMPLES, *scores.EXAMPLES) if example.partition("(")[0] not in called]
@@ -127,7 +140,7 @@ def variants() -> tuple[Variant, ...]:
 
 
 def _variant_of(example: str) -> Variant:
-    """A named mask, or a causal mask with a named score, as one of their modules' EXAMPLES calls it."""
+    """Returns the variant of an entry of EXAMPLES: a mask, or a causal mask with a score function."""
     if example in masks.EXAMPLES:
         return Variant(fg.parse_mask(example))
     return Variant(fg.causal(), fg.parse_score(example))
@@ -160,7 +173,7 @@ def _chosen_variants() -> tuple[Variant, ...]:
         Variant(fg.full(), fg.relative_bias("table", 24)),
         Variant(fg.full(), dropout=0.17),
         Variant(fg.causal() & near, fg.alibi("slopes"), dropout=0.1),
-        # With the default scale no score of random inputs outgrows a row's first tile by enough to rescale the output.
+        # With the default scale, the row maximum of random inputs never grows enough after the first tile to rescale.
         Variant(fg.causal(), scale=1.5),
         Variant(fg.full(), fg.trace_score(cliff)),
         *learned_variants(),
@@ -169,32 +182,36 @@ def _chosen_variants() -> tuple[Variant, ...]:
 
 
 def drafted(shape: Shape, random: np.random.Generator) -> dict[str, Any]:
-    """Trees of all the queries of each sequence, whose tokens have any parents before them."""
+    """Returns the bits of a random tree over the queries of each sequence, for speculative decoding."""
     parents = random.integers(-1, np.arange(shape.len_q), (shape.batch, shape.len_q))
     return {"bits": fg.tree_bits(parents)}
 
 
 def named_cases(shapes_each: int = 3) -> tuple[Case, ...]:
-    """The small sweep, for the emulator and CI: every variant once, head dims, dtypes, heads and lengths in turn."""
+    """Returns the small sweep, for the emulator and CI: every variant once, cycling through dims, dtypes and lengths.
+
+    shapes_each: the number of shapes of each variant.
+    """
     return _small_sweep(shapes_each, SMALL_LENGTHS, SHORT_LENGTHS, EQUAL_LENGTHS)
 
 
 def stepping_cases() -> tuple[Case, ...]:
-    """The specs of `named_cases`, for orders of threads and for sanitizers that look for races: one batch each, at
-    lengths where loops go round several times, and memory that was read is written again.
+    """Returns the specs of `named_cases` with batch size 1, for different thread orders and for race detectors.
+
+    The lengths take several iterations of each main loop, so that shared memory is reused.
     """
     cases = _small_sweep(1, STEPPING_LENGTHS, STEPPING_SHORT_LENGTHS, STEPPING_EQUAL_LENGTHS)
     return tuple(replace(case, shape=replace(case.shape, batch=1)) for case in cases)
 
 
 def ragged_cases() -> tuple[Case, ...]:
-    """Every variant once as a ragged batch, whose longest sequence has the case's lengths."""
+    """Returns every variant once as a varlen batch; the longest sequence has the lengths of the case."""
     cases = _small_sweep(1, STEPPING_LENGTHS, STEPPING_SHORT_LENGTHS, STEPPING_EQUAL_LENGTHS)
     return tuple(replace(case, spec=in_layout(case.spec, "thd")) for case in cases)
 
 
 def sink_cases() -> tuple[Case, ...]:
-    """Sinks beside masks, scores, lists and dropout, in batches of one length and in ragged ones."""
+    """Returns cases of sinks with masks, scores, tile lists and dropout, in fixed-length and varlen batches."""
     sinks = fg.Tensor("sinks", "float32", 1, grad=True)
     chosen = (
         Variant(fg.full()),
@@ -207,12 +224,12 @@ def sink_cases() -> tuple[Case, ...]:
     for number, variant in enumerate(chosen):
         dtype, layout = DTYPES[number % 2], ("bhsd", "thd", "bshd", "thd")[number % 4]
         spec = spec_of(replace(variant, sink=sinks), HEAD_DIMS[number], dtype, layout)
-        cases += [_case(variant, spec, pair, number + turn) for turn, pair in enumerate(STEPPING_LENGTHS)]
+        cases += [_case(variant, spec, pair, number + i) for i, pair in enumerate(STEPPING_LENGTHS)]
     return tuple(cases)
 
 
 def shard_cases() -> tuple[Case, ...]:
-    """Parts of q and k, anywhere in the whole, beside masks, scores, lists and dropout."""
+    """Returns cases of shards of q and k at random positions, with masks, scores, tile lists and dropout."""
     chosen = (
         Variant(fg.causal()),
         Variant(fg.sliding_window(40), fg.alibi(4)),
@@ -222,32 +239,35 @@ def shard_cases() -> tuple[Case, ...]:
     cases = []
     for number, variant in enumerate(chosen):
         spec = spec_of(variant, HEAD_DIMS[number], DTYPES[number % 2], ("bhsd", "bshd")[number % 2]).shard()
-        cases += [_case(variant, spec, pair, number + turn) for turn, pair in enumerate(STEPPING_LENGTHS)]
+        cases += [_case(variant, spec, pair, number + i) for i, pair in enumerate(STEPPING_LENGTHS)]
     return tuple(cases)
 
 
 def in_layout(spec: AttentionSpec, layout: str) -> AttentionSpec:
-    """The spec in another layout."""
+    """Returns the spec in another layout."""
     values = {each.name: getattr(spec, each.name) for each in fields(spec)}
     return AttentionSpec(**{**values, "layout": layout})
 
 
 def _small_sweep(shapes_each: int, *lengths: tuple[tuple[int, int], ...]) -> tuple[Case, ...]:
-    """`lengths`: of most variants, of those with gradients of few numbers, of those that need equal ones."""
-    most, short, equal = map(cycle, lengths)
+    """Returns one case per variant and shape.
+
+    lengths: those for most variants, for variants with gradients of few elements, and for variants with len_q == len_k.
+    """
+    general, short, equal = map(cycle, lengths)
     dims = cycle(HEAD_DIMS)
     cases = []
     for number, variant in enumerate(variants()):
         dtype, layout = DTYPES[number % 2], ("bhsd", "bshd")[number // 2 % 2]
         spec = spec_of(variant, next(dims), dtype, layout)
-        kind = equal if variant.equal else short if _has_few_gradients(spec) else most
+        kind = equal if variant.equal else short if _has_few_gradients(spec) else general
         pairs = [next(kind) for _ in range(shapes_each)]
         cases += [_case(variant, spec, pair, number + i) for i, pair in enumerate(pairs)]
     return tuple(cases)
 
 
 def all_cases() -> tuple[Case, ...]:
-    """The whole sweep, for a GPU: every variant, head dim and dtype, at lengths small and large in turn."""
+    """Returns the full sweep, for a GPU: every variant, head dim and dtype, cycling through small and large lengths."""
     cases = []
     for number, variant in enumerate(variants()):
         lengths = cycle(variant.lengths_of(large=True))
@@ -259,14 +279,20 @@ def all_cases() -> tuple[Case, ...]:
 
 
 def cases_of(spec: AttentionSpec, large: bool = False, variant: Variant | None = None) -> tuple[Case, ...]:
-    """A user's spec at every length, with the heads in turn; of a variant, at its lengths and with its captures."""
+    """Returns cases of a user's spec at every length, cycling through HEADS.
+
+    Args:
+        spec: the spec.
+        large: include large lengths.
+        variant: the variant of the spec, which determines lengths and captures.
+    """
     variant = variant or Variant(spec.mask)
     lengths = variant.lengths_of(large)
     return tuple(_case(variant, spec, pair, number) for number, pair in enumerate(lengths))
 
 
 def spec_of(variant: Variant, head_dim: int, dtype: str, layout: str = "bhsd") -> AttentionSpec:
-    """The variant at a head dim, with the value dim that goes with it here."""
+    """Returns the spec of a variant at a head dim, with the value dim of VALUE_DIMS."""
     return AttentionSpec(
         head_dim=head_dim,
         value_dim=VALUE_DIMS.get(head_dim),
@@ -281,14 +307,14 @@ def spec_of(variant: Variant, head_dim: int, dtype: str, layout: str = "bhsd") -
 
 
 def _has_few_gradients(spec: AttentionSpec) -> bool:
-    """Whether a capture with a gradient may have as few numbers as there are heads."""
+    """Returns whether a learned capture may have as few elements as there are heads."""
     return any(capture.grad and capture.ndim == 1 for capture in spec.captures)
 
 
 def _case(variant: Variant, spec: AttentionSpec, lengths: tuple[int, int], number: int) -> Case:
-    """Heads in turn, and every other case with a gradient of the LSE.
+    """Returns a case with the heads and the LSE gradient that its number in the sweep determines.
 
-    Where a length is tiny, the batch is large enough for ENOUGH rows of q and of k, so that one call can be judged.
+    For short lengths, the batch is large enough for ENOUGH rows of q and k, so that a single call can be judged.
     """
     heads_q, heads_kv = HEADS[number % len(HEADS)]
     batch = max(2, -(-ENOUGH // (min(lengths) * heads_kv)))

@@ -312,7 +312,7 @@ def test_steps_lead_to_the_functions_that_do_them(target: str, dim: int, modifie
     named = target_named(target)
     wanted = {
         "forward": {"Scores", "The mask", "The online softmax", "The output"},
-        "keys": {"Weights and their gradients", "Scores, computed anew", "Gradients of K and V"},
+        "keys": {"Weights and their gradients", "Scores, recomputed", "Gradients of K and V"},
     }
     for kernel in (*forward_kernels(spec, named).values(), *backward_kernels(spec, named).values()):
         steps = steps_of(kernel.role, kernel.source)
