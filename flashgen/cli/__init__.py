@@ -1,4 +1,4 @@
-"""The command line, `flashgen`. Each command stands in a file of its own; `app` ties them together."""
+"""The command line, `flashgen`. Each command has a file of its own; `app` combines them."""
 
 from __future__ import annotations
 

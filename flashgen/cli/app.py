@@ -1,4 +1,4 @@
-"""The typer application: its commands, and what happens to errors."""
+"""The typer application: its commands and its error handling."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typer.core import TyperGroup
 
 from flashgen.cli import bench, cache, demo, doctor, release, report, run, show, tune, verify
 from flashgen.cli.console import fail, note, paragraphs
-from flashgen.cli.user_files import told
+from flashgen.cli.user_files import describe_error
 from flashgen.cli.writing import stdout_problem
 from flashgen.errors import FlashgenError
 
-EXIT_ERROR = 2  # for a wrong input; 1 is for a check that failed
+EXIT_ERROR = 2  # exit status for invalid input; 1 is that of a failed check
 
 
 class ErrorsWithoutTraceback(TyperGroup):
-    """Gives one clear message and exit status 2 for an error that flashgen's own code is not to blame for.
+    """Shows a message without a traceback, and exits with status 2, for errors that are not bugs of flashgen.
 
-    Such errors are flashgen's own refusals, those of a user's file (shown with the user's lines), a file that cannot be
-    read or written, and a standard output that takes no more. --debug shows the tracebacks of all but the last.
+    These are flashgen's own exceptions, errors in a user's file (shown with the user's source lines), files that cannot
+    be read or written, and a standard output that cannot be written. --debug shows the tracebacks of all but the last.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -48,19 +48,19 @@ class ErrorsWithoutTraceback(TyperGroup):
             problem = unwritten or (error if isinstance(error, OSError) else None)
             if problem is None or problem.filename is not None:
                 raise
-            if problem.errno != errno.EPIPE:  # a reader that went away has seen enough
+            if problem.errno != errno.EPIPE:  # a pipe that its reader closed, as `head` does, is no error
                 fail(f"the output cannot be written: {problem.strerror or problem}")
             sys.exit(EXIT_ERROR)
 
 
 def without_traceback(error: Exception) -> str | None:
-    """The message in place of a traceback; None for an error that must not happen, which needs its traceback."""
+    """Returns the message to show instead of a traceback; None for an unexpected error, whose traceback is shown."""
     if isinstance(error, FlashgenError):
         return str(error)
-    of_the_user = told(error)
-    if of_the_user is None and isinstance(error, OSError) and error.filename is not None:
+    message = describe_error(error)
+    if message is None and isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror or error}"
-    return of_the_user
+    return message
 
 
 app = typer.Typer(
@@ -80,17 +80,16 @@ def print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-SUMMARY = """Declare an attention variant, get a readable CUDA kernel for it.
+SUMMARY = """Generate readable CUDA kernels for the attention variants that you declare.
 
-SPEC, wherever a command takes one, is an expression over the named variants such as
-[cyan]"causal() & sliding_window(1024)"[/], a name in your own Python file such as [cyan]variants.py:near[/], or a
-spec's JSON (the text, or a .json file).
+A SPEC is an expression of named masks such as [cyan]"causal() & sliding_window(1024)"[/], a name in your own Python
+file such as [cyan]variants.py:near[/], or the JSON of a spec (as text, or as a .json file).
 """
 
 
 @app.callback(
     help=paragraphs(SUMMARY),
-    epilog="Start with [bold]flashgen demo[/]; [bold]flashgen doctor[/] says what works on this machine.",
+    epilog="Start with [bold]flashgen demo[/]; [bold]flashgen doctor[/] reports what works on this machine.",
 )
 def flashgen(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
@@ -98,7 +97,7 @@ def flashgen(
         bool, typer.Option("--version", help="Print the version and exit.", callback=print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """The options that stand before a command."""
+    """Takes the options before the command."""
 
 
 COMMANDS: tuple[tuple[Callable[..., None], str | None], ...] = (

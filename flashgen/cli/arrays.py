@@ -1,8 +1,8 @@
-"""Named arrays in .npz and .safetensors files, both ways, without pickle.
+"""Reads and writes named arrays in .npz and .safetensors files, without pickle.
 
-safetensors has bfloat16. NumPy's own file format has not, so its elements are 16-bit words in an .npz: `uint16`, which
-is written here, or the 2-byte void that `numpy.savez` makes of an `ml_dtypes.bfloat16` array. The reader must know
-which arrays of a file are bfloat16: `as_bfloat16` views such words.
+safetensors supports bfloat16. NumPy's file format does not, so an .npz stores bfloat16 elements as 16-bit words: as
+`uint16`, which this module writes, or as the 2-byte void type to which `numpy.savez` converts `ml_dtypes.bfloat16`. The
+reader must know which arrays of a file are bfloat16; `as_bfloat16` reinterprets such words.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flashgen.strict_json import parse_json
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-# The safetensors format: 8 bytes, little-endian, the size of the header; the header, JSON; then the arrays' bytes.
+# A safetensors file is the size of the header (8 bytes, little-endian), the header in JSON, and the data of the arrays.
 _SAFETENSORS_DTYPES = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
@@ -41,13 +41,13 @@ _SAFETENSORS_DTYPES = {
     "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }
-_LARGEST_HEADER = 100_000_000  # bytes, the format's own limit
+_MAX_HEADER = 100_000_000  # bytes, the limit of the format
 
 
 def load_arrays(path: Path, option: str = "--input") -> Arrays:
-    """The arrays of an .npz or .safetensors file, by name; `option` is what errors call it.
+    """Returns the arrays of an .npz or .safetensors file by name. `option` names the file in error messages.
 
-    Raises ArgumentError for another kind of file, a file that cannot be read, or one that is damaged.
+    Raises ArgumentError for another kind of file, for a file that cannot be read, and for a damaged file.
     """
     check_kind(path, option)
     try:
@@ -61,9 +61,9 @@ def load_arrays(path: Path, option: str = "--input") -> Arrays:
 
 
 def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes arrays to an .npz or .safetensors file, whole or not at all.
+    """Writes arrays to an .npz or .safetensors file atomically.
 
-    Raises ArgumentError for another kind, a dtype that the kind lacks, or a path that cannot be written.
+    Raises ArgumentError for another kind of file, a dtype that the format lacks, and a path that cannot be written.
     """
     check_kind(path, "--output")
     with writing(path), replacing(path) as file:
@@ -77,24 +77,24 @@ def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def as_bfloat16(array: np.ndarray) -> np.ndarray:
-    """Views an .npz file's 16-bit words as bfloat16. Other arrays come back unchanged."""
+    """Views the 16-bit words of an .npz file as bfloat16. Other arrays are returned unchanged."""
     is_word = array.dtype == np.uint16 or array.dtype == np.dtype("V2")
     return array.view(BFLOAT16) if is_word else array
 
 
 def check_kind(path: Path, option: str) -> None:
-    """Raises ArgumentError where a file's name does not say that it holds arrays."""
+    """Raises ArgumentError if the suffix of a file is not that of a supported format."""
     if path.suffix not in {".npz", ".safetensors"}:
-        raise ArgumentError(f"{option} {path} has the suffix {path.suffix!r}; .npz and .safetensors are known")
+        raise ArgumentError(f"{option} {path} has the suffix {path.suffix!r}; .npz and .safetensors are supported")
 
 
 def _load_safetensors(content: bytes) -> Arrays:
     header_size = int.from_bytes(content[:8], "little")
-    if len(content) < 8 or header_size > min(_LARGEST_HEADER, len(content) - 8):
+    if len(content) < 8 or header_size > min(_MAX_HEADER, len(content) - 8):
         raise ValueError("its header is cut short")
     header = parse_json(content[8 : 8 + header_size])
     if not isinstance(header, dict):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     data = memoryview(content)[8 + header_size :]
     return {name: _tensor(name, entry, data) for name, entry in header.items() if name != "__metadata__"}
 
@@ -103,7 +103,7 @@ def _tensor(name: str, entry: Mapping[str, Any], data: memoryview) -> np.ndarray
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise ValueError(f"{name!r} lacks a dtype, a shape or data_offsets")
     if entry["dtype"] not in _SAFETENSORS_DTYPES:
-        raise ValueError(f"{name!r} has the type {entry['dtype']}, which is not read here")
+        raise ValueError(f"{name!r} has the type {entry['dtype']}, which is not supported")
     dtype = _SAFETENSORS_DTYPES[str(entry["dtype"])]
     shape = tuple(int(size) for size in entry["shape"])
     begin, end = entry["data_offsets"]
@@ -126,5 +126,5 @@ def _safetensors_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
         }
         offset += array.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the arrays begin at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes
     return len(text).to_bytes(8, "little") + text + b"".join(np.ascontiguousarray(a).tobytes() for a in arrays.values())

@@ -53,7 +53,7 @@ flashgen bench ragged --pass backward --uneven
 
 
 class WithDefault(TyperGroup):
-    """A group with a default command, to which arguments belong whose first one does not name a command."""
+    """A group with a default command, which takes the arguments if the first one does not name a command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         named = args and (args[0] in self.commands or args[0] in self.get_help_option_names(ctx))
@@ -86,7 +86,7 @@ def speed(
         bool,
         typer.Option(
             "--mask-times/--no-mask-times",
-            help="With --variants: time FlexAttention's creation of block masks too, which takes minutes to compile.",
+            help="With --variants: also time FlexAttention's creation of block masks, which takes minutes to compile.",
         ),
     ] = True,
     target: Target = None,
@@ -168,7 +168,9 @@ def decode(
             "Default: nine sizes.",
         ),
     ] = "",
-    pages: Annotated[str, typer.Option("--pages", help='Page sizes to time too, comma-separated; "" for none.')] = "",
+    pages: Annotated[
+        str, typer.Option("--pages", help='Page sizes to time as well, comma-separated; "" for none.')
+    ] = "",
     splits: Annotated[
         str, typer.Option("--splits", help='Numbers of splits to time as well, comma-separated; "" for none.')
     ] = "",

@@ -75,6 +75,6 @@ def report(
 
 
 def save(measured: dict[str, Any], output: Path) -> None:
-    """Writes JSON to a file, whole or not at all."""
+    """Writes JSON to a file atomically."""
     with writing(output):
         write_file(output, json_module.dumps(measured, indent=2) + "\n")

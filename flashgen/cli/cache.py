@@ -1,4 +1,4 @@
-"""`flashgen cache`: where compiled kernels are kept, which there are, and how to remove them."""
+"""`flashgen cache`: shows the folder of compiled kernels and its entries, and removes them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from flashgen.cli.options import Json
 app = typer.Typer(
     no_args_is_help=True,
     help=(
-        "The compiled kernels on disk. [cyan]FLASHGEN_CACHE_DIR[/] says where; any entry may be removed at any time. "
-        "One that others can write to is not used; [cyan]FLASHGEN_CACHE_SHARED=1[/] trusts its owner and its group."
+        "Manage the compiled kernels on disk. They are in the folder [cyan]FLASHGEN_CACHE_DIR[/]; any entry may be "
+        "removed at any time. A folder that other users can write to is not used; with "
+        "[cyan]FLASHGEN_CACHE_SHARED=1[/] its owner and its group are trusted."
     ),
 )
 
 
 @app.command()
 def path() -> None:
-    """Print the cache's folder, which may not exist yet."""
+    """Print the folder of the cache, which may not exist yet."""
     from flashgen.build.cache import KernelCache
 
     typer.echo(KernelCache.from_environment().path())
@@ -28,7 +29,7 @@ def path() -> None:
 
 @app.command("list")
 def list_entries(json: Json = False) -> None:
-    """List the entries: name, digits of the key, size in bytes."""
+    """List the entries with their names, the digits of their keys, and their sizes in bytes."""
     from flashgen.build.cache import KernelCache
 
     entries = KernelCache.from_environment().list()
@@ -41,9 +42,9 @@ def list_entries(json: Json = False) -> None:
 
 @app.command()
 def clear(
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Remove every entry, and nothing else. Kernels are compiled again when they are next called."""
+    """Remove every entry and no other file. Kernels are compiled again when they are next called."""
     from flashgen.build.cache import KernelCache
 
     cache = KernelCache.from_environment()

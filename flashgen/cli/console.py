@@ -1,4 +1,4 @@
-"""Where output goes: results to stdout, notes on the work to stderr; in colour on a terminal, plain in a pipe."""
+"""Prints results to stdout and messages to stderr, with colours on a terminal and as plain text in a pipe."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rich.table import Table
 INTERRUPTED = 130  # the exit status after a Ctrl-C
 
 
-_above_bar: list[Console] = []  # takes a terminal's lines while a progress bar stands below them
+_above_bar: list[Console] = []  # while a progress bar is shown, the console that prints lines above it
 
 
 def stdout() -> Console:
-    """A console that wraps and shortens nothing, on the present sys.stdout, which tests and pipes replace."""
+    """Returns a console that does not wrap or truncate, on the current sys.stdout, which tests replace."""
     return _above_bar[-1] if _above_bar else Console(file=sys.stdout, soft_wrap=True, highlight=False)
 
 
@@ -28,24 +28,24 @@ def stderr() -> Console:
 
 
 def note(message: str) -> None:
-    """A line about the work, on stderr: which engine runs, where files went."""
+    """Prints a message on stderr, such as the engine that runs or the files that were written."""
     stderr().print(message, markup=False)
 
 
 def fail(message: str) -> None:
-    """An error, on stderr. The caller exits."""
+    """Prints an error on stderr. The caller exits."""
     console = stderr()
     console.print("error: ", style="bold red", end="", markup=False)
     console.print(message, markup=False)
 
 
 def paragraphs(docstring: str | None) -> str:
-    """A docstring as help text: each paragraph one line, which the terminal's width breaks."""
+    """Converts a docstring to help text with one line per paragraph, which is wrapped at the width of the terminal."""
     return "\n\n".join(" ".join(part.split()) for part in (docstring or "").split("\n\n")).strip()
 
 
 def print_json(value: Any) -> None:
-    """A value for a program to read: indented JSON on stdout."""
+    """Prints a value as indented JSON on stdout."""
     text = json.dumps(value, indent=2)
     if sys.stdout.isatty():
         stdout().print_json(text)
@@ -54,7 +54,10 @@ def print_json(value: Any) -> None:
 
 
 def print_code(text: str, lexer: str) -> None:
-    """Source text on stdout, byte for byte in a pipe, highlighted on a terminal. `lexer` is a Pygments name."""
+    """Prints source code on stdout, highlighted on a terminal and unchanged in a pipe.
+
+    lexer: the Pygments name of its language.
+    """
     if sys.stdout.isatty():
         from rich.syntax import Syntax
 
@@ -64,7 +67,7 @@ def print_code(text: str, lexer: str) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> None:
-    """A table on stdout; in a pipe a header and a line per row, cells parted by tabs. Cells may hold rich's markup."""
+    """Prints a table on stdout; in a pipe, lines of tab-separated cells with a heading. Cells may have rich markup."""
     if sys.stdout.isatty():
         table = Table(title=title, title_justify="left", header_style="bold")
         for column in columns:
@@ -80,9 +83,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: st
 
 
 class Rows:
-    """A table on stdout whose rows are printed as they come; in a pipe a line per row, its cells parted by tabs.
+    """A table on stdout whose rows are printed one by one; in a pipe, as lines of tab-separated cells.
 
-    widths: a column's least characters on a terminal, where its heading is narrower than the cells to come.
+    widths: minimum widths of columns in characters on a terminal, for columns whose heading is narrower than the cells.
     """
 
     def __init__(self, columns: Sequence[str], widths: Mapping[str, int] | None = None) -> None:
@@ -91,7 +94,7 @@ class Rows:
         self._begun = False
 
     def add(self, cells: Sequence[str]) -> None:
-        """Print a row, and before the first one the heading. Cells may hold rich's markup."""
+        """Prints a row, after the heading if it is the first one. Cells may have rich markup."""
         if not self._begun:
             self._print([f"[bold]{column}[/]" for column in self.columns])
         self._begun = True
@@ -107,15 +110,15 @@ class Rows:
             stdout().print(Text("  ").join(texts))
         else:
             sys.stdout.write("\t".join(text.plain for text in texts) + "\n")
-            sys.stdout.flush()  # a reader of the pipe sees each row when it is there
+            sys.stdout.flush()  # so that the reader of a pipe gets each row at once
 
 
 @contextmanager
 def progress(description: str, total: int | None) -> Iterator[Progress]:
-    """A progress bar on stderr with one task, number 0; nothing is drawn where stderr is no terminal."""
+    """Shows a progress bar on stderr with one task, number 0, if stderr is a terminal."""
     left = (TextColumn("left"), TimeRemainingColumn())
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), *left)
-    # On one terminal, lines go above the bar through the bar's own console. A file gets its lines as they are.
+    # If stdout and stderr are the same terminal, the bar's console prints the lines of stdout above the bar.
     shared, drawn = sys.stdout.isatty(), sys.stderr.isatty()
     console = stderr()
     with Progress(*columns, console=console, disable=not drawn, transient=True, redirect_stdout=shared) as bar:

@@ -1,4 +1,4 @@
-"""`flashgen demo`: does flashgen's main job at once, on real input."""
+"""`flashgen demo`: generates, runs and checks kernels on the inputs of a trained layer."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ flashgen demo --emulate --output /tmp/demo
 
 EXAMPLE = "minilm_qkv.npz"
 SEED = 7
-BLOCK = 16  # a cell of a drawn mask stands for so many queries and keys
+BLOCK = 16  # queries and keys of a cell of a drawn mask
 LEGEND = (
-    f"Masks are drawn in blocks of {BLOCK} queries (down) × {BLOCK} keys (right): · masked, ▒ partly, █ kept; coloured "
-    "by the tile of the kernel that they lie in: "
+    f"Masks are drawn in blocks of {BLOCK} queries (down) × {BLOCK} keys (right): · masked, ▒ partly kept, █ kept. "
+    "The colour of a block is that of the kernel's tile around it: "
 )
-PICTURE = 300  # pixels of a side on the index page
-ASKED = "rabbit"  # the token whose attention is shown
+PICTURE = 300  # width in pixels of a picture on the index page
+TOKEN = "rabbit"  # the token whose attention weights are shown
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A variant that ran: its results and its files. Times are in seconds.
+    """The results and files of a variant that was run.
 
-    visited: the kernel's tiles at the lengths of the run; blocks: the mask there, drawn finer than in tiles; elements:
-    each score by itself.
+    ready: seconds until the kernel was compiled. ran: seconds of a call. visited: the tile map of the kernel. blocks:
+    the map of the mask in blocks of BLOCK × BLOCK. elements: the map of the mask in single elements.
     """
 
     attention: Attention
@@ -63,7 +63,7 @@ class Outcome:
     elements: TileMap
 
     def to_dict(self) -> dict[str, Any]:
-        """For a program to read."""
+        """Returns the results for JSON."""
         return {
             "spec": self.attention.spec.name,
             "target": self.attention.target.name,
@@ -82,16 +82,16 @@ class Outcome:
 
 
 def demo(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the files go.")] = Path("flashgen-demo"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")] = Path("flashgen-demo"),
     target: Target = None,
     emulate: Emulate = False,
     json: Json = False,
 ) -> None:
-    """Generate, compile, run and check several attention variants on a trained layer's q, k and v.
+    """Generate, compile, run and check several attention variants on q, k and v of a trained layer.
 
-    The input is one layer of all-MiniLM-L6-v2 reading the first sentences of "Alice's Adventures in Wonderland". Each
-    variant is compared with NumPy in float64; its CUDA, spec and tile map are kept. It runs on this machine's GPU, or,
-    saying so, on the emulator, which runs the same CUDA on the CPU.
+    The inputs are those of one layer of all-MiniLM-L6-v2 for the first sentences of "Alice's Adventures in Wonderland".
+    Each variant is compared with NumPy in float64, and its CUDA source, spec and tile map are saved. The kernels run on
+    this machine's GPU. Without a GPU they run on the emulator, which runs the same CUDA on the CPU.
     """
     emulate = emulate or not gpus()
     make_folder(output)
@@ -110,16 +110,16 @@ def demo(
             bar.advance(bar.task_ids[0])
             if not json:
                 print_outcome(number, outcome)
-    looked_at = list(read_attention(example, target, emulate))
+    weight_lines = list(read_attention(example, target, emulate))
     failures = sum(not outcome.verdict.ok for outcome in outcomes)
     summary = {"engine": engine_text(emulate), "variants": [outcome.to_dict() for outcome in outcomes]}
     with writing(output):
         write_file(output / "summary.json", json_module.dumps(summary, indent=2) + "\n")
-        write_file(output / "index.html", index_of(outcomes, engine_text(emulate), looked_at, output))
+        write_file(output / "index.html", index_page(outcomes, engine_text(emulate), weight_lines, output))
     if json:
         print_json(summary)
     else:
-        for line in looked_at:
+        for line in weight_lines:
             stdout().print(line, markup=False)
         note(f"{len(outcomes) - failures} of {len(outcomes)} variants agree with NumPy; open {output}/index.html")
     if failures:
@@ -127,20 +127,20 @@ def demo(
 
 
 def example_path() -> Path:
-    """The example's file: inside the installed package, or beside it in a checkout."""
+    """Returns the path of the example's data, inside the installed package or beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     candidates = (package / "examples" / EXAMPLE, package.parent / "examples" / EXAMPLE)
     for path in candidates:
         if path.is_file():
             return path
     raise FlashgenError(
-        f"the example's data is missing: neither {candidates[0]} nor {candidates[1]}; "
+        f"the example's data is missing: neither {candidates[0]} nor {candidates[1]} exists; "
         f"install flashgen again: {install()} --force-reinstall"
     )
 
 
 def variants(example: Arrays) -> tuple[AttentionSpec, ...]:
-    """What the demo shows. All read the same q, k and v; `sentence` and `slopes` are arrays of the same file."""
+    """Returns the specs of the demo. They capture `sentence` and `slopes`, which are arrays of the example's file."""
     import flashgen as fg
 
     dims = {"head_dim": example["q"].shape[3], "value_dim": example["v"].shape[3]}
@@ -155,7 +155,7 @@ def variants(example: Arrays) -> tuple[AttentionSpec, ...]:
 
 
 def near_or_first(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """A mask as a user writes one: the 20 tokens before, and the first, which says what the text is about."""
+    """Keeps the 20 tokens before each query and the first token, as an example of a user's mask function."""
     return (q - k <= 20) | (k == 0)
 
 
@@ -173,10 +173,10 @@ def run_variant(spec: AttentionSpec, example: Arrays, output: Path, target: str 
     out, lse = attention(q, k, v, return_lse=True, **captures, **options)
     ran = seconds_of_a_run(attention, (q, k, v), captures | options, emulate)
     verdict = judged(spec, q, k, v, out, lse, captures, **options)
-    length, of_mask = q.shape[2], {capture.name: captures[capture.name] for capture in spec.mask.captures}
-    tiles = attention.tiles(length, **of_mask)
+    length, mask_arrays = q.shape[2], {capture.name: captures[capture.name] for capture in spec.mask.captures}
+    tiles = attention.tiles(length, **mask_arrays)
     blocks, elements = (
-        tile_map(spec.mask.expression, (size, size), length, length, captures=of_mask) for size in (BLOCK, 1)
+        tile_map(spec.mask.expression, (size, size), length, length, captures=mask_arrays) for size in (BLOCK, 1)
     )
     folder = output / spec.name
     with writing(output):
@@ -185,7 +185,7 @@ def run_variant(spec: AttentionSpec, example: Arrays, output: Path, target: str 
 
 
 def seconds_of_a_run(attention: Attention, inputs: tuple[Any, ...], options: dict[str, Any], emulate: bool) -> float:
-    """The median of several runs on a GPU that has the arrays; one run on the emulator."""
+    """Returns the median time of several calls on a GPU with the arrays there, or the time of one emulated call."""
     if not emulate:
         import cupy
 
@@ -200,7 +200,7 @@ def seconds_of_a_run(attention: Attention, inputs: tuple[Any, ...], options: dic
 
 
 def keep_files(folder: Path, attention: Attention, tiles: TileMap) -> None:
-    """The CUDA of the kernel (and of the one that lists its tiles, if any), the spec and the tile map."""
+    """Writes the CUDA source of the kernel and of its tile-list kernel, if any, the spec and the tile map."""
     from flashgen.analysis.drawing.tile_maps import to_svg
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -216,7 +216,7 @@ def print_legend() -> None:
 
     from flashgen.analysis.drawing import palette
 
-    colours = (("whole", palette.FULL), ("masked by element", palette.PARTIAL), ("never visited", palette.RULE))
+    colours = (("full", palette.FULL), ("masked by element", palette.PARTIAL), ("skipped", palette.RULE))
     parts = [Text(name, style=colour) for name, colour in colours]
     stdout().print(Text(LEGEND) + Text(", ").join(parts))
 
@@ -227,25 +227,25 @@ def print_outcome(number: int, outcome: Outcome) -> None:
     console.print(f"{number}. {variant_text(outcome.attention.spec)}", style="bold", markup=False)
     for line in drawn_lines(outcome):
         console.print(line)
-    for name, text in told(outcome):
+    for name, text in result_lines(outcome):
         style = None if name != "NumPy" else "green" if outcome.verdict.ok else "bold red"
         console.print(f"   {name:7} {text}", style=style, markup=False)
 
 
 def drawn_lines(outcome: Outcome) -> Iterator[Any]:
-    """The mask in blocks, with numbers of queries at the left and of keys below, in the colours of the tiles."""
+    """Yields the lines of the mask drawn in blocks, in the colours of the tiles, with query and key numbers."""
     from rich.text import Text
 
     from flashgen.analysis.drawing.tile_maps import to_text
 
-    length, places = outcome.blocks.len_q, outcome.visited.of()
+    length, classes = outcome.blocks.len_q, outcome.visited.of()
     rows, columns = outcome.visited.tile
     drawn = to_text(outcome.blocks, legend=False).splitlines()
     for block, line in enumerate(drawn):
         text = Text(f"{block * BLOCK if block % 4 == 0 else '':>6} ")
-        for place, glyph in enumerate(line):
-            middle = (block * BLOCK + BLOCK // 2, place // 2 * BLOCK + BLOCK // 2)
-            kind = places[min(middle[0], length - 1) // rows, min(middle[1], length - 1) // columns]
+        for index, glyph in enumerate(line):
+            middle = (block * BLOCK + BLOCK // 2, index // 2 * BLOCK + BLOCK // 2)
+            kind = classes[min(middle[0], length - 1) // rows, min(middle[1], length - 1) // columns]
             text.append(glyph, style=tile_colours()[int(kind)])
         yield text
     numbers = "".join(f"{block * BLOCK:<8}" for block in range(0, len(drawn), 4))
@@ -253,14 +253,14 @@ def drawn_lines(outcome: Outcome) -> Iterator[Any]:
 
 
 def tile_colours() -> tuple[str, str, str]:
-    """By class of a tile: EMPTY, PARTIAL, FULL."""
+    """Returns the colours of the tile classes EMPTY, PARTIAL and FULL."""
     from flashgen.analysis.drawing import palette
 
     return palette.RULE, palette.PARTIAL, palette.FULL
 
 
-def told(outcome: Outcome) -> tuple[tuple[str, str], ...]:
-    """What there is to say of a variant that ran, by name."""
+def result_lines(outcome: Outcome) -> tuple[tuple[str, str], ...]:
+    """Returns the (label, text) of each line about a variant."""
     tiles, source = outcome.visited, outcome.attention.source
     return (
         ("mask", f"keeps {outcome.elements.share:.1%} of the scores"),
@@ -275,23 +275,23 @@ def told(outcome: Outcome) -> tuple[tuple[str, str], ...]:
     )
 
 
-def index_of(outcomes: list[Outcome], engine: str, looked_at: list[str], output: Path) -> str:
-    """The page that shows all that ran, with links to its files."""
+def index_page(outcomes: list[Outcome], engine: str, weight_lines: list[str], output: Path) -> str:
+    """Returns the page that shows all variants, with links to their files."""
     from flashgen.analysis.drawing.tile_maps import to_svg
-    from flashgen.report.demo_page import Shown, demo_page
+    from flashgen.report.demo_page import VariantEntry, demo_page
 
-    shown = [
-        Shown(
+    entries = [
+        VariantEntry(
             variant_text(outcome.attention.spec),
             outcome.verdict.ok,
             to_svg(outcome.elements, "What the mask keeps", PICTURE),
             to_svg(outcome.visited, "Which tiles the kernel visits", PICTURE),
-            told(outcome),
+            result_lines(outcome),
             [(path.name, str(path.relative_to(output))) for path in sorted(outcome.folder.iterdir())],
         )
         for outcome in outcomes
     ]
-    return demo_page(engine, outcomes[0].visited.len_q, shown, [line.strip() for line in looked_at])
+    return demo_page(engine, outcomes[0].visited.len_q, entries, [line.strip() for line in weight_lines])
 
 
 def variant_text(spec: AttentionSpec) -> str:
@@ -304,8 +304,10 @@ def variant_text(spec: AttentionSpec) -> str:
 
 
 def read_attention(example: Arrays, target: str | None, emulate: bool) -> Iterator[str]:
-    """What the layer's heads look at: with the identity's rows for values, a kernel's output is the attention weights,
-    as out = P·I."""
+    """Yields lines about the attention weights of TOKEN.
+
+    With the identity matrix as V, the output of a kernel is the matrix of attention weights: O = P·I = P.
+    """
     import flashgen as fg
     from flashgen import attention as engine
 
@@ -316,11 +318,11 @@ def read_attention(example: Arrays, target: str | None, emulate: bool) -> Iterat
     weights = engine.compile(spec, target=target, emulate=emulate)(
         q, k, np.ascontiguousarray(identity), sentence=example["sentence"]
     )
-    asked = tokens.index(ASKED)
-    yield f'\nWhat "{ASKED}" attends to within its sentence, read from a kernel whose values are the identity:'
-    rows = weights[0, :, asked].astype(np.float32)
-    others = np.where(np.arange(len(tokens)) == asked, 0, rows)
+    query = tokens.index(TOKEN)
+    yield f'\nAttention weights of "{TOKEN}" within its sentence, from a kernel with the identity matrix as V:'
+    rows = weights[0, :, query].astype(np.float32)
+    others = np.where(np.arange(len(tokens)) == query, 0, rows)
     for head in sorted(np.argsort(-others.max(axis=1))[:3]):
         best = np.argsort(-rows[head])[:4]
-        found = ", ".join(f"{tokens[place]} {rows[head, place]:.2f}" for place in best)
+        found = ", ".join(f"{tokens[key]} {rows[head, key]:.2f}" for key in best)
         yield f"   head {head:2}: {found}"

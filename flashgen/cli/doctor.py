@@ -1,4 +1,4 @@
-"""`flashgen doctor`: what is installed, what works here, and what to install for the rest."""
+"""`flashgen doctor`: reports what is installed and what works on this machine, and what to install for the rest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ PACKAGES = ("numpy", "sympy", "jinja2", "ml_dtypes", "typer", "rich")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: a part of the house, what was found (None: nothing, or it does not work), and what to do."""
+    """A row of the report.
+
+    area: the component, such as "cuda". found: the version or result, None if it is missing or does not work. remedy:
+    how to get it.
+    """
 
     area: str
     name: str
@@ -32,12 +36,12 @@ class Finding:
 
 
 def doctor(json: Json = False) -> None:
-    """Say what is installed, which targets and emulator modes work on this machine, and what to install for the rest.
+    """Report what is installed, which targets and emulator modes work here, and how to install what is missing.
 
-    Each emulator mode is tried: a small kernel is generated, compiled for this CPU, run and compared with NumPy.
-    The exit status is 0 whatever is missing.
+    Each emulator mode is tested: a small kernel is generated, compiled for this CPU, run and compared with NumPy. The
+    exit status is 0 even if something is missing.
     """
-    note("looking around; the emulator's first run compiles it, which takes some seconds")
+    note("checking this machine; the first run of the emulator compiles it, which takes some seconds")
     findings = list(examine())
     if json:
         print_json([described(finding) for finding in findings])
@@ -53,12 +57,12 @@ def row(finding: Finding) -> tuple[str, ...]:
 
 
 def described(finding: Finding) -> dict[str, Any]:
-    """A finding for a program, with a remedy only where something is missing."""
+    """Returns a finding for JSON, with a remedy only if something is missing."""
     return asdict(finding) | {"ok": finding.ok, "remedy": "" if finding.ok else finding.remedy}
 
 
 def examine() -> Iterator[Finding]:
-    """Everything that `flashgen doctor` reports, in the order of the table."""
+    """Yields all findings in the order of the table."""
     yield Finding("python", "python", platform.python_version())
     yield from (Finding("python", name, package_version(name), install()) for name in PACKAGES)
     yield examine_cache()
@@ -69,7 +73,7 @@ def examine() -> Iterator[Finding]:
 
 
 def examine_cache() -> Finding:
-    """Where compiled kernels are kept, how many bytes, whose folder it is, and whether it can be used: it is tried."""
+    """Reports the folder of the cache, its size and owner, and whether it is usable, which is tested."""
     from flashgen.build.cache import KernelCache
     from flashgen.build.cache_folder import why_unusable
     from flashgen.build.trust import mode_text, owner_name
@@ -80,8 +84,8 @@ def examine_cache() -> Finding:
         if problem is None:
             entries, status = cache.list(), cache.path().stat()
             size = sum(entry.bytes for entry in entries) / 2**20
-            whose = f"of {owner_name(status)}, mode {mode_text(status)}, writable"
-            return Finding("cache", "folder", f"{cache.path()}: {len(entries)} entries, {size:.1f} MiB, {whose}")
+            owner = f"of {owner_name(status)}, mode {mode_text(status)}, writable"
+            return Finding("cache", "folder", f"{cache.path()}: {len(entries)} entries, {size:.1f} MiB, {owner}")
     except FlashgenError as error:
         problem = str(error)
     return Finding("cache", "folder", None, problem)
@@ -106,18 +110,18 @@ def examine_cuda() -> Iterator[Finding]:
 
 
 def gpu_remedy() -> str:
-    """Why no GPU is seen, as far as one can tell: CuPy for CUDA 13 sees none with a driver of CUDA 12."""
+    """Returns the likely reason for a missing GPU: CuPy for CUDA 13 finds none with a driver for CUDA 12."""
     driver = driver_version()
     if driver and package_version("cupy-cuda13x") and int(driver.partition(".")[0]) < 13:
         return (
-            f"the driver runs CUDA {driver} and CuPy is of CUDA 13: update it to 580 or newer, or "
+            f"the driver supports CUDA {driver} and CuPy needs CUDA 13: update the driver to 580 or newer, or "
             f"pip uninstall cupy-cuda13x && {install('cuda12')}"
         )
     return "none is needed: kernels compile and run on the emulator"
 
 
 def examine_targets() -> Iterator[Finding]:
-    """Which targets can be compiled for, and which this machine's GPUs run."""
+    """Reports the targets for which kernels can be compiled, and those that the GPUs of this machine run."""
     from flashgen.build import nvrtc
     from flashgen.codegen.targets import TARGETS
 
@@ -126,7 +130,7 @@ def examine_targets() -> Iterator[Finding]:
         runs = any(target.runs_on(*gpu.compute_capability) for gpu in gpus())
         known = target.base_architecture in supported  # NVRTC lists architectures without suffixes
         found = None if not known else "compiles and runs" if runs else "compiles"
-        remedy = f"an NVRTC that knows it: {install_cuda()}" if supported else install_cuda()
+        remedy = f"an NVRTC that supports it: {install_cuda()}" if supported else install_cuda()
         yield Finding("target", name, found, remedy)
 
 
@@ -148,7 +152,7 @@ FRAMEWORKS = {"flashgen.torch": "torch", "flashgen.transformers": "transformers"
 
 
 def examine_frameworks() -> Iterator[Finding]:
-    """What flashgen is used from: each is imported, as a version that is too old shows itself so."""
+    """Reports the frameworks with an integration. Each integration is imported, to detect versions that are too old."""
     for module, package in FRAMEWORKS.items():
         version = package_version(package)
         if version is None:
@@ -160,16 +164,16 @@ def examine_frameworks() -> Iterator[Finding]:
 
 
 def framework_problem(module: str) -> str | None:
-    """What is wrong with a module that is for a framework; None where it can be imported."""
+    """Returns the error of importing the integration of a framework, or None."""
     try:
         importlib.import_module(module)
-    except Exception as error:  # whatever a framework's import raises is what there is to say
+    except Exception as error:  # the import of a framework can raise any exception
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def emulator_problem(mode: str) -> str | None:
-    """What is wrong with an emulator mode: None after a small kernel ran in it and agreed with NumPy."""
+    """Runs a small kernel in an emulator mode. Returns None if it agrees with NumPy, else what is wrong."""
     from flashgen.language import AttentionSpec
     from flashgen.verify import Case, Shape, verify
 

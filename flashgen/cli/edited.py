@@ -1,4 +1,4 @@
-"""`flashgen verify --source`: looks at edited kernels and compiles them before anything runs."""
+"""`flashgen verify --source`: checks and compiles edited kernels before any case runs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 def check_source(
     source: Path, specs: Sequence[str] | None, options: SpecOptions, passes: Sequence[str], **engine: Any
 ) -> None:
-    """Compiles the source, and says which kernels of the one SPEC are edited in it.
+    """Compiles the source, and prints the names of the kernels of SPEC that it edits.
 
     Raises:
-        ArgumentError: there is not one SPEC, an edited kernel is for a pass that is not to run, or `flashgen.compile`
-            refuses the source.
-        BuildError: it does not compile.
+        ArgumentError: the number of specs is not one, an edited kernel belongs to a pass that is not run, or
+            `flashgen.compile` refuses the source.
+        BuildError: the source does not compile.
     """
     from flashgen.attention import compile
     from flashgen.attention.edits import FORWARD_PARTS, unmarked
@@ -31,12 +31,12 @@ def check_source(
         raise ArgumentError(f"--source {source} holds kernels of one SPEC: name it")
     compiled = compile(load_spec(specs[0], options), source=source, **engine)
     if not compiled.edited:
-        note(f"{source} is what is emitted: nothing in it is edited")
+        note(f"{source} equals the generated source: nothing in it is edited")
         return
     for part in compiled.edited:
-        of = "forward" if part in FORWARD_PARTS else "backward"
-        if of not in passes:
-            raise ArgumentError(f"--source {source} edits {part}, which is of the {of} pass: add --pass {of}")
+        pass_ = "forward" if part in FORWARD_PARTS else "backward"
+        if pass_ not in passes:
+            raise ArgumentError(f"--source {source} edits {part}, a kernel of the {pass_} pass: add --pass {pass_}")
     names = list(compiled.sources)
     if "backward" in passes:
         compiled.build_backward()

@@ -1,4 +1,4 @@
-"""What `flashgen show` prints of a pass's kernels: their texts, the compiler's report, and their costs."""
+"""Prints the kernels of a pass for `flashgen show`: their sources, their resources, and their costs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 NO_OPTIONS: Mapping[str, Any] = {}
-_SUFFIXES = (".cu", ".ptx", ".sass", ".svg", ".png")  # endings of files, which the folder of --output must not have
+_SUFFIXES = (".cu", ".ptx", ".sass", ".svg", ".png")  # suffixes of files, to detect a file name given as a folder
 
 
 class Pass(StrEnum):
-    """Whose kernels to show."""
+    """The values of --pass."""
 
     forward = "forward"
     decode = "decode"
@@ -34,7 +34,7 @@ class Pass(StrEnum):
 
 
 class What(StrEnum):
-    """What to show of a kernel."""
+    """The values of --what."""
 
     cuda = "cuda"
     ptx = "ptx"
@@ -48,82 +48,82 @@ class What(StrEnum):
 
 
 def tile_of(
-    spec: AttentionSpec, target: str, of: Pass, deterministic: bool, forward: Mapping[str, Any] = NO_OPTIONS
+    spec: AttentionSpec, target: str, pass_: Pass, deterministic: bool, forward: Mapping[str, Any] = NO_OPTIONS
 ) -> tuple[int, int]:
-    """(queries, keys) of a tile of a pass; forward: options of the forward's kernels."""
+    """Returns the tile size (queries, keys) of a pass. forward: options of the forward kernels."""
     from flashgen.codegen.stages import backward_kernels, decode_kernels, forward_kernels
     from flashgen.codegen.targets import target_named
 
     architecture = target_named(target)
-    if of is Pass.forward:
+    if pass_ is Pass.forward:
         plan = forward_kernels(spec, architecture, **forward)["forward"].plan
-    elif of is Pass.decode:
+    elif pass_ is Pass.decode:
         plan = decode_kernels(spec, architecture)["decode"].plan
     else:
         plan = backward_kernels(spec, architecture, deterministic)["keys"].plan
     return plan.tile_q, plan.tile_k
 
 
-def rendered(
+def render_kernels(
     spec: AttentionSpec,
     target: str,
-    of: Pass,
+    pass_: Pass,
     name: str | None,
     deterministic: bool,
     forward: Mapping[str, Any] = NO_OPTIONS,
     heads_apart: bool = False,
     apart: bool = False,
 ) -> dict[str, RenderedKernel]:
-    """A pass's kernels, or the named one alone, by the part that each plays, in the order of their launches.
+    """Returns the kernels of a pass by role, in launch order, or only the kernel of the role `name`.
 
-    forward: as above. apart: give them the names of a release in place of those that launches know.
+    forward: options of the forward kernels. apart: use the names of a release instead of those of the launch code.
     """
     from flashgen.codegen.stages import kernels_of
     from flashgen.codegen.targets import target_named
 
     options = {"deterministic": deterministic, "heads_apart": heads_apart, "unique_names": apart, **forward}
-    kernels = dict(kernels_of(spec, target_named(target), (of.value,), **options))
+    kernels = dict(kernels_of(spec, target_named(target), (pass_.value,), **options))
     if name is None:
         return kernels
     if name not in kernels:
-        closed = f"{spec.mask.name} needs none, closed forms say which tiles to visit"
-        why = closed if name.endswith("lists") else f"there is none in this {of.value} pass"
+        closed = f"{spec.mask.name} needs none, as its tiles follow from closed forms"
+        why = closed if name.endswith("lists") else f"there is none in this {pass_.value} pass"
         raise ArgumentError(f"--kernel {name}: {why}; its kernels are {', '.join(kernels)}")
     return {name: kernels[name]}
 
 
-def to_print(kernels: dict[str, RenderedKernel], of: Pass) -> dict[str, RenderedKernel]:
-    """The kernels of a pass that are printed where none is named; a note says which there are."""
-    if of is Pass.backward:
+def to_print(kernels: dict[str, RenderedKernel], pass_: Pass) -> dict[str, RenderedKernel]:
+    """Returns the kernels of a pass that are printed by default, and prints a note about the others."""
+    if pass_ is Pass.backward:
         note(
-            f"{len(kernels)} kernels, in the order of their launches: {', '.join(kernels)}. Each is a file of its own, "
-            "together they do not compile: --output DIR/ writes the files, --kernel NAME shows one"
+            f"{len(kernels)} kernels, in launch order: {', '.join(kernels)}. Each is a translation unit of its own: "
+            "--output DIR/ writes the files, --kernel NAME shows one"
         )
         return kernels
-    if of is Pass.decode:
+    if pass_ is Pass.decode:
         others = ", ".join(name for name in kernels if name != "decode")
         if others:
-            note(f"beside this one: {others}; --kernel NAME shows one, --output DIR/ writes all")
+            note(f"other kernels of this pass: {others}; --kernel NAME shows one, --output DIR/ writes all")
         return {"decode": kernels["decode"]}
     if "lists" in kernels:
-        note("a second kernel lists the tiles that this one visits: --kernel lists shows it, --output DIR/ writes both")
+        note("a second kernel lists the tiles to visit: --kernel lists shows it, --output DIR/ writes both")
     if "few" in kernels:
         note(
-            "this one has the prompts; a second kernel has the sequences of few queries: --kernel few shows it, "
-            "--output DIR/ writes both"
+            "this kernel computes prefill; a second kernel computes the sequences with few queries: --kernel few shows "
+            "it, --output DIR/ writes both"
         )
     return {"forward": kernels["forward"]}
 
 
 def compiled(kernel: RenderedKernel) -> Entry:
-    """The kernel from the cache, which gets it where it was missing."""
+    """Returns the cache entry of a kernel, which is compiled if it is missing."""
     from flashgen.build.cache import default_cache
 
     return default_cache().load_or_compile(kernel.name, kernel.source, kernel.target.architecture)
 
 
 def show_texts(kernels: Mapping[str, RenderedKernel], what: What) -> None:
-    """Prints one kernel's text as it is, or several, each below a line with its part and name."""
+    """Prints the code of one kernel as it is, or of several kernels, each below a line with its role and name."""
     texts = []
     for number, (part, kernel) in enumerate(kernels.items(), start=1):
         title = f"// ==== {part}: file {number} of {len(kernels)}, {kernel.name} "
@@ -132,14 +132,14 @@ def show_texts(kernels: Mapping[str, RenderedKernel], what: What) -> None:
 
 
 def write_texts(kernels: Mapping[str, RenderedKernel], what: What, folder: Path) -> None:
-    """Writes each kernel to a file of its own, named as in a release if it has such a name, and prints a line for each.
+    """Writes each kernel to a file with the name that a release gives it, and prints the role and path of each file.
 
-    All texts are made before the first is written, and a file is replaced whole or not at all.
+    The code of all kernels is generated before the first file is written, and each file is replaced atomically.
     """
     if folder.suffix in _SUFFIXES and not folder.is_dir():
         raise ArgumentError(
             f"--output {folder} must be a folder, in which each kernel gets a file of its own; "
-            "--kernel NAME > FILE keeps one kernel"
+            "--kernel NAME > FILE writes one kernel"
         )
     texts = {folder / file_name(kernel, what): text_of(kernel, what) for kernel in kernels.values()}
     with writing(folder):
@@ -151,14 +151,14 @@ def write_texts(kernels: Mapping[str, RenderedKernel], what: What, folder: Path)
 
 
 def file_name(kernel: RenderedKernel, what: What) -> str:
-    """The name that a release gives to the kernel's file."""
+    """Returns the name that a release gives to the kernel's file."""
     from flashgen.build.keys import readable_name
 
     return f"{readable_name(kernel.name)}{'.cu' if what is What.cuda else f'.{what.value}'}"
 
 
 def text_of(kernel: RenderedKernel, what: What) -> str:
-    """The kernel as CUDA, PTX or SASS, ending in a newline."""
+    """Returns the kernel as CUDA, PTX or SASS, ending with a newline."""
     text = kernel.source if what is What.cuda else machine_code(kernel, what)
     return text if text.endswith("\n") else f"{text}\n"
 
@@ -172,7 +172,7 @@ def machine_code(kernel: RenderedKernel, what: What) -> str:
 
 
 def show_resources(kernels: Mapping[str, RenderedKernel], json: bool) -> None:
-    """What the compiler reports of each kernel and what its launch takes and costs."""
+    """Prints the resources of each kernel as reported by the compiler, its launch parameters and its cost."""
     facts = {part: resources_of(kernel) for part, kernel in kernels.items()}
     if len(facts) == 1:
         (only,) = facts.values()
@@ -181,11 +181,11 @@ def show_resources(kernels: Mapping[str, RenderedKernel], json: bool) -> None:
         else:
             print_table(("what", "value"), [(name.replace("_", " "), str(value)) for name, value in only.items()])
     elif json:
-        print_json([{"part": part, **known} for part, known in facts.items()])
+        print_json([{"part": part, **values} for part, values in facts.items()])
     else:
         names = [name for name in next(iter(facts.values())) if name not in ("kernel", "target", "nvrtc", "cubin")]
         heading = ("kernel", *(name.replace("_", " ") for name in names))
-        print_table(heading, [(part, *(str(known[name]) for name in names)) for part, known in facts.items()])
+        print_table(heading, [(part, *(str(values[name]) for name in names)) for part, values in facts.items()])
 
 
 def resources_of(kernel: RenderedKernel) -> dict[str, Any]:
@@ -204,21 +204,21 @@ def resources_of(kernel: RenderedKernel) -> dict[str, Any]:
 
 
 def show_traffic(
-    spec: AttentionSpec, target: str, of: Pass, deterministic: bool, tiles: TileMap, heads: int, json: bool
+    spec: AttentionSpec, target: str, pass_: Pass, deterministic: bool, tiles: TileMap, heads: int, json: bool
 ) -> None:
-    """The HBM bytes of a pass beside standard attention's and the papers', counted for the map's lengths."""
+    """Prints the HBM bytes of a pass, of standard attention and of the papers' algorithms for the lengths of a map."""
     from flashgen.codegen.stages import backward_kernels
     from flashgen.codegen.targets import target_named
     from flashgen.report.sizes import CallSizes
     from flashgen.report.traffic import backward_traffic, forward_traffic
 
     architecture = target_named(target)
-    if of is Pass.decode:
+    if pass_ is Pass.decode:
         raise ArgumentError(
-            "--what traffic has --pass forward and --pass backward, not decode; --what resources has it"
+            "--what traffic supports --pass forward and --pass backward, not decode; --what resources supports it"
         )
     sizes = CallSizes(tiles.len_q, tiles.len_k, tiles.classes.shape[0], heads, heads)
-    if of is Pass.forward:
+    if pass_ is Pass.forward:
         rows = forward_traffic(spec, architecture, tiles, sizes)
     else:
         rows = backward_traffic(spec, architecture, backward_kernels(spec, architecture, deterministic), sizes)
@@ -230,23 +230,25 @@ def show_traffic(
 
 
 def write_timeline(
-    spec: AttentionSpec, target: str, of: Pass, name: str | None, deterministic: bool, path: Path | None
+    spec: AttentionSpec, target: str, pass_: Pass, name: str | None, deterministic: bool, path: Path | None
 ) -> None:
-    """Runs a pass's main kernel, or the named one, once on the emulator, and draws what its first block did."""
+    """Runs a kernel of a pass, by default the main one, on the emulator, and draws the timeline of its first block."""
     from flashgen.report.runs import run_once, short_shape
     from flashgen.report.timeline import timeline_of, to_svg
 
-    if of is Pass.decode:
-        raise ArgumentError("--what timeline has --pass forward and --pass backward, not decode; leave --pass out")
-    kernels = rendered(spec, target, of, name, deterministic)
-    role = name or ("forward" if of is Pass.forward else "keys")
+    if pass_ is Pass.decode:
+        raise ArgumentError("--what timeline supports --pass forward and --pass backward, not decode")
+    kernels = render_kernels(spec, target, pass_, name, deterministic)
+    role = name or ("forward" if pass_ is Pass.forward else "keys")
     plan = kernels[role].plan
-    shape = short_shape(plan.tile_q, plan.tile_k, along_keys=of is Pass.forward)
-    run = run_once(spec, target, ("forward" if of is Pass.forward else "backward",), shape, deterministic=deterministic)
+    shape = short_shape(plan.tile_q, plan.tile_k, along_keys=pass_ is Pass.forward)
+    run = run_once(
+        spec, target, ("forward" if pass_ is Pass.forward else "backward",), shape, deterministic=deterministic
+    )
     events = run.events[kernels[role].entry]
     timeline = timeline_of(events, kernels[role])
     if not timeline.spans:
-        raise ArgumentError(f"--kernel {role} neither copies nor multiplies nor waits: it has no timeline")
+        raise ArgumentError(f"--kernel {role} has no timeline: it neither copies nor multiplies nor waits")
     drawn = to_svg(timeline, f"{spec.mask.name}, {role} on {target}, {shape.len_q} queries and keys")
     if path is None:
         print_code(drawn, "xml")

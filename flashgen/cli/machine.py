@@ -1,4 +1,4 @@
-"""What this machine has: GPUs and their driver, compilers and tools, packages."""
+"""The GPUs, the driver and the Python packages of this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Gpu:
-    """A CUDA device: its name, `sm_90` and its memory in bytes."""
+    """A CUDA device: its name, its architecture such as "sm_90", and its memory in bytes."""
 
     name: str
     architecture: str
@@ -27,7 +27,7 @@ class Gpu:
 
 @functools.cache
 def gpus() -> tuple[Gpu, ...]:
-    """The GPUs that CuPy sees; none where CuPy or the driver is missing."""
+    """Returns the GPUs that CuPy finds; none if CuPy or the driver is missing."""
     if importlib.util.find_spec("cupy") is None:
         return ()
     import cupy
@@ -38,13 +38,12 @@ def gpus() -> tuple[Gpu, ...]:
         return ()
     properties = [cupy.cuda.runtime.getDeviceProperties(number) for number in range(count)]
     return tuple(
-        Gpu(known["name"].decode(), f"sm_{known['major']}{known['minor']}", known["totalGlobalMem"])
-        for known in properties
+        Gpu(each["name"].decode(), f"sm_{each['major']}{each['minor']}", each["totalGlobalMem"]) for each in properties
     )
 
 
 def driver_version() -> str | None:
-    """The newest CUDA that the driver runs, as "13.0"; None without a driver."""
+    """Returns the newest CUDA version that the driver supports, such as "13.0"; None without a driver."""
     if importlib.util.find_spec("cupy") is None:
         return None
     import cupy
@@ -57,7 +56,7 @@ def driver_version() -> str | None:
 
 
 def package_version(*names: str) -> str | None:
-    """The version of the first of these distributions that is installed."""
+    """Returns the version of the first of these distributions that is installed, or None."""
     for name in names:
         try:
             return importlib.metadata.version(name)
@@ -67,5 +66,5 @@ def package_version(*names: str) -> str | None:
 
 
 def engine_text(emulate: bool) -> str:
-    """Where kernels run, in words."""
+    """Describes where kernels run."""
     return "emulator: the emitted CUDA runs on this CPU" if emulate or not gpus() else gpus()[0].name

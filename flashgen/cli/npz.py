@@ -1,4 +1,4 @@
-"""Reads the arrays of an .npz file. No size is believed beyond the bytes that are there, and nothing is unpickled."""
+"""Reads the arrays of an .npz file. Sizes are checked against the bytes in the file, and nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ _SUFFIX, _MAGIC = ".npy", b"\x93NUMPY"
 
 
 def load_npz(path: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """The arrays of a file that `numpy.savez` or `numpy.savez_compressed` wrote, by name.
+    """Returns the arrays of a file that `numpy.savez` or `numpy.savez_compressed` wrote, by name.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no such file, is damaged, or claims more than it holds; the message says which array.
-        MemoryError: an array does not fit.
+        OSError: the file cannot be read.
+        ValueError: the file is not such a file or is damaged, or the size of an array, which the message names,
+            disagrees with its data.
+        MemoryError: an array does not fit into memory.
     """
     with open_file(path) as file:
         if not zipfile.is_zipfile(file):
-            raise ValueError(_why_no_zip(file))
+            raise ValueError(_not_zip_reason(file))
         try:
             with zipfile.ZipFile(file) as archive:
                 members = [info for info in archive.infolist() if info.filename.endswith(_SUFFIX)]
                 return {info.filename.removesuffix(_SUFFIX): _member(archive, info) for info in members}
         except (zipfile.BadZipFile, EOFError, zlib.error, lzma.LZMAError, RuntimeError) as error:
-            raise ValueError(f"it is damaged, or packed in a way that is not read here: {error}") from error
+            raise ValueError(f"it is damaged, or compressed in a way that is not supported: {error}") from error
 
 
 def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray[Any, Any]:
@@ -55,10 +56,10 @@ def _header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype
     try:
         version = npy.read_magic(file)
         if version not in _HEADERS:
-            raise ValueError(f"the version {version} of NumPy's format is not read here")
+            raise ValueError(f"the version {version} of NumPy's format is not supported")
         shape, fortran, dtype = _HEADERS[version](file)
-    except Exception as error:  # a header is a Python literal, and NumPy raises errors of many kinds for other text
-        raise ValueError(f"{name!r} is no array as NumPy writes them ({str(error)[:200]})") from error
+    except Exception as error:  # a header is a Python literal, and NumPy raises many kinds of errors for other text
+        raise ValueError(f"{name!r} is not an array in NumPy's format ({str(error)[:200]})") from error
     if dtype.hasobject:
         raise ValueError(f"{name!r} holds Python objects, which are pickled and so never read: save plain arrays")
     if dtype.itemsize == 0 or min(shape, default=0) < 0:
@@ -67,7 +68,7 @@ def _header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype
 
 
 def _fill(memory: memoryview, file: IO[bytes], name: str) -> None:
-    """Reads straight into an array's bytes, so that a large one is in memory once."""
+    """Reads directly into the memory of an array, so that a large array is in memory only once."""
     at = 0
     while at < len(memory):
         count = file.readinto(memory[at:])  # type: ignore[attr-defined]
@@ -76,8 +77,8 @@ def _fill(memory: memoryview, file: IO[bytes], name: str) -> None:
         at += count
 
 
-def _why_no_zip(file: IO[bytes]) -> str:
+def _not_zip_reason(file: IO[bytes]) -> str:
     file.seek(0)
     if file.read(len(_MAGIC)) == _MAGIC:
-        return "it is one array (.npy); numpy.savez writes several by name"
-    return "it is no zip archive, or not all of one, which numpy.savez writes"
+        return "it is a single array (.npy); numpy.savez writes several arrays by name"
+    return "it is no zip archive, as numpy.savez writes, or it is truncated"

@@ -1,4 +1,4 @@
-"""The options that several commands share, and how SPEC and they become an AttentionSpec."""
+"""The options that several commands share, among them those of an AttentionSpec."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from flashgen.codegen.stages import Pass
 
 SPEC_HELP = (
-    'An expression such as "causal() & sliding_window(1024)", a name in your file such as variants.py:near, or JSON.'
+    'An expression such as "causal() & sliding_window(1024)", a name in a file such as variants.py:near, or JSON.'
 )
 
 
 def known_targets() -> list[str]:
-    """What a shell completes --target by."""
+    """Returns the names of the targets, for the shell completion of --target."""
     from flashgen.codegen.targets import TARGETS
 
     return list(TARGETS)
 
 
 def one_of(*words: str) -> Callable[[], list[str]]:
-    """What a shell completes an option by."""
+    """Returns a function that returns these words, for the shell completion of an option."""
     return lambda: list(words)
 
 
@@ -42,14 +42,14 @@ Target = Annotated[
     typer.Option(
         "--target",
         metavar="ARCH",
-        help="Architecture, such as sm_80. Default: this machine's GPU.",
+        help="The target architecture, such as sm_80. Default: that of this machine's GPU.",
         autocompletion=known_targets,
     ),
 ]
 
 
 class Passes(StrEnum):
-    """What --pass may say."""
+    """The values of --pass."""
 
     forward = "forward"
     backward = "backward"
@@ -63,48 +63,49 @@ class Passes(StrEnum):
         return ("forward",) if self is Passes.forward else ("backward",)
 
 
-Emulate = Annotated[bool, typer.Option("--emulate", help="Run the emitted CUDA on this CPU.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for a program to read.")]
+Emulate = Annotated[bool, typer.Option("--emulate", help="Run the generated CUDA on this CPU, with the emulator.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 Deterministic = Annotated[
-    bool, typer.Option("--deterministic", help="The backward whose gradients have the same bits in every run.")
+    bool, typer.Option("--deterministic", help="Use the backward that computes bitwise equal gradients in every run.")
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the dropout bits (and of random inputs).")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="The seed of dropout and of random inputs.")]
 
 
 @dataclass(frozen=True)
 class SpecOptions:
-    """What the options say of a spec. None was not given, and leaves AttentionSpec's default."""
+    """The options of a spec. None means that an option was not given, so the default of AttentionSpec applies."""
 
     score: Annotated[
         str | None,
         typer.Option("--score", metavar="EXPR", help='A score function, such as "softcap(30)" or file.py:name.'),
     ] = None
     dropout: Annotated[
-        float | None, typer.Option("--dropout", help="Probability of dropping an element, 0 <= p < 1.")
+        float | None, typer.Option("--dropout", help="Probability of dropping an attention weight, 0 <= p < 1.")
     ] = None
     head_dim: Annotated[
-        int | None, typer.Option("--head-dim", help="Elements of a query and a key: 8, 16, ... 256.", show_default="64")
+        int | None,
+        typer.Option("--head-dim", help="Head dim of queries and keys: 8, 16, ... 256.", show_default="64"),
     ] = None
     value_dim: Annotated[
-        int | None, typer.Option("--value-dim", help="Elements of a value.", show_default="the head dim")
+        int | None, typer.Option("--value-dim", help="Head dim of values.", show_default="the head dim")
     ] = None
     dtype: Annotated[
         str | None,
         typer.Option(
             "--dtype",
-            help="float16 or bfloat16.",
+            help="The dtype of q, k, v and the output: float16 or bfloat16.",
             show_default="float16",
             autocompletion=one_of("float16", "bfloat16"),
         ),
     ] = None
-    scale: Annotated[float | None, typer.Option("--scale", help="Factor of q·k.", show_default="1/sqrt(head dim)")] = (
-        None
-    )
+    scale: Annotated[
+        float | None, typer.Option("--scale", help="The factor of q·k.", show_default="1/sqrt(head dim)")
+    ] = None
     layout: Annotated[
         str | None,
         typer.Option(
             "--layout",
-            help="bhsd or bshd: the order of the axes of q, k, v; thd: ragged batches.",
+            help="The order of the axes of q, k and v: bhsd or bshd; thd for varlen batches.",
             show_default="bhsd",
             autocompletion=one_of("bhsd", "bshd", "thd"),
         ),
@@ -112,48 +113,53 @@ class SpecOptions:
 
     sink: Annotated[
         str | None,
-        typer.Option("--sink", metavar="NAME", help="Learned sinks: a float32 array of a score for each query head."),
+        typer.Option(
+            "--sink",
+            metavar="NAME",
+            help="Learned attention sinks: the name of a float32 array with a score for each head.",
+        ),
     ] = None
 
     page_size: Annotated[
         int | None,
-        typer.Option("--page-size", help="Keys of a page, for k and v in pages: a power of 2 up to 256."),
+        typer.Option("--page-size", help="Keys of a page, for a paged KV cache: a power of 2 up to 256."),
     ] = None
 
     kv_dtype: Annotated[
         str | None,
         typer.Option(
             "--kv-dtype",
-            help="float8_e4m3fn or int8, of k and v.",
+            help="The dtype of k and v: float8_e4m3fn or int8.",
             show_default="the dtype",
             autocompletion=one_of("float8_e4m3fn", "int8"),
         ),
     ] = None
 
     sharded: Annotated[
-        bool | None, typer.Option("--sharded", help="The kernels of parts of q and k, as ranks of several run them.")
+        bool | None,
+        typer.Option("--sharded", help="The kernels for shards of q and k, which context parallelism runs."),
     ] = None
 
     def given(self) -> dict[str, Any]:
-        """The options that were given, by field name."""
+        """Returns the options that were given, by field name."""
         fields = dataclasses.asdict(self)
         return {name: value for name, value in fields.items() if value is not None}
 
     def with_defaults(self, **defaults: Any) -> SpecOptions:
-        """The same options, with these values where nothing was given."""
+        """Returns these options, with other values for those that were not given."""
         return SpecOptions(**(defaults | self.given()))
 
 
 def with_spec_options_of(**defaults: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`with_spec_options` for a command that has defaults of its own, to be shown in its help, by field name."""
+    """Returns `with_spec_options` for a command whose help shows other defaults, given by field name."""
     return functools.partial(with_spec_options, defaults=defaults)
 
 
 def with_spec_options(command: Callable[..., Any], defaults: Mapping[str, str] = _NO_DEFAULTS) -> Callable[..., Any]:
-    """Gives a command the options of SpecOptions, which it receives as one keyword argument, `options`."""
+    """Adds the options of SpecOptions to a command, which receives them as one keyword argument, `options`."""
     signature = inspect.signature(command, eval_str=True)
     hints = typing.get_type_hints(SpecOptions, include_extras=True)
-    hints |= {name: _shown(hints[name], default) for name, default in defaults.items()}
+    hints |= {name: _with_default(hints[name], default) for name, default in defaults.items()}
     added = [
         inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
@@ -174,8 +180,8 @@ def with_spec_options(command: Callable[..., Any], defaults: Mapping[str, str] =
     return wrapper
 
 
-def _shown(hint: Any, default: str) -> Any:
-    """The type of an option whose help shows another default."""
+def _with_default(hint: Any, default: str) -> Any:
+    """Returns the type hint of an option with another default in its help."""
     kind, option = typing.get_args(hint)
     option = copy.copy(option)
     option.show_default = default

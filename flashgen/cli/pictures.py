@@ -26,7 +26,7 @@ WIDTH = 480  # pixels of a picture's longer side
 
 
 @dataclass(frozen=True)
-class Place:
+class Selection:
     """The sequence of the batch and the head to draw; None selects the first."""
 
     batch: int | None = None
@@ -43,7 +43,7 @@ class Drawing:
 
     title: str
     tiles: TileMap
-    place: Place = Place()
+    selection: Selection = Selection()
     zoomed: TileElements | None = None
 
     @property
@@ -58,12 +58,12 @@ def drawing_of(
     len_k: int,
     zoom: str | None,
     captures: Path | None,
-    place: Place = Place(),
+    selection: Selection = Selection(),
 ) -> Drawing:
     """Returns the map in tiles of (queries, keys), and the elements of the tile that `zoom` names as "ROW,COLUMN".
 
     The captured arrays determine the batch size and the number of heads. If they do not, the map has as many as
-    `place` needs.
+    `selection` needs.
     """
     from flashgen.analysis.captured_extents import captured_extent
     from flashgen.analysis.tile_classes import tile_map
@@ -71,16 +71,16 @@ def drawing_of(
     from flashgen.language.operations import BATCH, HEAD
 
     arrays, mask = captures_for(spec, captures), spec.mask.expression
-    number, head = place.numbers
+    number, head = selection.numbers
     batch = captured_extent(mask, BATCH, arrays) or number + 1
     heads = captured_extent(mask, HEAD, arrays) or head + 1
     tiles = tile_map(mask, tile, len_q, len_k, batch, heads, arrays)
-    tiles.of(number, head)  # raises where the map has no such sequence or head
+    tiles.of(number, head)  # raises if the map has no such sequence or head
     if zoom is None:
-        return Drawing(spec.mask.name, tiles, place)
-    row, column = place_of(zoom)
+        return Drawing(spec.mask.name, tiles, selection)
+    row, column = parse_tile(zoom)
     zoomed = tile_elements(mask, tiles, row, column, number, head, arrays)
-    return Drawing(spec.mask.name, tiles, place, zoomed)
+    return Drawing(spec.mask.name, tiles, selection, zoomed)
 
 
 def captures_for(spec: AttentionSpec, path: Path | None) -> Mapping[str, Any]:
@@ -98,11 +98,13 @@ def captures_for(spec: AttentionSpec, path: Path | None) -> Mapping[str, Any]:
     return {capture.name: given[capture.name] for capture in spec.mask.captures}
 
 
-def place_of(zoom: str) -> tuple[int, int]:
+def parse_tile(zoom: str) -> tuple[int, int]:
     """Parses "ROW,COLUMN", the position of a tile."""
     parts = zoom.split(",")
     if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
-        raise ArgumentError(f"--zoom {zoom!r} must be ROW,COLUMN: a tile of queries and one of keys, such as 3,2")
+        raise ArgumentError(
+            f"--zoom {zoom!r} must be ROW,COLUMN: the number of a query tile and of a key tile, such as 3,2"
+        )
     return int(parts[0]), int(parts[1])
 
 
@@ -117,7 +119,7 @@ def write_drawing(drawing: Drawing, path: Path) -> None:
         raise ArgumentError(f"--output {path}: pictures are written as SVG, to a file whose name ends in .svg")
     with writing(path):
         write_file(path, svg(drawing))
-    typer.echo(summary(drawing.tiles, *drawing.place.numbers))
+    typer.echo(summary(drawing.tiles, *drawing.selection.numbers))
     if drawing.zoomed is not None:
         typer.echo(f"{summary(drawing.zoomed)}: {drawing.zoomed.share:.1%} kept")
     note(f"{drawing.title} -> {path}")
@@ -129,10 +131,10 @@ def print_drawing(drawing: Drawing) -> None:
 
     width = shutil.get_terminal_size().columns
     if drawing.zoomed is None:
-        coloured(to_text(drawing.tiles, width, *drawing.place.numbers))
+        coloured(to_text(drawing.tiles, width, *drawing.selection.numbers))
     else:
         typer.echo(to_text(drawing.zoomed, width - 2))  # the frame takes 2
-        typer.echo(summary(drawing.tiles, *drawing.place.numbers))
+        typer.echo(summary(drawing.tiles, *drawing.selection.numbers))
 
 
 def coloured(text: str) -> None:
@@ -157,7 +159,7 @@ def print_svg(drawing: Drawing) -> None:
 def svg(drawing: Drawing) -> str:
     from flashgen.analysis.drawing.tile_maps import to_svg
 
-    return to_svg(drawing.shown, drawing.title, WIDTH, *drawing.place.numbers)
+    return to_svg(drawing.shown, drawing.title, WIDTH, *drawing.selection.numbers)
 
 
 def print_numbers(drawing: Drawing) -> None:
@@ -165,7 +167,7 @@ def print_numbers(drawing: Drawing) -> None:
 
     It describes the chosen sequence and head, or all of them if none was chosen.
     """
-    tiles, zoomed = drawing.tiles.at(drawing.place.batch, drawing.place.head), drawing.zoomed
+    tiles, zoomed = drawing.tiles.at(drawing.selection.batch, drawing.selection.head), drawing.zoomed
     numbers: dict[str, Any] = {
         "tile": list(tiles.tile),
         "len_q": tiles.len_q,

@@ -1,4 +1,4 @@
-"""What `flashgen show --ranks` prints: a sequence on several ranks, before anything runs."""
+"""`flashgen show --ranks`: prints the plan for one sequence on several ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTH, SCHEME, SHARDS, HEADS, EXCHANGE = 32768, "ring", "zigzag", "32:8", 2
 
 
 class RankOptions(NamedTuple):
-    """What --ranks alone takes; None was not given, and is the default above."""
+    """The options that need --ranks. None means that the option was not given; the defaults are the constants above."""
 
     length: int | None
     scheme: str | None
@@ -30,28 +30,28 @@ class RankOptions(NamedTuple):
     exchange: int | None
 
     def refuse(self) -> None:
-        """ArgumentError where any of it is given without --ranks."""
+        """Raises ArgumentError if an option was given without --ranks."""
         names = [f"--{name}" for name, value in self._asdict().items() if value is not None]
         if names:
-            raise ArgumentError(f"{', '.join(names)}: only a plan of several GPUs takes this, add --ranks N")
+            raise ArgumentError(f"{', '.join(names)}: only the plan for several GPUs takes this, add --ranks N")
 
 
 def refuse_beside_ranks(others: Mapping[str, Any]) -> None:
-    """ArgumentError where an option of kernels or tile maps is given with --ranks, which shows neither."""
+    """Raises ArgumentError if an option of kernels or tile maps was given with --ranks, which shows neither."""
     names = [name for name, value in others.items() if value is not None]
     if names:
         raise ArgumentError(
-            f"{', '.join(names)}: --ranks shows who computes what, and takes none of this; leave it out"
+            f"{', '.join(names)}: --ranks shows the work of each rank, and does not take this; leave it out"
         )
 
 
 def show_ranks(spec: AttentionSpec, ranks: int, options: RankOptions, captures: Path | None, json: bool) -> None:
-    """Prints who computes what, how even that is, and what is sent; with `json` the whole plan."""
+    """Prints the work of each rank, its balance, and the bytes that are sent; with `json`, the full plan."""
     from flashgen.ranks import Sizes, picture, plan_of
 
     given = {name: array.on_host() for name, array in spec.bound.items()}
     given |= load_arrays(captures, "--captures") if captures else {}
-    known = {capture.name: given[capture.name] for capture in spec.mask.captures if capture.name in given}
+    arrays = {capture.name: given[capture.name] for capture in spec.mask.captures if capture.name in given}
     sizes = Sizes(1, *heads_of(options.heads or HEADS))
     plan = plan_of(
         spec,
@@ -61,7 +61,7 @@ def show_ranks(spec: AttentionSpec, ranks: int, options: RankOptions, captures: 
         shards=options.shards or SHARDS,
         heads=options.exchange or EXCHANGE,
         sizes=sizes,
-        captures=known,
+        captures=arrays,
     )
     if json:
         print_json(picture.to_dict(plan))
@@ -74,9 +74,9 @@ def show_ranks(spec: AttentionSpec, ranks: int, options: RankOptions, captures: 
 
 
 def heads_of(text: str) -> tuple[int, int]:
-    """ "32:8" -> 32 heads of queries over 8 of keys and values; "32" -> as many of both."""
+    """Parses numbers of heads: "32:8" -> 32 query heads and 8 key heads; "32" -> 32 of both."""
     found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     queries, keys = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not queries or not keys or queries % keys:
-        raise ArgumentError(f"--heads {text!r} must be HEADS, or HEADS:HEADS_KV that divide, such as 32:8")
+        raise ArgumentError(f"--heads {text!r} must be HEADS, or HEADS:HEADS_KV where HEADS_KV divides HEADS, as 32:8")
     return queries, keys

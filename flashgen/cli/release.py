@@ -1,4 +1,4 @@
-"""`flashgen release`: kernels built beforehand, for machines that compile nothing."""
+"""`flashgen release`: builds kernels ahead of time, for machines without a compiler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ flashgen release build release.toml --out kernels
 
 FLASHGEN_RELEASE=kernels FLASHGEN_JIT=0 python serve.py
 
-A manifest is TOML or JSON, each [cyan][[kernels]][/] the product of its lists:
+A manifest is TOML or JSON. Each [cyan][[kernels]][/] table stands for all combinations of the values in its lists:
 
 mask = ["causal()", "full()"]
 
@@ -27,22 +27,25 @@ dtype = "bfloat16"
 target = ["sm_80", "sm_90a"]
 """
 
-app = typer.Typer(no_args_is_help=True, help="Kernels built beforehand, for machines that compile nothing.")
+app = typer.Typer(no_args_is_help=True, help="Build kernels ahead of time, for machines without a compiler.")
 
-Manifest = Annotated[Path, typer.Argument(help="What to build: a .toml or .json file.", show_default=False)]
+Manifest = Annotated[Path, typer.Argument(help="The .toml or .json file that lists the kernels.", show_default=False)]
 
 
 def build(
     manifest: Manifest,
-    out: Annotated[Path, typer.Option("--out", help="The folder to write or bring up to date.")],
-    sources_only: Annotated[bool, typer.Option("--sources-only", help="Emit the CUDA and compile nothing.")] = False,
+    out: Annotated[Path, typer.Option("--out", help="The folder to write or update.")],
+    sources_only: Annotated[
+        bool, typer.Option("--sources-only", help="Write the CUDA sources and compile nothing.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Emit and compile everything that MANIFEST asks for, for any architectures, with no GPU.
+    """Generate and compile all kernels of MANIFEST, for any architectures. No GPU is needed.
 
-    The folder holds the sources, the cubins, a C++ header beside each cubin, and manifest.json: the sha256 of each, its
-    spec, target, NVRTC version, resources, and how it is launched. Name the folder in [cyan]FLASHGEN_RELEASE[/], and
-    kernels are looked up there before anything is compiled; or launch them from C++, as examples/launch_from_cpp/ does.
+    The folder gets the sources, the cubins, a C++ header for each cubin, and manifest.json, which has for each kernel
+    its sha256, spec, target, NVRTC version, resources and launch parameters. If [cyan]FLASHGEN_RELEASE[/] names the
+    folder, kernels are looked up there before anything is compiled. The cubins can also be launched from C++, as in
+    examples/launch_from_cpp/.
     """
     from flashgen import release
 
@@ -61,11 +64,15 @@ def build(
 def check(
     folder: Annotated[Path, typer.Argument(help="A folder that `flashgen release build` wrote.", show_default=False)],
     manifest: Annotated[
-        Path | None, typer.Option("--manifest", help="Also compare the sources with what this emits now.")
+        Path | None,
+        typer.Option("--manifest", help="Also compare the sources with those generated now from this manifest."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Verify a release folder: every file there and unaltered, and nothing beside them. Exit 1 where that is not so."""
+    """Check that all files of a release folder are present and unaltered, and that there are no others.
+
+    The exit status is 1 if the check fails.
+    """
     from flashgen import release
 
     findings = release.check(folder) + (release.stale(manifest, folder) if manifest else [])
@@ -75,7 +82,7 @@ def check(
         for finding in findings:
             fail(f"{folder / finding.path} {finding.problem}")
     else:
-        note(f"{folder} is what was built")
+        note(f"{folder} is unaltered")
     if findings:
         raise typer.Exit(1)
 

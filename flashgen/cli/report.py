@@ -40,7 +40,7 @@ def report(
     specs: Annotated[list[str], typer.Argument(metavar="SPEC", help="One spec, as for `show`; two with --compare.")],
     options: SpecOptions,
     target: Target = None,
-    of: Annotated[Passes, typer.Option("--pass", help="The pass whose kernels are reported.")] = Passes.both,
+    pass_: Annotated[Passes, typer.Option("--pass", help="The pass whose kernels are reported.")] = Passes.both,
     compare: Annotated[bool, typer.Option("--compare", help="Show two specs, targets or plans side by side.")] = False,
     other_target: Annotated[
         str | None,
@@ -100,7 +100,7 @@ def report(
     architectures.append(other_target or architectures[0])
     plans = [plan_numbers(plan), plan_numbers(other_plan or plan)]
     reports = [
-        report_of(_request(text, options, architecture, of, deterministic, sizes, captures, (run, measure), numbers))
+        report_of(_request(text, options, architecture, pass_, deterministic, sizes, captures, (run, measure), numbers))
         for text, architecture, numbers in zip(specs, architectures, plans, strict=False)
     ]
     if output is None:
@@ -128,7 +128,7 @@ def _request(
     text: str,
     options: SpecOptions,
     target: str,
-    of: Passes,
+    pass_: Passes,
     deterministic: bool,
     sizes: tuple[int, ...],
     captures: Path | None,
@@ -146,7 +146,7 @@ def _request(
         spec,
         target,
         CallSizes(*sizes),
-        of.chosen,
+        pass_.chosen,
         deterministic,
         {name: array for name, array in given.items() if name in known},
         variant.captures if variant else None,

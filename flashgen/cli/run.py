@@ -1,4 +1,4 @@
-"""`flashgen run`: one attention over arrays in files."""
+"""`flashgen run`: runs one attention call on arrays in files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ flashgen run "document()" --dropout 0.1 --seed 7 --lse --input qkv.safetensors -
 """
 
 INPUTS = ("q", "k", "v")
-_RAGGED, _PAGES, _SCALES = (
+_VARLEN, _PAGES, _SCALES = (
     ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
     ("page_table", "seqused_k"),
     ("k_scale", "v_scale"),
@@ -37,30 +37,30 @@ _RAGGED, _PAGES, _SCALES = (
 def run(
     spec: Spec,
     input: Annotated[
-        Path, typer.Option("--input", "-i", help="An .npz or .safetensors with q, k, v and the captures.")
+        Path, typer.Option("--input", "-i", help="The .npz or .safetensors file with q, k, v and the captures.")
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where out (and lse) go: .npz or .safetensors.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The .npz or .safetensors file to write.")],
     options: SpecOptions,
     target: Target = None,
     emulate: Emulate = False,
     seed: Seed = 0,
-    lse: Annotated[bool, typer.Option("--lse", help="Write the log-sum-exp of each row too.")] = False,
+    lse: Annotated[bool, typer.Option("--lse", help="Also write the log-sum-exp of each row.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Compare with NumPy; exit 1 where it differs too much.")
+        bool, typer.Option("--check", help="Compare with NumPy; exit with status 1 if the error is too large.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Run an attention variant on q, k, v from a file and write the output to another.
+    """Run an attention variant on q, k and v from a file, and write the output to another file.
 
-    Head dim, value dim and dtype are those of the arrays, unless SPEC is a complete spec or an option says otherwise.
-    The variant's captures are arrays of the same file, by name (a number is an array of no dimension), as are
-    cu_seqlens_q, page_table, seqused_k, k_scale and what else calls of its layout take; other arrays are left alone.
-    NumPy's .npz has no bfloat16: with [cyan]--dtype bfloat16[/], q, k, v and out are the 16-bit words,
-    as uint16. A .safetensors file has it.
+    Head dim, value dim and dtype are those of the arrays, unless SPEC is a complete spec or an option sets them. The
+    file has the captures of the variant as arrays of the same names (a number is an array without dimensions), and the
+    other arguments of a call, such as cu_seqlens_q, page_table, seqused_k and k_scale. Further arrays are ignored. The
+    .npz format does not support bfloat16: with [cyan]--dtype bfloat16[/], q, k, v and out are 16-bit words of dtype
+    uint16. The .safetensors format supports it. The output file has the array out, and with --lse the array lse.
     """
     check_output(output, input)
     if not emulate and not gpus():
-        raise LaunchError("there is no GPU here; --emulate runs the same CUDA on this CPU")
+        raise LaunchError("this machine has no GPU; --emulate runs the same CUDA on this CPU")
     given = arrays.load_arrays(input)
     declared = spec_for(spec, options, given, input)
     query, key, value = (in_dtype(given[name], declared.dtype) for name in INPUTS)
@@ -98,34 +98,34 @@ def run(
     else:
         note(f"{declared.name} on the {engine_text(emulate)}: out {out.shape} in {seconds:.3f} s -> {output}")
     if verdict is not None and not json:
-        (note if verdict.ok else fail)(f"against NumPy in float64: {verdict}")
+        (note if verdict.ok else fail)(f"compared with NumPy in float64: {verdict}")
     if verdict is not None and not verdict.ok:
         raise typer.Exit(1)
 
 
 def check_output(output: Path, input: Path) -> None:
-    """Raises ArgumentError, before anything is computed, for an output that nobody can mean."""
+    """Raises ArgumentError, before anything is computed, if the output would replace the input or has no folder."""
     arrays.check_kind(output, "--output")
     if output.exists() and input.exists() and output.samefile(input):
         raise ArgumentError(
-            f"--output {output} is the file of --input, whose q, k and v it would replace; name another"
+            f"--output {output} is the file of --input, and would replace q, k and v; give another file"
         )
     if not output.parent.is_dir():
         raise ArgumentError(f"--output {output} cannot be written: there is no folder {output.parent}")
 
 
 def captures_of(spec: AttentionSpec, given: arrays.Arrays, path: Path) -> dict[str, Any]:
-    """What a call takes beside q, k and v, by name, among the file's arrays.
+    """Returns the arguments of a call other than q, k and v that the file has, by name.
 
-    That is the spec's captures, where a Scalar's number is an array of no dimension, and what says where sequences or
-    pages are. Raises ArgumentError for captures that the file lacks.
+    These are the captures of the spec, where the number of a Scalar is an array without dimensions, and the arguments
+    that locate sequences or pages. Raises ArgumentError for captures that the file lacks.
     """
     missing = [capture.name for capture in spec.captures if capture.name not in {*given, *spec.bound}]
     if missing:
         raise ArgumentError(
             f"--input {path} lacks the captures {', '.join(missing)}; it holds {', '.join(sorted(given))}"
         )
-    own = (*_RAGGED * spec.is_ragged, *_PAGES * bool(spec.page_size), *_SCALES * bool(spec.kv_dtype))
+    own = (*_VARLEN * spec.is_ragged, *_PAGES * bool(spec.page_size), *_SCALES * bool(spec.kv_dtype))
     found: dict[str, Any] = {name: given[name] for name in own if name in given}
     for capture in (capture for capture in spec.captures if capture.name in given):
         array = given[capture.name]
@@ -134,7 +134,10 @@ def captures_of(spec: AttentionSpec, given: arrays.Arrays, path: Path) -> dict[s
 
 
 def narrowed(array: Any, dtype: str) -> Any:
-    """float64 as float32, and int64 as int32 where the values fit, as NumPy makes wide ones by itself; others as is."""
+    """Converts float64 to float32, and int64 to int32 if the values fit; returns other arrays unchanged.
+
+    NumPy creates 64-bit arrays by default, so files often have them.
+    """
     if (array.dtype.name, dtype) == ("float64", "float32"):
         return array.astype(dtype)
     if (array.dtype.name, dtype) == ("int64", "int32") and (array == array.astype(dtype)).all():
@@ -143,7 +146,7 @@ def narrowed(array: Any, dtype: str) -> Any:
 
 
 def spec_for(text: str, options: SpecOptions, given: arrays.Arrays, path: Path) -> AttentionSpec:
-    """The spec of SPEC and the options; the arrays give head dim, value dim and dtype where these do not."""
+    """Returns the spec of SPEC and the options, with the head dim, value dim and dtype of the arrays as defaults."""
     missing = [name for name in INPUTS if name not in given]
     if missing:
         raise ArgumentError(
@@ -154,7 +157,7 @@ def spec_for(text: str, options: SpecOptions, given: arrays.Arrays, path: Path) 
     for name in INPUTS:
         if given[name].ndim == 0:
             raise ArgumentError(
-                f"--input {path}: {name} is an array of no dimension; give one such as (batch, heads, length, dim)"
+                f"--input {path}: {name} is an array without dimensions; give one of shape (batch, heads, length, dim)"
             )
     defaults: dict[str, Any] = {"head_dim": int(given["q"].shape[-1]), "value_dim": int(given["v"].shape[-1])}
     dtype = given["q"].dtype

@@ -1,4 +1,4 @@
-"""`flashgen show`: what is generated for a spec, with no GPU and without running it."""
+"""`flashgen show`: shows what is generated for a spec, without a GPU and without running it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashgen.cli.console import note, print_code
 from flashgen.cli.kernels import (
     Pass,
     What,
-    rendered,
+    render_kernels,
     show_resources,
     show_texts,
     show_traffic,
@@ -21,7 +21,7 @@ from flashgen.cli.kernels import (
     write_timeline,
 )
 from flashgen.cli.options import Deterministic, Json, Spec, SpecOptions, Target, one_of, with_spec_options
-from flashgen.cli.pictures import Place, drawing_of, print_drawing, print_numbers, print_svg, write_drawing
+from flashgen.cli.pictures import Selection, drawing_of, print_drawing, print_numbers, print_svg, write_drawing
 from flashgen.cli.ranks import (
     EXCHANGE,
     HEADS,
@@ -75,12 +75,12 @@ def show(
     options: SpecOptions,
     target: Target = None,
     what: Annotated[
-        What, typer.Option("--what", help="The source, what it becomes, or what is known of it.")
+        What, typer.Option("--what", help="What to show: the source, its machine code, its resources or a picture.")
     ] = What.cuda,
-    of: Annotated[
+    pass_: Annotated[
         Pass,
         typer.Option(
-            "--pass", help="Whose kernels: the output's, those of few queries over many keys, the gradients'."
+            "--pass", help="The pass whose kernels are shown; decode is the forward of few queries over many keys."
         ),
     ] = Pass.forward,
     kernel: Annotated[
@@ -88,7 +88,7 @@ def show(
         typer.Option(
             "--kernel",
             metavar="NAME",
-            help="Which of the pass's kernels. Default: the forward one; all of the backward, as they are launched.",
+            help="The kernel of the pass to show. Default: the main kernel; for the backward, all in launch order.",
         ),
     ] = None,
     deterministic: Deterministic = False,
@@ -97,30 +97,32 @@ def show(
         typer.Option(
             "--packed-heads",
             metavar="N",
-            help="The kernel that has N query heads of one head of k and v as rows of a tile (sm_90a).",
+            help="Show the kernel that packs N query heads of a key head into the rows of a tile (sm_90a).",
         ),
     ] = 1,
     smaller_tiles: Annotated[
         bool,
         typer.Option(
             "--smaller-tiles",
-            help="The kernel with fewer queries a tile, which calls of few take, where a spec has one (sm_90a).",
+            help="Show the kernel with smaller query tiles, for calls with few tiles, if the spec has one (sm_90a).",
         ),
     ] = False,
     heads_apart: Annotated[
         bool,
         typer.Option(
             "--heads-apart",
-            help="The backward in which query heads that share a head of k and v are blocks of their own (sm_90a).",
+            help="Show the backward with a block for each query head, also where heads share k and v (sm_90a).",
         ),
     ] = False,
-    len_q: Annotated[int, typer.Option("--len-q", min=0, help="Queries, for the tile map.")] = 1024,
-    len_k: Annotated[int | None, typer.Option("--len-k", min=0, help="Keys. Default: as many as queries.")] = None,
+    len_q: Annotated[int, typer.Option("--len-q", min=0, help="Number of queries, for the tile map.")] = 1024,
+    len_k: Annotated[
+        int | None, typer.Option("--len-k", min=0, help="Number of keys. Default: that of queries.")
+    ] = None,
     batch: Annotated[
-        int | None, typer.Option("--batch", min=0, max=65535, help="Which sequence of the captures, for the tile map.")
+        int | None, typer.Option("--batch", min=0, max=65535, help="The index of the sequence, for the tile map.")
     ] = None,
     head: Annotated[
-        int | None, typer.Option("--head", min=0, max=65535, help="Which query head, for the tile map.")
+        int | None, typer.Option("--head", min=0, max=65535, help="The index of the query head, for the tile map.")
     ] = None,
     zoom: Annotated[
         str | None, typer.Option("--zoom", metavar="ROW,COLUMN", help="Show the elements of this tile of the map.")
@@ -139,17 +141,17 @@ def show(
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", min=1, help="Show one sequence on so many GPUs instead: who computes and sends what."),
+        typer.Option("--ranks", min=1, help="Show instead the plan for one sequence on this number of GPUs."),
     ] = None,
     length: Annotated[
         int | None,
-        typer.Option("--length", min=1, help="With --ranks: of the whole sequence.", show_default=str(LENGTH)),
+        typer.Option("--length", min=1, help="With --ranks: the length of the sequence.", show_default=str(LENGTH)),
     ] = None,
     scheme: Annotated[
         str | None,
         typer.Option(
             "--scheme",
-            help="With --ranks: ring, all_gather, ulysses or ulysses_ring.",
+            help="With --ranks: the scheme, ring, all_gather, ulysses or ulysses_ring.",
             show_default=SCHEME,
             autocompletion=one_of("ring", "all_gather", "ulysses", "ulysses_ring"),
         ),
@@ -158,65 +160,67 @@ def show(
         str | None,
         typer.Option(
             "--shards",
-            help="With --ranks: zigzag or plain.",
+            help="With --ranks: how the sequence is sharded, zigzag or plain.",
             show_default=SHARDS,
             autocompletion=one_of("zigzag", "plain"),
         ),
     ] = None,
     heads_of_call: Annotated[
         str | None,
-        typer.Option("--heads", metavar="HEADS:HEADS_KV", help="With --ranks: of a call.", show_default=HEADS),
+        typer.Option("--heads", metavar="HEADS:HEADS_KV", help="With --ranks: numbers of heads.", show_default=HEADS),
     ] = None,
     exchange: Annotated[
         int | None,
         typer.Option(
             "--exchange",
             min=1,
-            help="With --scheme ulysses_ring: how many ranks exchange heads.",
+            help="With --scheme ulysses_ring: the number of ranks that exchange heads.",
             show_default=str(EXCHANGE),
         ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show the CUDA of a spec, its PTX or SASS, its resources, its tile map (drawn, or as SVG), the HBM bytes that it
-    moves beside standard attention's, a timeline of its warps (recorded by the emulator, as SVG), or the spec as JSON.
+    """Show the generated code of a spec, its resources, or a picture.
 
-    The backward has several kernels, all shown in the order of their launches unless --kernel names one. Each is a
-    file of its own: --output DIR/ writes them, named as in a release, and the forward's with the kernel that lists its
-    tiles. Nothing is run but, for a timeline, on the emulator, so no GPU is needed; without one and without --target,
-    [cyan]sm_80[/] is shown.
+    --what chooses the CUDA source, the PTX or SASS, the resources, the tile map (as text or SVG), the HBM bytes
+    compared with standard attention, a timeline of the warps (SVG), or the spec as JSON. No GPU is needed: nothing is
+    run, except that the emulator records the timeline. Without a GPU and without --target, the target is
+    [cyan]sm_80[/].
 
-    --ranks shows one sequence on several GPUs instead: what each computes in each step, how even that is, and the bytes
-    that are sent, before anything runs.
+    The backward has several kernels, which are shown in launch order unless --kernel names one. Each is a file of its
+    own: --output DIR/ writes the kernels of a pass, including those that list tiles, with the names of a release.
+
+    --ranks shows instead how one sequence is computed on several GPUs: the work of each rank in each step, its balance,
+    and the bytes that are sent.
     """
     declared = load_spec(spec, options)
-    of_ranks = RankOptions(length, scheme, shards, heads_of_call, exchange)
-    pictured = {"--batch": batch, "--head": head, "--zoom": zoom, "--captures": captures}
+    rank_options = RankOptions(length, scheme, shards, heads_of_call, exchange)
+    map_options = {"--batch": batch, "--head": head, "--zoom": zoom, "--captures": captures}
     if ranks is not None:
         others = {"--what": None if what is What.cuda else what, "--kernel": kernel, "--output": output}
-        refuse_beside_ranks(others | {name: value for name, value in pictured.items() if name != "--captures"})
-        show_ranks(declared, ranks, of_ranks, captures, json)
+        refuse_beside_ranks(others | {name: value for name, value in map_options.items() if name != "--captures"})
+        show_ranks(declared, ranks, rank_options, captures, json)
         return
-    of_ranks.refuse()
-    refuse_elsewhere(what, pictured, output)
+    rank_options.refuse()
+    refuse_unused(what, map_options, output)
     if what is What.spec:
         print_code(declared.to_json(), "json")
         return
-    if packed_heads != 1 and of is not Pass.forward:
+    if packed_heads != 1 and pass_ is not Pass.forward:
         raise ArgumentError(f"--packed-heads {packed_heads}: only the forward packs heads")
-    if smaller_tiles and of is not Pass.forward:
-        raise ArgumentError("--smaller-tiles: only the forward has them")
+    if smaller_tiles and pass_ is not Pass.forward:
+        raise ArgumentError("--smaller-tiles: only the forward has smaller tiles")
     forward = {"packed_heads": packed_heads, "smaller_tiles": smaller_tiles}
-    if heads_apart and (of is not Pass.backward or deterministic):
-        raise ArgumentError("--heads-apart: only the backward whose sums may be in any order, --pass backward, has it")
+    if heads_apart and (pass_ is not Pass.backward or deterministic):
+        raise ArgumentError("--heads-apart: only --pass backward without --deterministic has it")
     architecture = target or target_here()
     if what in (What.tiles, What.svg, What.traffic):
-        tile = tile_of(declared, architecture, of, deterministic, forward)
+        tile = tile_of(declared, architecture, pass_, deterministic, forward)
         length_k = len_q if len_k is None else len_k
-        drawing = drawing_of(declared, tile, len_q, length_k, zoom, captures, Place(batch, head))
+        drawing = drawing_of(declared, tile, len_q, length_k, zoom, captures, Selection(batch, head))
         if what is What.traffic:
             heads = max(drawing.tiles.classes.shape[1], (head or 0) + 1)
-            show_traffic(declared, architecture, of, deterministic, drawing.tiles, heads, json)
+            show_traffic(declared, architecture, pass_, deterministic, drawing.tiles, heads, json)
         elif output is not None:
             write_drawing(drawing, output)
         elif what is What.svg:
@@ -225,36 +229,36 @@ def show(
             (print_numbers if json else print_drawing)(drawing)
         return
     if what is What.timeline:
-        write_timeline(declared, architecture, of, kernel, deterministic, output)
+        write_timeline(declared, architecture, pass_, kernel, deterministic, output)
         return
     to_files = output is not None
-    chosen = rendered(declared, architecture, of, kernel, deterministic, forward, heads_apart, apart=to_files)
+    chosen = render_kernels(declared, architecture, pass_, kernel, deterministic, forward, heads_apart, apart=to_files)
     if output is not None:
         write_texts(chosen, what, output)
         return
-    printed = chosen if kernel else to_print(chosen, of)
+    printed = chosen if kernel else to_print(chosen, pass_)
     if what is What.resources:
         show_resources(printed, json)
     else:
         show_texts(printed, what)
 
 
-def refuse_elsewhere(what: What, of_pictures: dict[str, Any], output: Path | None) -> None:
-    """Raises ArgumentError for an option that means nothing here."""
-    names = [name for name, value in of_pictures.items() if value is not None]
+def refuse_unused(what: What, map_options: dict[str, Any], output: Path | None) -> None:
+    """Raises ArgumentError for an option that does not apply to what is shown."""
+    names = [name for name, value in map_options.items() if value is not None]
     if names and what not in (What.tiles, What.svg, What.traffic):
         raise ArgumentError(f"{', '.join(names)}: only a tile map takes this, add --what tiles")
     if output is not None and what in (What.resources, What.traffic, What.spec):
-        raise ArgumentError(f"--output {output}: --what {what.value} prints; write it by > FILE")
+        raise ArgumentError(f"--output {output}: --what {what.value} only prints; redirect it with > FILE")
 
 
 def target_here() -> str:
-    """The target that `flashgen.compile` takes on this machine's GPU, or, with a note, the default."""
+    """Returns the target that `flashgen.compile` chooses for this machine's GPU, or the default target with a note."""
     from flashgen.cli.machine import gpus
     from flashgen.codegen.targets import target_of_capability
 
     found = gpus()
     if found:
         return target_of_capability(*found[0].compute_capability).name
-    note(f"no GPU here: this is for {DEFAULT_TARGET}; choose another with --target")
+    note(f"this machine has no GPU: the target is {DEFAULT_TARGET}; choose another with --target")
     return DEFAULT_TARGET

@@ -1,4 +1,4 @@
-"""Makes an AttentionSpec of SPEC. Expressions and JSON are parsed; only `file.py:name` runs Python."""
+"""Converts SPEC to an AttentionSpec. Expressions and JSON are parsed; only `file.py:name` runs Python code."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _REFUSED = re.compile(r".+\.py")
 
 
 def load_spec(text: str, options: SpecOptions) -> AttentionSpec:
-    """The spec that SPEC and the options describe.
+    """Returns the spec that SPEC and the options describe.
 
     `file.py:name` imports the file, which runs it: use files that you trust. The name may be an AttentionSpec, a Mask,
     a mask function of (b, h, q, k), or a flashgen.verify.Variant. A complete spec (from a file or JSON) takes no
-    further options, as its head dim, scale and value dim belong together; a Variant no score, dropout or scale.
+    further options, because its head dim, scale and value dim belong together. A Variant takes no score, dropout, scale
+    or sink.
 
-    Raises SpecError when SPEC is none of these, names a file or a name that does not exist, or does not parse.
+    Raises SpecError if SPEC is none of these, names a file or a name that does not exist, or cannot be parsed.
     """
     from flashgen.language import AttentionSpec, Tensor
 
@@ -52,7 +53,7 @@ def load_spec(text: str, options: SpecOptions) -> AttentionSpec:
 
 
 def load_variant(text: str) -> Variant | None:
-    """The flashgen.verify.Variant that SPEC names in a file; None where SPEC is another thing."""
+    """Returns the flashgen.verify.Variant that SPEC names in a file; None if SPEC is something else."""
     in_file = _IN_A_FILE.fullmatch(text.strip())
     if in_file is None:
         return None
@@ -64,7 +65,7 @@ def load_variant(text: str) -> Variant | None:
 
 
 def is_complete(text: str) -> bool:
-    """Whether SPEC is a whole spec, so that head dim and dtype must not be taken from elsewhere."""
+    """Returns whether SPEC is a complete spec, so that its head dim and dtype must not be set by options."""
     from flashgen.language import AttentionSpec
 
     text = text.strip()
@@ -81,7 +82,7 @@ def _spec_of_variant(text: str, variant: Variant, options: SpecOptions) -> Atten
     given = options.given()
     refused = ", ".join(f"--{name}" for name in own if name in given)
     if refused:
-        raise SpecError(f"SPEC {text!r} is a Variant, so {refused} cannot change it; change it where it is made")
+        raise SpecError(f"SPEC {text!r} is a Variant, so {refused} cannot change it; change its definition")
     arguments: dict[str, Any] = {"head_dim": DEFAULT_HEAD_DIM} | given | own
     return AttentionSpec(**arguments, mask=variant.mask)
 
@@ -89,9 +90,7 @@ def _spec_of_variant(text: str, variant: Variant, options: SpecOptions) -> Atten
 def _complete(spec: AttentionSpec, options: SpecOptions) -> AttentionSpec:
     given = ", ".join(f"--{name.replace('_', '-')}" for name in options.given())
     if given:
-        raise SpecError(
-            f"SPEC is a complete spec ({spec.name}), so {given} cannot change it; change the spec where it is made"
-        )
+        raise SpecError(f"SPEC is a complete spec ({spec.name}), so {given} cannot change it; change its definition")
     return spec
 
 
@@ -111,5 +110,5 @@ def _from_file_or_parsed(text: str, what: str) -> Any:
     if in_file:
         return name_in_file(Path(in_file["path"]), in_file["name"])
     if _REFUSED.fullmatch(text.strip()):
-        raise SpecError(f"SPEC {text!r} names a file; say which name in it, as {text}:name")
+        raise SpecError(f"SPEC {text!r} names a file; give a name in it, as {text}:name")
     return parse_mask(text) if what == "mask" else parse_score(text)

@@ -1,4 +1,4 @@
-"""`flashgen tune`: the plans of a spec's kernels timed on this machine's GPU, and the best one of each pass kept."""
+"""`flashgen tune`: times the plans of a spec's kernels on this machine's GPU, and saves the best one of each pass."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ flashgen tune "causal()" --lengths 1 --len-k 8192 --batch 8 --heads 32 --heads-k
 flashgen tune "causal()" --pass backward --head-dim 64 --heads-kv 4
 """
 
-TOKENS, WIDTH = 16384, 2048  # a call's sizes unless options say more, as in `flashgen bench`
+TOKENS, WIDTH = 16384, 2048  # default batch x length and heads x head dim of a call, as in `flashgen bench`
 
 
 @with_spec_options
@@ -42,43 +42,44 @@ def tune(
     spec: Spec,
     options: SpecOptions,
     lengths: Annotated[
-        str, typer.Option("--lengths", help="Queries of a sequence, by commas; each is tuned for.")
+        str, typer.Option("--lengths", help="Numbers of queries to tune for, comma-separated.")
     ] = "1024,4096,16384",
-    len_k: Annotated[int | None, typer.Option("--len-k", min=1, help="Keys. Default: as many as queries.")] = None,
+    len_k: Annotated[
+        int | None, typer.Option("--len-k", min=1, help="Number of keys. Default: that of queries.")
+    ] = None,
     batch: Annotated[
-        int | None, typer.Option("--batch", min=1, help="Sequences. Default: those of 16384 tokens in all.")
+        int | None, typer.Option("--batch", min=1, help="Number of sequences. Default: 16384 tokens in total.")
     ] = None,
     heads: Annotated[
-        int | None, typer.Option("--heads", min=1, help="Heads of the queries. Default: 2048 / head dim.")
+        int | None, typer.Option("--heads", min=1, help="Number of query heads. Default: 2048 / head dim.")
     ] = None,
     heads_kv: Annotated[
-        int | None, typer.Option("--heads-kv", min=1, help="Heads of keys and values. Default: as many.")
+        int | None, typer.Option("--heads-kv", min=1, help="Number of key heads. Default: that of query heads.")
     ] = None,
-    passes: Annotated[
-        Passes, typer.Option("--pass", help="Whose plans; both is one after the other.")
-    ] = Passes.forward,
+    passes: Annotated[Passes, typer.Option("--pass", help="The pass to tune.")] = Passes.forward,
     deterministic: Deterministic = False,
     captures: Annotated[
         Path | None,
-        typer.Option("--captures", "--input", "-i", help="A file with captures by name. Default: random ones."),
+        typer.Option("--captures", "--input", "-i", help="A file with captures by name. Default: random captures."),
     ] = None,
     target: Target = None,
     seed: Seed = 0,
     json: Json = False,
 ) -> None:
-    """Time the plans of a spec's kernels on this machine's GPU, and keep the best for calls of such lengths.
+    """Time the plans of a spec's kernels on this machine's GPU, and save the best plan for calls of these lengths.
 
-    A plan is tile sizes, stages, warps. Each spec has a default one, chosen without a GPU; for each length up to 12 are
-    compiled, compared with its output, and timed in turn, the L2 flushed before each run. The winner is kept in the
-    cache ([cyan]flashgen cache list[/]), and every later call of the spec with lengths of the same nearest powers of 2
-    on such a GPU runs it. Where no plan is at least 1% faster, the default one stays. Few queries over many keys are
-    tuned among the plans of the decode kernel, which the table shows by the bytes of k and v that they read; keys in
-    pages, or of 8 bits, as others are. Of the backward the plans are those of its kernel that walks queries, all that
-    fit. Inputs are random, and all sequences have as many keys. Tune while nobody else uses the GPU.
+    A plan is a choice of tile sizes, stages and warps. Each spec has a default plan. For each length up to 12 plans are
+    compiled, compared with the output of the default plan, and timed alternately, with the L2 cache flushed before each
+    run. The best plan is saved in the cache ([cyan]flashgen cache list[/]). Later calls of the spec on the same kind of
+    GPU, with lengths that have the same nearest powers of 2, use it. The default plan stays if no plan is at least 1%
+    faster. For few queries over many keys, also in pages or of 8 bits, the plans of the decode kernel are timed, and
+    the table shows TB/s of the k and v that they read. For the backward all plans that fit of its main kernel, which
+    computes dK and dV, are timed. Inputs are random, and all sequences have equal lengths. Do not use the GPU for other
+    work meanwhile.
     """
     require_gpu()
     if deterministic and passes == Passes.forward:
-        raise ArgumentError("--deterministic is the backward's: add --pass backward or --pass both")
+        raise ArgumentError("--deterministic applies to the backward: add --pass backward or --pass both")
     declared = load_spec(spec, options)
     sizes = [
         shape_of(declared, length, len_k or length, batch, heads, heads_kv) for length in numbers(lengths, "--lengths")
@@ -88,7 +89,7 @@ def tune(
     for shape in sizes:
         inputs = inputs_of(spec, declared, shape, seed, given)
         for which in passes.chosen:
-            result = tuned(declared, shape, inputs, target, seed, which, deterministic)
+            result = tune_pass(declared, shape, inputs, target, seed, which, deterministic)
             found.append(described(result, declared, shape, which))
             if not json:
                 print_table(*table(result, declared, shape, which), title=f"{declared.name}, {shape}, {which}")
@@ -100,7 +101,7 @@ def tune(
 def shape_of(
     spec: AttentionSpec, len_q: int, len_k: int, batch: int | None, heads: int | None, heads_kv: int | None
 ) -> Shape:
-    """The sizes of a call. Raises ArgumentError where the heads do not fit together."""
+    """Returns the sizes of a call. Raises ArgumentError if heads_kv does not divide heads."""
     from flashgen.verify import Shape
 
     heads = heads or max(WIDTH // spec.head_dim, 1)
@@ -111,7 +112,7 @@ def shape_of(
 
 
 def inputs_of(text: str, spec: AttentionSpec, shape: Shape, seed: int, given: dict[str, Any]) -> Inputs:
-    """Random inputs, with the file's captures where it has them; its numbers are arrays of no dimension."""
+    """Returns random inputs, with the captures that the file has; its numbers are arrays without dimensions."""
     from flashgen.verify import random_inputs
 
     variant = load_variant(text)
@@ -120,7 +121,7 @@ def inputs_of(text: str, spec: AttentionSpec, shape: Shape, seed: int, given: di
     return dataclasses.replace(inputs, captures=inputs.captures | own)
 
 
-def tuned(
+def tune_pass(
     spec: AttentionSpec,
     shape: Shape,
     inputs: Inputs,
@@ -151,11 +152,11 @@ def tuned(
 def table(
     result: Tuning, spec: AttentionSpec, shape: Shape, which: Pass = "forward"
 ) -> tuple[tuple[str, ...], list[list[str]]]:
-    """The plans, fastest first, then those that were left out, with the reason in place of their time.
+    """Returns the heading and the rows: the plans by time, then those that were left out, with the reason.
 
-    Decode kernels have the bytes that they read in place of FLOPs.
+    Plans of decode kernels are shown with TB/s instead of TFLOP/s.
     """
-    unit, work = ("TB/s", moved(spec, shape)) if decodes(result) else ("TFLOP/s", flops(spec, shape, which))
+    unit, work = ("TB/s", bytes_moved(spec, shape)) if is_decode(result) else ("TFLOP/s", flops(spec, shape, which))
     heading = ("plan", "ms", unit, "registers", "times the default's speed", "")
     rows = sorted(result.timings, key=lambda row: (row.milliseconds is None, row.milliseconds))
     default = result.milliseconds[result.default]
@@ -166,15 +167,17 @@ def table(
         if row.milliseconds is None:
             cells.append([plan_text(row.plan), "-", "-", registers, "-", row.left_out])
             continue
-        speed = f"{work / row.milliseconds / 1e9:.{2 if decodes(result) else 0}f}"
+        speed = f"{work / row.milliseconds / 1e9:.{2 if is_decode(result) else 0}f}"
         ratio = f"{default / row.milliseconds:.3f}"
         cells.append([plan_text(row.plan), f"{row.milliseconds:.4f}", speed, registers, ratio, ", ".join(marks)])
     return heading, cells
 
 
 def described(result: Tuning, spec: AttentionSpec, shape: Shape, which: Pass = "forward") -> dict[str, Any]:
-    """A result for a program."""
-    speed, work = ("terabytes", moved(spec, shape)) if decodes(result) else ("tflops", flops(spec, shape, which))
+    """Returns a result for JSON."""
+    speed, work = (
+        ("terabytes", bytes_moved(spec, shape)) if is_decode(result) else ("tflops", flops(spec, shape, which))
+    )
     timings = [
         timing | {speed: row.milliseconds and work / row.milliseconds / 1e9}
         for timing, row in zip(result.to_dict()["timings"], result.timings, strict=True)
@@ -184,7 +187,8 @@ def described(result: Tuning, spec: AttentionSpec, shape: Shape, which: Pass = "
 
 
 def flops(spec: AttentionSpec, shape: Shape, which: Pass = "forward") -> float:
-    """FLOPs of a pass's products; a causal spec has half of them where it is square, as `flashgen bench` counts."""
+    """Returns the FLOPs of the matrix products of a pass, counted as in `flashgen bench`: a square causal mask halves
+    them."""
     from flashgen.bench.cases import Case, products
 
     share = Case(spec, shape.len_q, shape.batch, shape.heads_q).share
@@ -194,15 +198,15 @@ def flops(spec: AttentionSpec, shape: Shape, which: Pass = "forward") -> float:
     return 2.0 * shape.batch * shape.heads_q * shape.len_q * shape.len_k * products(spec, which) * share
 
 
-def moved(spec: AttentionSpec, shape: Shape) -> int:
-    """Bytes of k and v that a call needs."""
+def bytes_moved(spec: AttentionSpec, shape: Shape) -> int:
+    """Returns the bytes of k and v that a call needs."""
     from flashgen.bench.decode import DecodeSize, bytes_needed
 
     return bytes_needed(spec, DecodeSize(shape.batch, shape.heads_q, shape.heads_kv, shape.len_k, shape.len_q))
 
 
-def decodes(result: Tuning) -> bool:
-    """Whether the plans are of a decode kernel."""
+def is_decode(result: Tuning) -> bool:
+    """Returns whether the plans are those of a decode kernel."""
     from flashgen.codegen.dispatch import is_decode_plan
     from flashgen.codegen.targets import TARGETS
 
@@ -210,7 +214,7 @@ def decodes(result: Tuning) -> bool:
 
 
 def plan_text(plan: Any) -> str:
-    """A plan in few words: "192 x 128, consumers 3, stages 2, takes_turns"."""
+    """Formats a plan: "192 x 128, consumers 3, stages 2, takes_turns"."""
     words = []
     for name, value in dataclasses.asdict(plan).items():
         if name not in ("tile_q", "tile_k") and value is not False and (name, value) != ("packed_heads", 1):

@@ -1,4 +1,4 @@
-"""Imports a user's Python files, named as `file.py:name`, and tells errors in them by the user's own lines."""
+"""Imports a user's Python files, named as `file.py:name`, and describes errors in them by the user's own lines."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from flashgen.errors import FlashgenError, SpecError
 
 _PREFIX = "flashgen_user_file:"
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-_asked_for: set[str] = set()  # files, also those that could not be imported
+_user_files: set[str] = set()  # including files that could not be imported
 
 
 def name_in_file(path: Path, name: str) -> Any:
-    """What `name` is in a Python file, which this imports (and so runs), once per process.
+    """Returns the object `name` of a Python file, which is imported (and so run) once per process.
 
-    Raises SpecError where the file or the name is missing, and where flashgen refuses something in it. The file's other
-    errors pass through, and `told` puts them into words.
+    Raises SpecError if the file or the name is missing, or if the file raises an exception of flashgen. Other
+    exceptions of the file pass through; `describe_error` describes them.
     """
     module = _import(path.resolve())
     if not hasattr(module, name):
@@ -31,25 +31,25 @@ def name_in_file(path: Path, name: str) -> Any:
     return getattr(module, name)
 
 
-def told(error: Exception) -> str | None:
-    """An error of a user's file in words: what it is, then the lines of the user's code that led to it.
+def describe_error(error: Exception) -> str | None:
+    """Describes an error in a user's file: the error, and the lines of the user's code in its traceback.
 
-    None for an error in which no user's file had a part: it is flashgen's own.
+    Returns None for an error whose traceback has no line of a user's file, which is a bug of flashgen.
     """
     steps = traceback.extract_tb(error.__traceback__)
-    first = next((number for number, step in enumerate(steps) if step.filename in _asked_for), len(steps))
-    unreadable = isinstance(error, SyntaxError) and error.filename in _asked_for
+    first = next((number for number, step in enumerate(steps) if step.filename in _user_files), len(steps))
+    unreadable = isinstance(error, SyntaxError) and error.filename in _user_files
     if first == len(steps) and not unreadable:
         return None
     where = traceback.format_list([step for step in steps[first:] if _is_users(step.filename)])
     if unreadable:
-        where += traceback.format_exception_only(error)[:-1]  # the line itself, and a mark below it
+        where += traceback.format_exception_only(error)[:-1]  # the line, with a marker below it
     lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), *where]
     return "\n".join(line.rstrip("\n") for line in lines)
 
 
 def _is_users(filename: str) -> bool:
-    """Whether a line belongs to the user's own code, not to flashgen, an installed package or Python."""
+    """Returns whether a file belongs to the user's own code, not to flashgen, an installed package or Python."""
     others = (_PACKAGE, *site.getsitepackages(), *sysconfig.get_paths().values())
     return not filename.startswith(("<frozen ", *(folder + os.sep for folder in others)))
 
@@ -59,12 +59,12 @@ def _import(path: Path) -> Any:
     if key in sys.modules:
         return sys.modules[key]
     if not path.is_file():
-        raise SpecError(f"SPEC names {path}, which is no file")
+        raise SpecError(f"SPEC names {path}, which is not a file")
     specification = importlib.util.spec_from_file_location(key, path)
     assert specification is not None and specification.loader is not None  # a .py file always has both
     module = importlib.util.module_from_spec(specification)
     sys.modules[key] = module
-    _asked_for.add(str(path))
+    _user_files.add(str(path))
     try:
         specification.loader.exec_module(module)
     except FlashgenError as error:
@@ -80,6 +80,6 @@ def _import(path: Path) -> Any:
 
 
 def _line_of(error: BaseException, path: Path) -> str:
-    """The innermost line of the file that led to the error, as file.py:12."""
+    """Returns the innermost line of the file in the error's traceback, as file.py:12."""
     lines = [step.lineno for step in traceback.extract_tb(error.__traceback__) if step.filename == str(path)]
     return f"{path}:{lines[-1]}"

@@ -1,4 +1,4 @@
-"""`flashgen verify`: kernels against the NumPy oracle."""
+"""`flashgen verify`: compares kernels with the NumPy oracle."""
 
 from __future__ import annotations
 
@@ -51,24 +51,24 @@ def verify(
     emulate: Emulate = False,
     sanitize: Annotated[
         Literal["address", "thread"] | None,
-        typer.Option("--sanitize", help="On the emulator, under ASan and UBSan, or under TSan."),
+        typer.Option("--sanitize", help="Run on the emulator with ASan and UBSan (address), or with TSan (thread)."),
     ] = None,
     schedules: Annotated[
         int,
         typer.Option(
-            "--schedules", min=1, help="On the emulator: orders of threads and copies to go through. On a GPU: runs."
+            "--schedules", min=1, help="Number of runs; on the emulator, each has another order of threads and copies."
         ),
     ] = 1,
-    passes: Annotated[Passes, typer.Option("--pass", help="The output, its gradients, or both.")] = Passes.both,
+    passes: Annotated[Passes, typer.Option("--pass", help="The pass to verify.")] = Passes.both,
     deterministic: Deterministic = False,
     every: Annotated[
-        bool, typer.Option("--all", help="The whole sweep with large lengths: on a GPU, minutes.")
+        bool, typer.Option("--all", help="Run the full sweep, with large lengths; it takes minutes on a GPU.")
     ] = False,
     seed: Seed = 0,
     source: Annotated[
         Path | None,
         typer.Option(
-            "--source", help="Edited kernels of SPEC to run in place of the emitted: a .cu file, or a folder."
+            "--source", help="A .cu file or a folder of edited kernels of SPEC, to run instead of the generated ones."
         ),
     ] = None,
     random: Random = False,
@@ -77,15 +77,15 @@ def verify(
     jobs: Jobs = 1,
     json: Json = False,
 ) -> None:
-    """Compare kernels with the NumPy oracle on random inputs; exit 1 where any is further off than the rule allows.
+    """Compare kernels with the NumPy oracle on random inputs. The exit status is 1 if an error exceeds its bound.
 
-    Without SPEC: every named mask and score, at several head dims and lengths, in both dtypes. A kernel passes where
-    its largest error is at most twice that of standard attention computed in the input dtype, plus 1e-5, and its LSE
-    is within 1e-3, or 2^-20 of its magnitude. The backward by the same rule, for dq, dk, dv and the gradient of each
-    capture that has one; the table shows the worst of them, and a gradient of few numbers is judged together with
-    those of the seeds that follow. With --deterministic each run must also give the bits of the first. A name in your
-    file may be a [cyan]flashgen.verify.Variant[/], which makes its own captures. It runs on this machine's GPU, or,
-    saying so, on the emulator where there is none. --source runs what [cyan]flashgen show SPEC --output DIR/[/] wrote
+    Without SPEC, all named masks and score functions are run, at several head dims and lengths, in both dtypes. A
+    kernel passes if its largest error is at most twice that of standard attention computed in the input dtype, plus
+    1e-5, and the error of its LSE is at most 1e-3, or 2^-20 of its magnitude. The same rule applies to dq, dk, dv and
+    the gradients of captures; the table shows the worst of them. A gradient with few elements is judged together with
+    those of the following seeds. With --deterministic each run must also give the same bits as the first. A name in
+    your file may be a [cyan]flashgen.verify.Variant[/], which creates its own captures. Kernels run on this machine's
+    GPU, or on the emulator if there is none. --source runs kernels that [cyan]flashgen show SPEC --output DIR/[/] wrote
     and you edited.
     """
     from flashgen.build.host import find_compiler
@@ -103,17 +103,17 @@ def verify(
             sanitize=sanitize,
         )
     if not emulate and sanitize is None and not gpus():
-        note("no GPU here: the emulator runs the emitted CUDA on this CPU")
+        note("this machine has no GPU: the emulator runs the generated CUDA on this CPU")
         emulate = True
     emulate = emulate or sanitize is not None
     if emulate:
-        find_compiler()  # whose absence is this machine's and not each case's
+        find_compiler()  # raises once if there is no compiler, instead of a failure of each case
     where = ("emulator" if emulate else engine_text(emulate), target, sanitize)
     note(f"engine: {', '.join(part for part in where if part)}")
     cases = chosen_cases(specs, options, every)
     if source is not None:
-        how = {"target": target, "emulate": emulate, "sanitize": sanitize, "deterministic": deterministic}
-        check_source(source, specs, options, passes.chosen, **how)
+        engine = {"target": target, "emulate": emulate, "sanitize": sanitize, "deterministic": deterministic}
+        check_source(source, specs, options, passes.chosen, **engine)
     running = verify_cases(
         cases,
         passes=passes.chosen,
@@ -154,7 +154,7 @@ def chosen_cases(specs: list[str] | None, options: SpecOptions, every: bool) -> 
 
 
 def cases_of_spec(text: str, options: SpecOptions, every: bool) -> tuple[Case, ...]:
-    """SPEC at every length; a file's Variant at its own lengths, with its own captures."""
+    """Returns the cases of SPEC at every length, or those of a Variant at its own lengths and with its own captures."""
     from flashgen.verify import cases_of
 
     return cases_of(load_spec(text, options), large=every, variant=load_variant(text))

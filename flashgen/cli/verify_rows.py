@@ -1,4 +1,4 @@
-"""What `flashgen verify` prints of its runs: a row for each spec as soon as its last run has ended."""
+"""Prints the table of `flashgen verify`, with a row for each spec as soon as its last run has ended."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ if TYPE_CHECKING:
     from flashgen.verify import Case, Result
 
 HEADING = ("spec", "passed", "worst", "error", "bound", "LSE error", "verdict")
-WIDEST_NAME = 48  # characters of a spec's name; a longer one moves its row's cells to the right
+WIDEST_NAME = 48  # maximum width of the first column; a longer name moves the other cells of its row to the right
 WIDTHS = {"passed": 8, "worst": 8, "error": 7, "bound": 7}
 
 
 class Sweep:
-    """The results of cases as they come, `runs_each` of each case, in order."""
+    """Collects the results of cases in order, `runs_each` for each case, and prints their rows."""
 
     def __init__(self, cases: Sequence[Case], runs_each: int, shown: bool = True) -> None:
         self.results: list[Result] = []
         self._cases, self._runs_each, self._shown = cases, runs_each, shown
-        self._told = 0  # results that were printed in rows
+        self._printed = 0  # number of results that were printed in rows
         names = max((len(case.spec.name) for case in cases), default=0)
         self._rows = Rows(HEADING, WIDTHS | {"spec": min(names, WIDEST_NAME)})
 
     @property
     def planned(self) -> int:
-        """How many runs there will be."""
+        """The total number of runs."""
         return len(self._cases) * self._runs_each
 
     @property
     def running(self) -> str:
-        """The name of the spec that runs now; at the end, of the last one that ran."""
+        """The name of the spec that runs now, or of the last spec at the end."""
         number = min(len(self.results) // self._runs_each, len(self._cases) - 1)
         return self._cases[number].spec.name if self._cases else "nothing to verify"
 
@@ -44,7 +44,7 @@ class Sweep:
 
     @property
     def summary(self) -> str:
-        """ "130 of 198 passed, 68 failed"; runs that were not made are said."""
+        """The summary, such as "130 of 198 passed, 68 failed", with the number of runs that were not done."""
         done = len(self.results)
         missing = f", {self.planned - done} not run" if done < self.planned else ""
         failed = f", {self.failures} failed" if self.failures else ""
@@ -56,14 +56,14 @@ class Sweep:
             self.end()
 
     def end(self) -> None:
-        """Prints the results that stand in no row yet."""
-        results, self._told = self.results[self._told :], len(self.results)
+        """Prints the results that were not printed yet."""
+        results, self._printed = self.results[self._printed :], len(self.results)
         if results and self._shown:
             for cells in rows_of(results):
                 self._rows.add(cells)
 
     def to_dict(self) -> dict[str, Any]:
-        """For a program to read."""
+        """Returns all results for JSON."""
         return {
             "ok": not self.failures and len(self.results) == self.planned,
             "planned": self.planned,
@@ -73,16 +73,16 @@ class Sweep:
 
 
 def rows_of(results: Sequence[Result]) -> list[tuple[str, ...]]:
-    """A row for a spec's runs, which shows the worst one, and below it a row for each way in which runs failed."""
+    """Returns a row for the runs of a spec, which shows the worst one, and a row for each kind of failure."""
     failed = [result for result in results if not result.ok]
     worst = max(results, key=_rank)
     passed = f"{len(results) - len(failed)} of {len(results)}"
     outcome = "[bold red]FAILED[/]" if failed else "[green]ok[/]"
     rows: list[tuple[str, ...]] = [(worst.case.spec.name, passed, *numbers(worst, _lse_error(results)), outcome)]
-    alike: dict[str, list[Result]] = {}
+    by_reason: dict[str, list[Result]] = {}
     for result in failed:
-        alike.setdefault(_reason(result), []).append(result)
-    for reason, same in alike.items():
+        by_reason.setdefault(_reason(result), []).append(result)
+    for reason, same in by_reason.items():
         more = f" and {len(same) - 1} more" if len(same) > 1 else ""
         first = same[0]
         where = f"  {first.case.shape} {first.pass_}{more}"
@@ -91,14 +91,14 @@ def rows_of(results: Sequence[Result]) -> list[tuple[str, ...]]:
 
 
 def numbers(result: Result, lse_error: float | None) -> tuple[str, str, str, str]:
-    """The worst output, its error and its bound, and the LSE's error; "" for what is missing."""
+    """Returns the worst output, its error and bound, and the error of the LSE; "" for missing values."""
     verdict = result.verdict
     compared = (f"{verdict.error:.1e}", f"{verdict.bound:.1e}") if verdict else ("", "")
     return (result.worst or "", *compared, "" if lse_error is None else f"{lse_error:.1e}")
 
 
 def _rank(result: Result) -> tuple[bool, bool, float]:
-    """A sort key, greater for worse: failures first, then runs with numbers, then those nearest to their bound."""
+    """Returns a sort key, greater for worse: failures, then runs with verdicts, then runs closer to their bound."""
     verdict = result.verdict
     return not result.ok, verdict is not None, verdict.error / verdict.bound if verdict and verdict.bound else 0.0
 
@@ -109,13 +109,13 @@ def _lse_error(results: Sequence[Result]) -> float | None:
 
 
 def _reason(result: Result) -> str:
-    """Why a run failed, as markup."""
+    """Returns the reason why a run failed, as rich markup."""
     failing = ", ".join(name for name, each in result.verdicts.items() if not each.ok)
     return escape(result.problem or f"{failing} beyond the bound")
 
 
 def described(result: Result) -> dict[str, Any]:
-    """A run for a program to read."""
+    """Returns a run for JSON."""
     verdict = result.verdict
     return {
         "spec": result.case.spec.name,

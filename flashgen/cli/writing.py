@@ -1,4 +1,4 @@
-"""Errors in writing output: a read-only folder, a full disk, a closed or full standard output."""
+"""Handles errors in writing output: a read-only folder, a full disk, a closed or full standard output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashgen.errors import ArgumentError
 
 @contextmanager
 def writing(path: Path, option: str = "--output") -> Iterator[None]:
-    """Raises ArgumentError, naming the option, where the body cannot write to the path."""
+    """Converts an OSError of its body to an ArgumentError that names the option and the path."""
     try:
         yield
     except OSError as error:
@@ -22,24 +22,24 @@ def writing(path: Path, option: str = "--output") -> Iterator[None]:
 
 
 def make_folder(path: Path, option: str = "--output") -> None:
-    """Makes the folder and those above it, if they are missing. Raises ArgumentError where it cannot."""
+    """Creates the folder and its parents if they are missing. Raises ArgumentError if that fails."""
     if path.exists() and not path.is_dir():
-        raise ArgumentError(f"{option} {path} is a file: give a folder, which is made if it is not there")
+        raise ArgumentError(f"{option} {path} is a file: give a folder, which is created if it does not exist")
     with writing(path, option):
         path.mkdir(parents=True, exist_ok=True)
 
 
 def stdout_problem() -> OSError | None:
-    """Why standard output takes no more, such as a full disk; None where it does.
+    """Flushes standard output. Returns the error if that fails, for example because of a full disk, else None.
 
-    It flushes what was written, so that the answer holds for that, and drops what it cannot flush: the interpreter
-    would try once more at its end and print a traceback.
+    Output that cannot be flushed is discarded, because the interpreter would try to flush it again at exit and print a
+    traceback.
     """
     try:
         sys.stdout.flush()
     except OSError as error:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
         return error
     return None

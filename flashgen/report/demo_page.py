@@ -9,7 +9,7 @@ from flashgen.report.page import render_template
 
 
 @dataclass(frozen=True)
-class Shown:
+class VariantEntry:
     """A variant that ran, as the page shows it.
 
     mask, tiles: SVGs of the mask and of the tiles that the kernel visited. lines: (label, text) of each line. files:
@@ -24,6 +24,6 @@ class Shown:
     files: Sequence[tuple[str, str]]
 
 
-def demo_page(engine: str, tokens: int, variants: Sequence[Shown], looked_at: Sequence[str]) -> str:
+def demo_page(engine: str, tokens: int, variants: Sequence[VariantEntry], looked_at: Sequence[str]) -> str:
     """Returns the page as self-contained HTML. Its links lead to files in the same folder."""
     return render_template("demo.html.jinja", engine=engine, tokens=tokens, variants=variants, looked_at=looked_at)

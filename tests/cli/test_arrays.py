@@ -224,7 +224,7 @@ def test_a_full_disk_leaves_the_file_that_was_there(
 
 
 def test_other_files_and_places_are_refused(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
-    with pytest.raises(ArgumentError, match=r"\.npz and \.safetensors are known"):
+    with pytest.raises(ArgumentError, match=r"\.npz and \.safetensors are supported"):
         load_arrays(tmp_path / "a.pt")
     with pytest.raises(ArgumentError, match="cannot be read"):
         load_arrays(tmp_path / "nowhere.npz")

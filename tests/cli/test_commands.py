@@ -96,7 +96,7 @@ def test_show_the_backward_s_kernels() -> None:
     spec = fg.AttentionSpec(64, mask=fg.causal() & fg.document("ids"))
     arguments = ("show", "causal() & document('ids')", "--target", "sm_80", "--pass", "backward")
     every = invoke(*arguments)
-    assert "4 kernels, in the order of their launches: query_lists, prepare, keys, finish. Each is a" in every.stderr
+    assert "4 kernels, in launch order: query_lists, prepare, keys, finish. Each is a" in every.stderr
     assert "--output DIR/" in every.stderr
     sources = compile(spec, target="sm_80", emulate=True).backward_sources
     titles = re.findall(r"^// ==== (\w+): file (\d) of 4, (\S+) =+$", every.stdout, re.MULTILINE)
@@ -525,7 +525,7 @@ def test_doctor_knows_which_targets_run_here(
 @pytest.mark.parametrize(
     ("driver", "cupy", "said"),
     [
-        ("12.8", "cupy-cuda13x", "the driver runs CUDA 12.8 and CuPy is of CUDA 13"),
+        ("12.8", "cupy-cuda13x", "the driver supports CUDA 12.8 and CuPy needs CUDA 13"),
         ("13.0", "cupy-cuda13x", "none is needed"),
         ("12.8", "cupy-cuda12x", "none is needed"),
         (None, "cupy-cuda13x", "none is needed"),
@@ -709,7 +709,7 @@ def test_release(tmp_path: Path) -> None:
     manifest, folder = tmp_path / "release.toml", tmp_path / "kernels"
     manifest.write_text(MANIFEST)
     invoke("release", "build", manifest, "--out", folder, "--sources-only")
-    assert "is what was built" in invoke("release", "check", folder, "--manifest", manifest).stderr
+    assert "is unaltered" in invoke("release", "check", folder, "--manifest", manifest).stderr
     source = next(folder.glob("*.cu"))
     source.write_text(source.read_text() + "// altered\n")
     result = invoke("release", "check", folder, "--manifest", manifest, "--json", expect=1)

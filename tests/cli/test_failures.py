@@ -44,7 +44,10 @@ def test_a_full_standard_output_is_said(arguments: tuple[str, ...], unbuffered: 
 def test_the_demo_refuses_a_file_for_its_folder(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("mine")
     said = refused("demo", "--emulate", "--output", tmp_path / "taken")
-    assert said == f"error: --output {tmp_path / 'taken'} is a file: give a folder, which is made if it is not there\n"
+    assert (
+        said
+        == f"error: --output {tmp_path / 'taken'} is a file: give a folder, which is created if it does not exist\n"
+    )
     assert "cannot be written" in refused("demo", "--emulate", "--output", tmp_path / "taken" / "below")
     assert (tmp_path / "taken").read_text() == "mine"
 

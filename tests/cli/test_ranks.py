@@ -64,6 +64,6 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_options_that_mean_nothing_are_refused() -> None:
     alone = show("causal()", "--length", 4096, "--scheme", "ring", "--what", "spec", expect=2).stderr
-    assert "--length, --scheme: only a plan of several GPUs takes this, add --ranks N" in alone
+    assert "--length, --scheme: only the plan for several GPUs takes this, add --ranks N" in alone
     beside = show("causal()", "--ranks", 2, "--zoom", "0,0", "--what", "tiles", expect=2).stderr
-    assert "--what, --zoom: --ranks shows who computes what, and takes none of this" in beside
+    assert "--what, --zoom: --ranks shows the work of each rank, and does not take this" in beside

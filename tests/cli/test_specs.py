@@ -86,7 +86,7 @@ def test_a_complete_spec_takes_no_options(user_file: Path) -> None:
     [
         ("casual()", "did you mean causal"),
         ("__import__('os').getcwd()", "expected a mask"),
-        ("nowhere.py:name", "is no file"),
+        ("nowhere.py:name", "is not a file"),
         ("nowhere.json", "cannot be read"),
         ("{}", "head_dim"),
         ("", "1 to"),
@@ -98,7 +98,7 @@ def test_errors_say_what_is_wrong(text: str, message: str) -> None:
 
 
 def test_a_file_needs_a_name_that_it_has(user_file: Path) -> None:
-    with pytest.raises(SpecError, match="say which name in it"):
+    with pytest.raises(SpecError, match="give a name in it"):
         load_spec(str(user_file), SpecOptions())
     with pytest.raises(SpecError, match=r"has no 'far'; it has .*near"):
         load_spec(f"{user_file}:far", SpecOptions())

@@ -148,7 +148,7 @@ def test_the_backward_of_a_call_is_tuned(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(backward_tuning, "tune_backward", lambda *given, progress: asked.append(given) or FOUND)
     spec, shape = fg.AttentionSpec(16, mask=fg.causal(), dropout=0.25), Shape(40, 40)
     inputs = tune.inputs_of("causal()", spec, shape, 0, {})
-    assert tune.tuned(spec, shape, inputs, "sm_90a", 5, "backward", True) is FOUND
+    assert tune.tune_pass(spec, shape, inputs, "sm_90a", 5, "backward", True) is FOUND
     ((backward, forward, qkv, captures, seed),) = asked
     assert backward.dispatch.deterministic and backward.spec == forward.spec == spec
     assert qkv == (inputs.q, inputs.k, inputs.v) and captures == {} and seed == 5

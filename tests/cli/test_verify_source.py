@@ -54,7 +54,7 @@ def test_a_right_edit_passes_and_a_wrong_one_fails(folder: Path) -> None:
 
 def test_a_folder_of_both_passes(folder: Path) -> None:
     results, said = verified(folder)
-    assert f"{folder} is what is emitted: nothing in it is edited" in said
+    assert f"{folder} equals the generated source: nothing in it is edited" in said
     assert not any("edited" in result["engine"] for result in results)
     edit(folder, "bwd-finish", "(low * kScale", "(2 * low * kScale")
     results, said = verified(folder, expect=1)
@@ -62,7 +62,7 @@ def test_a_folder_of_both_passes(folder: Path) -> None:
     failed = [result for result in results if not result["ok"]]
     assert len(failed) > 5 and {(result["pass"], result["worst"]) for result in failed} == {("backward", "dq")}
     refused = invoke("verify", *SPEC, "--source", folder, "--emulate", "--pass", "forward", expect=2)
-    assert "edits finish, which is of the backward pass: add --pass backward" in refused.stderr
+    assert "edits finish, a kernel of the backward pass: add --pass backward" in refused.stderr
 
 
 def test_a_mistake_is_one_message_before_anything_runs(folder: Path) -> None:
