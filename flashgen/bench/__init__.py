@@ -1,4 +1,4 @@
-"""Times kernels on a GPU beside other implementations, in one run: `flashgen bench`."""
+"""Times kernels on a GPU together with other implementations: `flashgen bench`."""
 
 from flashgen.bench import summary
 from flashgen.bench.beside_flex import VariantRow, variant_rows
@@ -9,39 +9,39 @@ from flashgen.bench.decode import DecodeRow, DecodeSize, decode_rows, own_choice
 from flashgen.bench.grouped import GroupedRow, grouped_rows
 from flashgen.bench.measure import Row, environment, speed_rows
 from flashgen.bench.peers import PEERS
-from flashgen.bench.ragged import RAGGED_PEERS, SHAPES, RaggedRow, ragged_rows
 from flashgen.bench.serving import COMPARED as SERVING_COMPARED
 from flashgen.bench.serving import CONTENDERS as SERVING_CONTENDERS
 from flashgen.bench.serving import GROUPS as SERVING_GROUPS
 from flashgen.bench.serving import ServingRow, serving_rows, serving_variants
 from flashgen.bench.variants import chosen_variants
+from flashgen.bench.varlen import SHAPES, VARLEN_PEERS, VarlenRow, varlen_rows
 
 __all__ = [
     "DECODE_PEERS",
     "DECODE_SIZES",
     "PEERS",
-    "RAGGED_PEERS",
     "SERVING_COMPARED",
     "SERVING_CONTENDERS",
     "SERVING_GROUPS",
     "SHAPES",
+    "VARLEN_PEERS",
     "DecodeRow",
     "DecodeSize",
     "GroupedRow",
-    "RaggedRow",
     "Row",
     "ServingRow",
     "Timed",
     "VariantRow",
+    "VarlenRow",
     "chosen_variants",
     "decode_rows",
     "environment",
     "grouped_rows",
     "own_choices",
-    "ragged_rows",
     "serving_rows",
     "serving_variants",
     "speed_rows",
     "summary",
     "variant_rows",
+    "varlen_rows",
 ]

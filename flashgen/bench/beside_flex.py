@@ -123,8 +123,8 @@ def _lists(
     attention: Attention, timed: Timed, captures: Mapping[str, Any]
 ) -> tuple[float | None, dict[str, dict[str, Any]]]:
     """Returns milliseconds to create the tile lists of the timed passes, or None, and the lists by pass."""
-    of_mask = {capture.name for capture in attention.spec.mask.captures}
-    read = {name: value for name, value in captures.items() if name in of_mask}
+    mask_captures = {capture.name for capture in attention.spec.mask.captures}
+    read = {name: value for name, value in captures.items() if name in mask_captures}
     makers: dict[str, Callable[[], Any]] = {}
     if len(attention.kernels) > 1:  # one of them lists tiles
         makers["forward"] = lambda: attention.tile_lists(LENGTH, LENGTH, 1, HEADS, **read)

@@ -21,7 +21,7 @@ from flashgen.runtime.timing import Run, medians_ms
 
 PEERS = ("cuDNN", "FA2", "Flex", "FlashInfer")
 FLASHINFER_PAGE = 64
-_ELEMENT = 2
+_ELEMENT = 2  # bytes
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,10 @@ def decode_rows(
 
 def own_choices(splits: Sequence[int], plans: Sequence[DecodePlan]) -> dict[str, tuple[int | None, DecodePlan | None]]:
     """Returns the choices of splits and plans to measure in addition, as (splits, plan) by name."""
-    chosen: dict[str, tuple[int | None, DecodePlan | None]] = {f"{parts} splits": (parts, None) for parts in splits}
+    chosen: dict[str, tuple[int | None, DecodePlan | None]] = {f"{count} splits": (count, None) for count in splits}
     for plan in plans:
         name = f"{plan.tile_q}x{plan.tile_k}x{plan.warps}x{plan.stages}x{plan.blocks}"
-        chosen |= {name: (None, plan)} | {f"{name}, {parts} splits": (parts, plan) for parts in splits}
+        chosen |= {name: (None, plan)} | {f"{name}, {count} splits": (count, plan) for count in splits}
     return chosen
 
 
@@ -126,8 +126,8 @@ def measure_decode(
         runs = {"flashgen": narrow(spec, attention, q, (k, v)), "16 bits": lambda: wide(q, k, v)}
     for page_size in page_sizes:
         runs[f"pages of {page_size}"] = paged(spec, size, page_size, arrays, target)
-    for name, (parts, given) in own_choices(splits, plans).items():
-        runs[name] = _own_choice(compile(spec, target, plan=given), spec, arrays, parts)
+    for name, (num_splits, given) in own_choices(splits, plans).items():
+        runs[name] = _own_choice(compile(spec, target, plan=given), spec, arrays, num_splits)
     for name in peers:
         run = flashinfer(plain, size, arrays) if name == "FlashInfer" else _peer(name, plain, size, arrays)
         if run is not None:
@@ -137,19 +137,19 @@ def measure_decode(
     return row(spec, size, attention.target.name, str(plan), times)
 
 
-def _own_choice(attention: Any, spec: AttentionSpec, arrays: Arrays, parts: int | None) -> Run:
+def _own_choice(attention: Any, spec: AttentionSpec, arrays: Arrays, num_splits: int | None) -> Run:
     q, k, v, _ = arrays
     if spec.kv_dtype:
-        return narrow(spec, attention, q, (k, v), num_splits=parts)
-    return lambda: attention(q, k, v, num_splits=parts)
+        return narrow(spec, attention, q, (k, v), num_splits=num_splits)
+    return lambda: attention(q, k, v, num_splits=num_splits)
 
 
 def row(spec: AttentionSpec, size: DecodeSize, target: str, plan: str, milliseconds: Mapping[str, float]) -> DecodeRow:
     """Returns the row of a size from milliseconds by implementation."""
-    numbers, moved = _numbers_needed(spec, size), bytes_needed(spec, size)
+    elements, moved = _elements_needed(spec, size), bytes_needed(spec, size)
     others = {"16 bits", *PEERS}  # these read 16 bits per element for every spec
     terabytes = {
-        name: (numbers * _ELEMENT if name in others else moved) / time / 1e9 for name, time in milliseconds.items()
+        name: (elements * _ELEMENT if name in others else moved) / time / 1e9 for name, time in milliseconds.items()
     }
     micros = {name: 1e3 * time for name, time in milliseconds.items()}
     return DecodeRow(spec.name, target, size, plan, moved, micros, terabytes)
@@ -157,10 +157,10 @@ def row(spec: AttentionSpec, size: DecodeSize, target: str, plan: str, milliseco
 
 def bytes_needed(spec: AttentionSpec, size: DecodeSize) -> int:
     """Returns the bytes of the keys and values that the mask needs."""
-    return _numbers_needed(spec, size) * (1 if spec.kv_dtype else _ELEMENT)
+    return _elements_needed(spec, size) * (1 if spec.kv_dtype else _ELEMENT)
 
 
-def _numbers_needed(spec: AttentionSpec, size: DecodeSize) -> int:
+def _elements_needed(spec: AttentionSpec, size: DecodeSize) -> int:
     return keys_needed(spec, size) * size.batch * size.heads_kv * (spec.head_dim + spec.value_dim)
 
 
@@ -192,7 +192,7 @@ def paged(spec: AttentionSpec, size: DecodeSize, page_size: int, arrays: Arrays,
     attention, pages = compile(paged, target), size.batch * -(-size.len_k // page_size)
     shapes = [(pages, page_size, size.heads_kv, dim) for dim in (spec.head_dim, spec.value_dim)]
     k, v = random_arrays(shapes, spec.dtype, seed=1)
-    table, lengths = _where(pages, size)
+    table, lengths = _page_table(pages, size)
     q = arrays[0]
     like = k if hasattr(k, "data_ptr") else None
     page_table, seqused_k = _on_device(table, like), _on_device(lengths, like)
@@ -219,7 +219,8 @@ def with_cache(spec: AttentionSpec, page_size: int | None = None, kv_dtype: str 
     return AttentionSpec(**{name: getattr(spec, name) for name in names}, page_size=page_size, kv_dtype=kv_dtype)
 
 
-def _where(pages: int, size: DecodeSize) -> tuple[Any, Any]:
+def _page_table(pages: int, size: DecodeSize) -> tuple[Any, Any]:
+    """Returns a table of pages in random order, and the number of keys of each sequence."""
     order = np.random.default_rng(2).permutation(pages).astype(np.int32)
     return order.reshape(size.batch, -1), np.full(size.batch, size.len_k, np.int32)
 
@@ -247,7 +248,7 @@ def flashinfer(spec: AttentionSpec, size: DecodeSize, arrays: Arrays) -> Run | N
     if spec.layout != "bhsd":
         return None
     each = -(-size.len_k // FLASHINFER_PAGE)
-    table, _ = _where(size.batch * each, size)
+    table, _ = _page_table(size.batch * each, size)
     shapes = [(table.size, FLASHINFER_PAGE, size.heads_kv, dim) for dim in (spec.head_dim, spec.value_dim)]
     k, v = random_arrays(shapes, spec.dtype, seed=1)
     begins = [each * number for number in range(size.batch + 1)]

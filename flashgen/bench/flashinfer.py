@@ -30,8 +30,8 @@ def paged_attention(spec: AttentionSpec, queries: Sequence[Any], k: Any, v: Any,
         k, v: arrays of shape (pages, page_size, heads_kv, dim).
         table: the page table of all sequences.
     """
-    known = spec.mask.expression in (sympy.true, causal().expression)
-    if spec.score or spec.dropout or spec.sink or not known or spec.head_dim != spec.value_dim:
+    supported = spec.mask.expression in (sympy.true, causal().expression)
+    if spec.score or spec.dropout or spec.sink or not supported or spec.head_dim != spec.value_dim:
         return None
     if importlib.util.find_spec("flashinfer") is None:
         return None
@@ -45,7 +45,7 @@ def paged_attention(spec: AttentionSpec, queries: Sequence[Any], k: Any, v: Any,
     tokens = [q.shape[2] for q in queries for _ in range(q.shape[0])]
     where, sizes = [_i32(each) for each in table], (heads, k.shape[2], dim, k.shape[1])
 
-    def planned() -> Any:
+    def create_wrapper() -> Any:
         if max(tokens) == 1:
             wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
             wrapper.plan(*where, *sizes, sm_scale=spec.scale, **types)
@@ -59,7 +59,7 @@ def paged_attention(spec: AttentionSpec, queries: Sequence[Any], k: Any, v: Any,
 
     def run() -> Any:
         if not wrappers:
-            wrappers.append(planned())
+            wrappers.append(create_wrapper())
         return wrappers[0].run(rows, (k, v))
 
     return runs_or_none(run)

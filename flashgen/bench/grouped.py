@@ -76,11 +76,11 @@ def _measure(cases: Sequence[Case], peers: Sequence[str], timed: Timed, target: 
         }
         runs |= {_key(name, case): run for name, run in contenders.items() if run is not None}
     times = medians_ms(runs)
-    taken = [
+    times_by_case = [
         {name: times[_key(name, case)] for name in ("flashgen", *peers) if _key(name, case) in times} for case in cases
     ]
-    for case, milliseconds in zip(cases, taken, strict=True):
-        yield row(case, timed, attention.target.name, milliseconds, taken[0])
+    for case, milliseconds in zip(cases, times_by_case, strict=True):
+        yield row(case, timed, attention.target.name, milliseconds, times_by_case[0])
 
 
 def _key(contender: str, case: Case) -> str:

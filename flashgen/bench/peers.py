@@ -27,10 +27,9 @@ def peer(name: str, spec: AttentionSpec, timed: Timed, arrays: Arrays) -> Run | 
         return flash_attention4(spec, timed, arrays)
     if name != "Flex":
         return sdpa(spec, SDPA_BACKENDS[name], timed, arrays)
-    reads_place = spec.mask.expression.has(
-        BATCH, HEAD
-    )  # without compilation, torch would materialise the positions of all batches and heads
-    found = flex(spec, timed, arrays, time_mask=reads_place)
+    # Without compilation, torch would materialise the positions of all batches and heads.
+    reads_batch_or_head = spec.mask.expression.has(BATCH, HEAD)
+    found = flex(spec, timed, arrays, time_mask=reads_batch_or_head)
     return found.run if found else None
 
 
@@ -47,8 +46,8 @@ def sdpa(spec: AttentionSpec, backend: str, timed: Timed, arrays: Arrays, dropou
     """
     q, k, v, d_out = arrays
     plain = spec.mask.expression == sympy.true
-    known = plain or is_causal(spec, q.shape[2] == k.shape[2])
-    if spec.score or spec.sink or spec.dropout != dropout or spec.layout != "bhsd" or not known:
+    supported = plain or is_causal(spec, q.shape[2] == k.shape[2])
+    if spec.score or spec.sink or spec.dropout != dropout or spec.layout != "bhsd" or not supported:
         return None
     try:
         import torch
@@ -92,7 +91,7 @@ def flex(
         from torch.nn.attention.flex_attention import flex_attention
     except ImportError:
         return None
-    torch._dynamo.reset()  # compile each shape anew: torch runs eagerly after too many recompilations
+    torch._dynamo.reset()  # torch runs eagerly after too many recompilations, one for each shape
     q, k, v, d_out = arrays
     given = dict(captures or {})
     make = _block_mask(spec, q, k, given, time_mask)

@@ -32,7 +32,7 @@ VARIANT_SIZES = (DecodeSize(64, 32, 8, 8192), DecodeSize(4, 32, 8, 32768))
 LENGTHS_SIZE = DecodeSize(64, 32, 8, 32768)
 PROMPT, MIXED_SIZE = 2048, DecodeSize(64, 32, 8, 8192)
 _DOCUMENTS, _TOKENS, _WINDOW, _SEED = 8, 64, 1024, 0
-_NUMBER = 2  # bytes
+_ELEMENT = 2  # bytes
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Pages:
     lengths: tuple[int, ...]
 
     @classmethod
-    def of(cls, spec: AttentionSpec, lengths: Sequence[int], heads_kv: int, width: int) -> Pages:
+    def create(cls, spec: AttentionSpec, lengths: Sequence[int], heads_kv: int, width: int) -> Pages:
         """Creates random pages for sequences of these lengths, with a table of `width` pages per sequence."""
         import torch
 
@@ -106,10 +106,11 @@ class Pages:
     def bytes(self) -> int:
         """The bytes of the keys and values of all sequences."""
         heads, dims = self.k.shape[2], self.k.shape[3] + self.v.shape[3]
-        return _NUMBER * sum(self.lengths) * heads * dims
+        return _ELEMENT * sum(self.lengths) * heads * dims
 
     @property
-    def where(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of a call that locate the keys of each sequence."""
         return {"page_table": self.page_table, "seqused_k": self.seqused_k}
 
 
@@ -129,26 +130,29 @@ def lengths_rows(
 ) -> Iterator[ServingRow]:
     """Measures sequences of equal lengths, and of lengths from 1 to size.len_k with as many keys in total.
 
-    With "flashgen", each block derives its work from the lengths. "scheduled" reads a schedule that was created before.
-    "N splits" divides every sequence into N splits. `compared` is the bandwidth relative to that of equal lengths.
+    With "flashgen", each block derives its work units from the lengths. "scheduled" reads a schedule that was created
+    before the call. "N splits" divides every sequence into N splits. `compared` is the bandwidth relative to that of
+    equal lengths.
     """
     paged, drawn = with_cache(spec, PAGE_SIZE), drawn_lengths(size.batch, size.len_k)
     attention, q = compile(paged, target), queries(spec, size.batch, size.heads)
-    of_equal: Mapping[str, float] = {}
+    equal_bandwidths: Mapping[str, float] = {}
     for name, lengths in (("equal", equal_lengths(drawn)), ("1 to " + str(size.len_k), drawn)):
-        pages = Pages.of(paged, lengths, size.heads_kv, -(-size.len_k // PAGE_SIZE))
+        pages = Pages.create(paged, lengths, size.heads_kv, -(-size.len_k // PAGE_SIZE))
         runs = _paged_runs(attention, q, pages, size)
         if "FlashInfer" in peers and (run := paged_attention(spec, [q], pages.k, pages.v, _csr(pages))):
             runs["FlashInfer"] = run
         row = serving_row("lengths", name, attention.target.name, pages.bytes, medians_ms(runs), {})
-        of_equal = of_equal or row.terabytes
-        yield replace(row, compared={who: each / of_equal[who] for who, each in row.terabytes.items()})
+        equal_bandwidths = equal_bandwidths or row.terabytes
+        yield replace(
+            row, compared={contender: each / equal_bandwidths[contender] for contender, each in row.terabytes.items()}
+        )
 
 
 def _paged_runs(attention: Any, q: Any, pages: Pages, size: DecodeSize) -> dict[str, Run]:
     heads = {"heads": size.heads, "heads_kv": size.heads_kv}
-    schedule = attention.decode_schedule(**pages.where, **heads)
-    run: Callable[..., Run] = lambda **how: lambda: attention(q, pages.k, pages.v, **pages.where, **how)
+    schedule = attention.decode_schedule(**pages.arguments, **heads)
+    run: Callable[..., Run] = lambda **how: lambda: attention(q, pages.k, pages.v, **pages.arguments, **how)
     splits = {f"{many} splits": run(num_splits=many) for many in (1, 8)}
     return {"flashgen": run(), "scheduled": run(decode_schedule=schedule), **splits}
 
@@ -212,7 +216,7 @@ def serving_variants() -> tuple[ServingVariant, ...]:
         ServingVariant(f"window {_WINDOW}", {"mask": sliding_window(_WINDOW - 1)}),
         ServingVariant("softcap", {"score": softcap(30.0)}),
         ServingVariant("ALiBi", {"score": alibi(32), "mask": causal()}),
-        ServingVariant("documents", {"mask": same_document(documents)}, 1, _documents, _of_a_document),
+        ServingVariant("documents", {"mask": same_document(documents)}, 1, _documents, _document_length),
         ServingVariant("tree", {"mask": tree(bits)}, _TOKENS, _bits, flex=tree_within(bits)),
     )
 
@@ -220,11 +224,11 @@ def serving_variants() -> tuple[ServingVariant, ...]:
 def _documents(size: DecodeSize) -> dict[str, Any]:
     import torch
 
-    ids = torch.arange(size.len_k, device="cuda", dtype=torch.int32) // _of_a_document(size)
+    ids = torch.arange(size.len_k, device="cuda", dtype=torch.int32) // _document_length(size)
     return {"ids": ids.expand(size.batch, -1).contiguous()}
 
 
-def _of_a_document(size: DecodeSize) -> int:
+def _document_length(size: DecodeSize) -> int:
     return -(-size.len_k // _DOCUMENTS)
 
 
@@ -275,7 +279,7 @@ def _measure_variant(
     if "Flex" in peers and (found := flex(for_flex, "forward", (q, k, v, q), captures, time_mask=False)):
         runs["Flex"] = found.run
     times = medians_ms(runs)
-    moved = _NUMBER * visited * size.batch * size.heads_kv * 2 * spec.head_dim
+    moved = _ELEMENT * visited * size.batch * size.heads_kv * 2 * spec.head_dim
     compared = {f"of {other}": times[other] / times["flashgen"] for other in ("plain", "Flex") if other in times}
     return serving_row("variants", f"{variant.name}: {size}", attention.target.name, moved, times, compared)
 
@@ -302,16 +306,16 @@ def mixed_rows(
     masked = replace(spec, mask=causal())
     paged = with_cache(masked, PAGE_SIZE)
     attention = compile(paged, target)
-    pages = Pages.of(paged, [size.len_k] * size.batch, size.heads_kv, -(-size.len_k // PAGE_SIZE))
+    pages = Pages.create(paged, [size.len_k] * size.batch, size.heads_kv, -(-size.len_k // PAGE_SIZE))
     q_prompt, q = queries(spec, 1, size.heads, PROMPT), queries(spec, size.batch - 1, size.heads)
-    of_prompt = {name: array[:1] for name, array in pages.where.items()}
-    of_others = {name: array[1:] for name, array in pages.where.items()}
+    prompt_pages = {name: array[:1] for name, array in pages.arguments.items()}
+    decode_pages = {name: array[1:] for name, array in pages.arguments.items()}
 
     def prompt() -> Any:
-        return attention(q_prompt, pages.k, pages.v, **of_prompt)
+        return attention(q_prompt, pages.k, pages.v, **prompt_pages)
 
     def decodes() -> Any:
-        return attention(q, pages.k, pages.v, **of_others)
+        return attention(q, pages.k, pages.v, **decode_pages)
 
     runs: dict[str, Run] = {"one launch": one_launch(paged, q_prompt, q, pages, target), "prompt": prompt}
     runs |= {"contiguous": contiguous(masked, q_prompt, pages, target), "decodes": decodes}
@@ -329,11 +333,11 @@ def one_launch(spec: AttentionSpec, q_prompt: Any, q: Any, pages: Pages, target:
     """Returns a run of the varlen batch over pages whose first sequence is the prompt."""
     import torch
 
-    ragged = compile(replace(spec, layout="thd"), target)
+    varlen = compile(replace(spec, layout="thd"), target)
     tokens = torch.cat([each.transpose(1, 2).flatten(0, 1) for each in (q_prompt, q)])
     ends = [0, *range(PROMPT, PROMPT + len(q) + 1)]
     begins = torch.tensor(ends, dtype=torch.int32, device=tokens.device)
-    return lambda: ragged(tokens, pages.k, pages.v, cu_seqlens_q=begins, **pages.where)
+    return lambda: varlen(tokens, pages.k, pages.v, cu_seqlens_q=begins, **pages.arguments)
 
 
 def contiguous(spec: AttentionSpec, q_prompt: Any, pages: Pages, target: str | None = None) -> Run:

@@ -9,11 +9,11 @@ from flashgen.bench.beside_flex import VariantRow
 from flashgen.bench.decode import DecodeRow
 from flashgen.bench.grouped import GroupedRow
 from flashgen.bench.measure import Row
-from flashgen.bench.ragged import RaggedRow
+from flashgen.bench.varlen import VarlenRow
 
 LONG = 4096  # minimum sequence length of cells that are compared with the best peer
-# Ratios that count as reached.
-OF_CUDNN, OF_BEST, OF_FLEX, OF_FIRST, OF_RAGGED = 1.0, 0.97, 1.4, 0.95, 1.05
+# Minimum ratios that the summaries count as reached.
+OF_CUDNN, OF_BEST, OF_FLEX, OF_FIRST, OF_VARLEN = 1.0, 0.97, 1.4, 0.95, 1.05
 OF_BEST_DECODER, OF_CONTIGUOUS = 1.0, 0.95
 
 
@@ -64,9 +64,9 @@ def decode(rows: Sequence[DecodeRow]) -> list[str]:
     return [line for line in lines if line]
 
 
-def ragged(rows: Sequence[RaggedRow]) -> list[str]:
+def varlen(rows: Sequence[VarlenRow]) -> list[str]:
     """Compares batches with their best peers."""
-    line = _compared("the best peer", "batches", {f"{row.spec} {row.name}": row.ratio for row in rows}, OF_RAGGED)
+    line = _compared("the best peer", "batches", {f"{row.spec} {row.name}": row.ratio for row in rows}, OF_VARLEN)
     return [line] if line else []
 
 
@@ -76,13 +76,13 @@ def _cell(row: Row | GroupedRow) -> str:
 
 def _compared(peer: str, cells: str, ratios: Mapping[str, float | None], threshold: float) -> str:
     """Returns a line with the number of ratios that reach a threshold, the others, and the geometric mean."""
-    known = {name: ratio for name, ratio in ratios.items() if ratio is not None}
-    if not known:
+    measured = {name: ratio for name, ratio in ratios.items() if ratio is not None}
+    if not measured:
         return ""
-    below = {name: ratio for name, ratio in known.items() if ratio < threshold}
-    reached = f"{len(known) - len(below)} of {len(known)} {cells} at {threshold:.2f} times or more"
+    below = {name: ratio for name, ratio in measured.items() if ratio < threshold}
+    reached = f"{len(measured) - len(below)} of {len(measured)} {cells} at {threshold:.2f} times or more"
     listed = f" (below: {_listed(below.items())})" if below else ""
-    return f"beside {peer}: {reached}{listed}; geometric mean {geometric_mean(known.values()):.3f}"
+    return f"beside {peer}: {reached}{listed}; geometric mean {geometric_mean(measured.values()):.3f}"
 
 
 def _listed(items: Iterable[tuple[str, float]]) -> str:

@@ -77,8 +77,8 @@ def _term(node: sympy.Basic, constants: Mapping[sympy.Basic, Any], captures: Map
         return lambda _: literal
     if isinstance(node, Load):
         array = captures[node.capture.name]
-        places = [_term(index, constants, captures) for index in node.indices]
-        return lambda indices: array[tuple(place(indices) for place in places)]
+        terms = [_term(index, constants, captures) for index in node.indices]
+        return lambda indices: array[tuple(term(indices) for term in terms)]
     operands = [_term(operand, constants, captures) for operand in node.args]
     apply = _function(node)
     return lambda indices: apply(*[operand(indices) for operand in operands])

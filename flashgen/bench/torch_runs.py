@@ -43,6 +43,6 @@ def runs_or_none(run: Run) -> Run | None:
 
 
 def say_refusal(error: Exception) -> None:
-    """Warns in one line that a peer is not measured, and why."""
+    """Warns in one line that a peer is not measured, with the reason."""
     why = str(error).partition("\n")[0].strip()
     warnings.warn(f"a peer is not measured: {type(error).__name__}: {why}", stacklevel=3)

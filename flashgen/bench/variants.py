@@ -12,13 +12,13 @@ from flashgen.language import captures, functions, masks, scores
 from flashgen.language.modifiers import Mask, trace_mask
 
 LENGTH, HEADS, HEAD_DIM = 16384, 16, 128
-CANVAS, RADIUS = 128, 6  # the neighbourhood mask: 128 x 128 positions, each sees 13 x 13
+CANVAS, RADIUS = 128, 6  # of the neighbourhood mask: each of 128 x 128 positions attends to 13 x 13 positions
 DOCUMENTS = 16
 DISTANCE = 1024  # maximum distance of the relative table
 
 
 def neighbourhood(width: int, radius: int) -> Mask:
-    """Returns the mask of a square canvas on which a query sees the keys within `radius` rows and columns.
+    """Returns the mask of a square canvas on which a query attends to the keys within `radius` rows and columns.
 
     At the border, the window is shifted inwards.
     """
@@ -32,7 +32,7 @@ def neighbourhood(width: int, radius: int) -> Mask:
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant: options of its spec, and captures as torch tensors. A `learned` one matters in the backward alone."""
+    """A variant: options of its spec, and captures as torch tensors. `learned` ones are timed in the backward only."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -276,7 +276,7 @@ def decode_size(text: str) -> bench_module.DecodeSize:
 
 
 @with_spec_options_of(dtype="bfloat16", head_dim="128", layout="thd")
-def ragged(
+def varlen(
     options: SpecOptions,
     specs: Specs = None,
     passes: Timed = Passes.forward,
@@ -302,10 +302,10 @@ def ragged(
 
     shapes = [batch_of(text) for text in listed(documents)]
     declared = [declare(text, options.with_defaults(layout="thd"), 128) for text in specs or ("causal()",)]
-    beside = chosen(peers, "--peers", bench.RAGGED_PEERS)
-    rows = bench.ragged_rows(declared, shapes, heads, beside, passes.value, uneven, target)
+    beside = chosen(peers, "--peers", bench.VARLEN_PEERS)
+    rows = bench.varlen_rows(declared, shapes, heads, beside, passes.value, uneven, target)
     cells = [f"{spec.name} {count} in {tokens}" for spec in declared for count, tokens in shapes]
-    report(rows, cells, bench_tables.ragged(["flashgen", *beside]), output, json, bench.summary.ragged)
+    report(rows, cells, bench_tables.varlen(["flashgen", *beside]), output, json, bench.summary.varlen)
 
 
 def batch_of(text: str) -> tuple[int, int]:
@@ -319,7 +319,7 @@ def batch_of(text: str) -> tuple[int, int]:
 app.command(DEFAULT, help=paragraphs(speed.__doc__), epilog=SPEED_EXAMPLES)(speed)
 app.command("gqa", help=paragraphs(gqa.__doc__))(gqa)
 app.command("decode", help=paragraphs(decode.__doc__))(decode)
-app.command("ragged", help=paragraphs(ragged.__doc__))(ragged)
+app.command("ragged", help=paragraphs(varlen.__doc__))(varlen)
 
 
 def moved(context: typer.Context) -> None:

@@ -30,7 +30,7 @@ def grouped(contenders: Sequence[str]) -> Columns:
     return _case() | {"heads": lambda row: row.name} | tflops(contenders) | of_first
 
 
-def ragged(contenders: Sequence[str]) -> Columns:
+def varlen(contenders: Sequence[str]) -> Columns:
     """Returns columns of milliseconds and TFLOP/s by implementation, and flashgen's speed relative to the best peer."""
     columns: dict[str, Callable[[Any], str]] = {
         "spec": lambda row: row.spec,

@@ -24,12 +24,12 @@ from flashgen.runtime.timing import Run, medians_ms
 HEADS = 16
 SHAPES = ((16, 16384), (128, 16384), (64, 65536))
 """Batches as (documents, total tokens)."""
-RAGGED_PEERS = ("FA4", "torch")
+VARLEN_PEERS = ("FA4", "torch")
 _UNEVEN_SEED = 0
 
 
 @dataclass(frozen=True)
-class RaggedRow:
+class VarlenRow:
     """A measured batch: median milliseconds and TFLOP/s by implementation; scores across documents are not counted.
 
     `target` is the architecture of the kernels of flashgen, `longest` the length of the longest document.
@@ -68,21 +68,21 @@ def lengths_of(documents: int, tokens: int, uneven: bool) -> list[int]:
     return [int(end - begin) for begin, end in pairwise([0, *ends])]
 
 
-def ragged_flops(spec: AttentionSpec, lengths: Sequence[int], heads: int, timed: Timed) -> float:
+def varlen_flops(spec: AttentionSpec, lengths: Sequence[int], heads: int, timed: Timed) -> float:
     """Returns the FLOPs of all documents; a causal mask halves them, by the usual convention."""
     share = 0.5 if spec.mask.name.startswith("causal(") else 1.0
     return 2.0 * heads * sum(length**2 for length in lengths) * products(spec, timed) * share
 
 
-def ragged_rows(
+def varlen_rows(
     specs: Sequence[AttentionSpec],
     shapes: Sequence[tuple[int, int]] = SHAPES,
     heads: int = HEADS,
-    peers: Sequence[str] = RAGGED_PEERS,
+    peers: Sequence[str] = VARLEN_PEERS,
     timed: Timed = "forward",
     uneven: bool = False,
     target: str | None = None,
-) -> Iterator[RaggedRow]:
+) -> Iterator[VarlenRow]:
     """Measures specs of layout "thd" on batches of torch tensors, including all preparation that a call needs.
 
     `target` is that of `flashgen.compile`.
@@ -97,9 +97,9 @@ def ragged_rows(
             others = {name: _peer(name, spec, timed, arrays, starts, max(lengths)) for name in peers}
             runs |= {name: run for name, run in others.items() if run is not None}
             times = medians_ms(runs)
-            flops = ragged_flops(spec, lengths, heads, timed)
+            flops = varlen_flops(spec, lengths, heads, timed)
             tflops = {name: flops / time / 1e9 for name, time in times.items()}
-            yield RaggedRow(spec.name, attention.target.name, timed, documents, tokens, max(lengths), times, tflops)
+            yield VarlenRow(spec.name, attention.target.name, timed, documents, tokens, max(lengths), times, tflops)
 
 
 def _inputs(spec: AttentionSpec, lengths: Sequence[int], heads: int) -> tuple[tuple[Any, Any, Any, Any], Any]:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import flashgen.language as fg
 from flashgen import bench
-from flashgen.bench.ragged import RaggedRow, lengths_of, ragged_flops
+from flashgen.bench.varlen import VarlenRow, lengths_of, varlen_flops
 from flashgen.cli.app import app
 
 
@@ -26,22 +26,22 @@ def test_lengths_make_up_the_tokens() -> None:
 
 def test_flops_are_of_the_documents_own_scores() -> None:
     spec = fg.AttentionSpec(128, "bfloat16", layout="thd", mask=fg.causal())
-    assert ragged_flops(spec, [1024] * 16, 16, "forward") == 4 * 128 * 16 * 16 * 1024**2 / 2
+    assert varlen_flops(spec, [1024] * 16, 16, "forward") == 4 * 128 * 16 * 16 * 1024**2 / 2
     full = fg.AttentionSpec(128, "bfloat16", layout="thd")
-    assert ragged_flops(full, [10, 20], 2, "backward") == 2.5 * 4 * 128 * 2 * 500
+    assert varlen_flops(full, [10, 20], 2, "backward") == 2.5 * 4 * 128 * 2 * 500
 
 
-def row(documents: int = 16, **milliseconds: float) -> RaggedRow:
-    return RaggedRow(
+def row(documents: int = 16, **milliseconds: float) -> VarlenRow:
+    return VarlenRow(
         "spec", "sm_90a", "forward", documents, 16384, 1024, milliseconds, dict.fromkeys(milliseconds, 1.0)
     )
 
 
 def test_a_row_says_how_it_compares() -> None:
     assert row(flashgen=2.0, FA4=3.0, torch=5.0).ratio == 1.5 and row(flashgen=2.0).ratio is None
-    (line,) = bench.summary.ragged([row(flashgen=2.0, FA4=3.0), row(8, flashgen=2.0, FA4=2.0)])
+    (line,) = bench.summary.varlen([row(flashgen=2.0, FA4=3.0), row(8, flashgen=2.0, FA4=2.0)])
     assert line.startswith("beside the best peer: 1 of 2 batches at 1.05 times or more (below: spec 8 in 16384 1.00")
-    assert bench.summary.ragged([row(flashgen=2.0)]) == []
+    assert bench.summary.varlen([row(flashgen=2.0)]) == []
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         yield row(flashgen=2.0, FA4=3.0)
 
     monkeypatch.setattr("flashgen.cli.machine.gpus", lambda: ["a GPU"])
-    monkeypatch.setattr(bench, "ragged_rows", rows)
+    monkeypatch.setattr(bench, "varlen_rows", rows)
     monkeypatch.setattr(bench, "environment", dict)
     output = tmp_path / "ragged.json"
     told = ["bench", "ragged", "--documents", "2x512", "--peers", "FA4", "--pass", "backward", "--uneven"]
