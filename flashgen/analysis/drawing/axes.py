@@ -8,15 +8,15 @@ from flashgen.analysis.drawing.palette import INK, RULE
 
 _DIGIT = 6  # pixels, at the font size of the axes
 _TICK, _GAP = 4, 2  # length of a tick, and its distance to its number
-_LEAST_BETWEEN = 44  # minimum distance in pixels between two ticks; larger if their numbers are wider
+_MIN_DISTANCE = 44  # minimum distance in pixels between two ticks; larger if their numbers are wider
 
 
 def ticks(length: int, pixels: float) -> list[int]:
     """Returns the positions of ticks on an axis of `length`: multiples of a power of 2, like the edges of tiles."""
     if not length:
         return [0]
-    step, least = 1, max(_LEAST_BETWEEN, number_width(length) + 8)
-    while step * pixels / length < least and step < length:
+    step, min_distance = 1, max(_MIN_DISTANCE, number_width(length) + 8)
+    while step * pixels / length < min_distance and step < length:
         step *= 2
     return list(range(0, length + 1, step))
 
@@ -26,7 +26,7 @@ def number_width(number: int) -> int:
     return _DIGIT * len(str(number))
 
 
-def room_on_the_left(queries: int) -> int:
+def left_margin(queries: int) -> int:
     """Returns the pixels that ticks, numbers and the name of the axis of queries take to the left of a grid."""
     return max(40, number_width(queries) + _TICK + _GAP)
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.analysis.drawing.axes import axes, room_on_the_left
+from flashgen.analysis.drawing.axes import axes, left_margin
 from flashgen.analysis.drawing.palette import GROUND, INK, PAPER, RULE
 
 # All lengths are in pixels.
 _MARGIN = 8
 _NUMBERS_BELOW = 16  # space for the numbers of the axis of keys
-_THINNEST = 12.0  # minimum of the shorter side, for few queries and many keys or the reverse
-_LEAST_GRIDDED = 5.0  # smaller cells are drawn without lines between them
-_LEAST_WITH_LEGEND = 320  # smaller pictures have one line of text instead of a legend
+_MIN_SIDE = 12.0  # minimum of the shorter side, for few queries and many keys or the reverse
+_MIN_CELL_WITH_LINES = 5.0  # smaller cells are drawn without lines between them
+_MIN_SIZE_WITH_LEGEND = 320  # smaller pictures have one line of text instead of a legend
 _LEGEND_STEP = 120
 
 Array = np.ndarray[Any, Any]
@@ -61,8 +61,8 @@ class Picture:
     def to_svg(self, size: int) -> str:
         """Returns the picture as SVG text; the longer side of the grid has `size` pixels."""
         height, width = _scaled(self.extent, size)
-        large = size >= _LEAST_WITH_LEGEND
-        left, top = room_on_the_left(self.extent[0]), (28 if self.title else _MARGIN) + (12 if large else 0)
+        large = size >= _MIN_SIZE_WITH_LEGEND
+        left, top = left_margin(self.extent[0]), (28 if self.title else _MARGIN) + (12 if large else 0)
         foot = top + height + _NUMBERS_BELOW + (12 if large else 0)
         words = self._legend(foot + 20) if large else self._caption(foot + 15)
         bottom = foot + (48 if large else 24)
@@ -102,30 +102,31 @@ class Picture:
         if not self.cells.size:
             return
         down, across = height / queries, width / keys
-        place = f"translate({left} {top}) scale({across:.6g} {down:.6g})"
-        yield f'<g transform="{place}" shape-rendering="crispEdges">'
+        transform = f"translate({left} {top}) scale({across:.6g} {down:.6g})"
+        yield f'<g transform="{transform}" shape-rendering="crispEdges">'
         yield from self._paths()
-        if min(down * self.cell[0], across * self.cell[1]) >= _LEAST_GRIDDED:
+        if min(down * self.cell[0], across * self.cell[1]) >= _MIN_CELL_WITH_LINES:
             lines = [f"M0 {at}h{keys}" for at in range(self.cell[0], queries, self.cell[0])]
             lines += [f"M{at} 0v{queries}" for at in range(self.cell[1], keys, self.cell[1])]
             yield f'<path stroke="{PAPER}" vector-effect="non-scaling-stroke" d="{"".join(lines)}"/>'
         yield "</g>"
 
     def _paths(self) -> Iterator[str]:
-        runs = list(_runs(self.cells))
-        for kind, described in self.kinds.items():
-            found = "".join(self._rectangle(*run) for is_of, *run in runs if is_of == kind)
-            if found and described.colour != GROUND:
-                yield f'<path fill="{described.colour}" d="{found}"/>'
+        rectangles = list(_rectangles(self.cells))
+        for number, kind in self.kinds.items():
+            found = "".join(self._rectangle(*sides) for value, *sides in rectangles if value == number)
+            if found and kind.colour != GROUND:
+                yield f'<path fill="{kind.colour}" d="{found}"/>'
 
     def _rectangle(self, top: int, bottom: int, left: int, right: int) -> str:
+        """Returns the SVG path of a rectangle of cells, in units of queries and keys."""
         first_q, last_q = (min(row * self.cell[0], self.extent[0]) for row in (top, bottom))
         first_k, last_k = (min(column * self.cell[1], self.extent[1]) for column in (left, right))
         return f"M{first_k} {first_q}h{last_k - first_k}v{last_q - first_q}H{first_k}z"
 
     def _legend(self, top: float) -> Iterator[str]:
-        for place, kind in enumerate(self.kinds.values()):
-            left = _MARGIN + place * _LEGEND_STEP
+        for index, kind in enumerate(self.kinds.values()):
+            left = _MARGIN + index * _LEGEND_STEP
             square = f'x="{left}" y="{_number(top - 10)}" width="11" height="11"'
             yield f'<rect {square} fill="{kind.colour}" stroke="{RULE}"/>'
             yield f'<text x="{left + 16}" y="{_number(top)}">{kind.name} {kind.share:.1%}</text>'
@@ -138,20 +139,20 @@ class Picture:
 def _scaled(extent: tuple[int, int], size: int) -> tuple[float, float]:
     """Returns the height and the width in pixels of a grid whose longer side has `size` pixels."""
     scale = size / max(1, *extent)
-    height, width = (max(length * scale, min(_THINNEST, size)) for length in extent)
+    height, width = (max(length * scale, min(_MIN_SIDE, size)) for length in extent)
     return height, width
 
 
-def _runs(cells: Array) -> Iterator[tuple[int, int, int, int, int]]:
+def _rectangles(cells: Array) -> Iterator[tuple[int, int, int, int, int]]:
     """Yields rectangles of equal cells as (kind, top, bottom, left, right), where bottom and right are exclusive.
 
     A rectangle is a run of equal cells in a row, extended downwards as long as the same run occurs in the next row.
     """
-    opened: dict[tuple[int, int, int], int] = {}
+    opened: dict[tuple[int, int, int], int] = {}  # (kind, left, right) of each open rectangle -> its top
     for number, line in enumerate(cells.tolist()):
         found, column = set(), 0
-        for kind, stretch in groupby(line):
-            start, column = column, column + len(list(stretch))
+        for kind, group in groupby(line):
+            start, column = column, column + len(list(group))
             found.add((kind, start, column))
         for run in [run for run in opened if run not in found]:
             yield run[0], opened.pop(run), number, run[1], run[2]

@@ -17,7 +17,7 @@ Drawable = TileMap | TileElements
 _GLYPHS = {EMPTY: "·", PARTIAL: "▒", FULL: "█"}
 _NAMES = {EMPTY: "empty", PARTIAL: "partial", FULL: "full"}
 _COLOURS = {EMPTY: GROUND, PARTIAL: palette.PARTIAL, FULL: palette.FULL}
-_MOST_CELLS = 256  # maximum along a side; in a longer map a cell stands for several tiles
+_MAX_CELLS = 256  # maximum along a side; in a longer map a cell stands for several tiles
 # Two by two elements in a character: bit 0 is upper left, bit 1 upper right, bit 2 lower left, bit 3 lower right.
 _QUADRANTS = np.array(list(" ▘▝▀▖▌▞▛▗▚▐▜▄▙▟█"))
 
@@ -39,7 +39,7 @@ def to_text(drawn: Drawable, width: int = 80, batch: int = 0, head: int = 0, leg
     characters = max(1, round(2 * columns / rows))
     group = max(1, -(-classes.shape[1] * characters // max(width, characters)))
     lines = ["".join(_GLYPHS[kind] * characters for kind in line) for line in _grouped(classes, group)]
-    return "\n".join([*lines, *(_legend(drawn, classes, group, _place(drawn, batch, head)) if legend else ())])
+    return "\n".join([*lines, *(_legend(drawn, classes, group, _selection(drawn, batch, head)) if legend else ())])
 
 
 def to_svg(drawn: Drawable, title: str = "", width: int = 480, batch: int = 0, head: int = 0) -> str:
@@ -59,14 +59,14 @@ def summary(drawn: Drawable, batch: int = 0, head: int = 0) -> str:
     """Returns one line: the share of tiles that a map visits, or the position and the class of a tile."""
     if isinstance(drawn, TileElements):
         return _elements_summary(drawn)
-    return _summary(drawn, drawn.of(batch, head), _place(drawn, batch, head))
+    return _summary(drawn, drawn.of(batch, head), _selection(drawn, batch, head))
 
 
 def _picture(drawn: Drawable, title: str, batch: int, head: int) -> Picture:
     if isinstance(drawn, TileElements):
         return _elements_picture(drawn, title)
     classes = drawn.of(batch, head)
-    group = max(1, -(-max(classes.shape, default=1) // _MOST_CELLS))
+    group = max(1, -(-max(classes.shape, default=1) // _MAX_CELLS))
     rows, columns = drawn.tile
     shares = _shares(classes)
     return Picture(
@@ -75,7 +75,7 @@ def _picture(drawn: Drawable, title: str, batch: int, head: int) -> Picture:
         extent=(drawn.len_q, drawn.len_k),
         kinds={kind: Kind(_NAMES[kind], _COLOURS[kind], shares[kind]) for kind in (FULL, PARTIAL, EMPTY)},
         title=title,
-        summary=_summary(drawn, classes, _place(drawn, batch, head)),
+        summary=_summary(drawn, classes, _selection(drawn, batch, head)),
         short=f"{_visited(classes):.1%} of the work",
     )
 
@@ -86,11 +86,11 @@ def _grouped(classes: Any, group: int) -> Any:
         return classes
     starts = [np.arange(0, size, group) for size in classes.shape]
 
-    def over(pick: np.ufunc) -> Any:
-        return pick.reduceat(pick.reduceat(classes, starts[0], axis=0), starts[1], axis=1)
+    def over(reduce: np.ufunc) -> Any:
+        return reduce.reduceat(reduce.reduceat(classes, starts[0], axis=0), starts[1], axis=1)
 
-    least, greatest = over(np.minimum), over(np.maximum)
-    return np.where(least == greatest, least, PARTIAL)
+    lowest, highest = over(np.minimum), over(np.maximum)
+    return np.where(lowest == highest, lowest, PARTIAL)
 
 
 def _shares(classes: Any) -> dict[int, float]:
@@ -101,28 +101,28 @@ def _visited(classes: Any) -> float:
     return float((classes != EMPTY).mean()) if classes.size else 0.0
 
 
-def _place(tile_map: TileMap, batch: int, head: int) -> str:
+def _selection(tile_map: TileMap, batch: int, head: int) -> str:
     """Returns the text that names the batch and the head, empty for a map with one of each."""
-    of_batch, of_heads = tile_map.classes.shape[:2]
-    said = [f"batch {batch} of {of_batch}"] if of_batch > 1 else []
-    said += [f"head {head} of {of_heads}"] if of_heads > 1 else []
-    return f"; {', '.join(said)} ({_visited(tile_map.classes):.1%} over all)" if said else ""
+    batches, heads = tile_map.classes.shape[:2]
+    words = [f"batch {batch} of {batches}"] if batches > 1 else []
+    words += [f"head {head} of {heads}"] if heads > 1 else []
+    return f"; {', '.join(words)} ({_visited(tile_map.classes):.1%} over all)" if words else ""
 
 
-def _legend(tile_map: TileMap, classes: Any, group: int, place: str) -> list[str]:
+def _legend(tile_map: TileMap, classes: Any, group: int, selection: str) -> list[str]:
     shares = _shares(classes)
     kinds = "   ".join(f"{glyph} {_NAMES[kind]} {shares[kind]:.1%}" for kind, glyph in _GLYPHS.items())
-    lines = [kinds, _summary(tile_map, classes, place)]
+    lines = [kinds, _summary(tile_map, classes, selection)]
     if group > 1:
         lines.append(f"a cell stands for {group} × {group} tiles")
     return lines
 
 
-def _summary(tile_map: TileMap, classes: Any, place: str) -> str:
+def _summary(tile_map: TileMap, classes: Any, selection: str) -> str:
     rows, columns = tile_map.tile
     return (
         f"{_visited(classes):.1%} of the work: {tile_map.len_q} queries (down) × {tile_map.len_k} keys (right), "
-        f"tiles of {rows} × {columns}{place}"
+        f"tiles of {rows} × {columns}{selection}"
     )
 
 
