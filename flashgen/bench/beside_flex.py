@@ -1,4 +1,4 @@
-"""Measures variants beside FlexAttention on one long sequence: `flashgen bench --variants`."""
+"""Measures variants and FlexAttention on one long sequence: `flashgen bench --variants`."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def speed_rows(
     deterministic: bool = False,
     target: str | None = None,
 ) -> Iterator[Row]:
-    """Measures the specs at the lengths, one case after another, beside the peers that support them.
+    """Measures the specs at the lengths, one case after another, together with the peers that support them.
 
     With `deterministic`, the deterministic backward is measured as well. `target` is that of `flashgen.compile`.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def main() -> None:
-    """The entry point: parses sys.argv, runs the command and exits."""
+    """Parses sys.argv, runs the command and exits; the entry point of the package."""
     from flashgen.cli.app import app
 
     app(prog_name="flashgen")

@@ -62,7 +62,7 @@ class WithDefault(TyperGroup):
 
 app = typer.Typer(
     cls=WithDefault,
-    help="Time kernels on this machine's GPU beside other implementations. The default command is [cyan]speed[/].",
+    help="Compare kernels with other implementations on this machine's GPU. The default command is [cyan]speed[/].",
     epilog=SPEED_EXAMPLES,
 )
 
@@ -79,7 +79,7 @@ def speed(
         bool, typer.Option("--deterministic", help="Also time the deterministic backward.")
     ] = False,
     variants: Annotated[
-        bool, typer.Option("--variants", help="Time masks and scores at length 16384 beside FlexAttention instead.")
+        bool, typer.Option("--variants", help="Compare masks and scores at length 16384 with FlexAttention instead.")
     ] = False,
     only: Annotated[str, typer.Option("--only", help="The variants to time, comma-separated. Default: all.")] = "",
     mask_times: Annotated[
@@ -93,7 +93,7 @@ def speed(
     output: Output = Path("flashgen-bench.json"),
     json: Json = False,
 ) -> None:
-    """Measure TFLOP/s over lengths and head dims, beside torch's SDPA backends, FlexAttention and FlashAttention-4.
+    """Measure TFLOP/s over lengths and head dims, for flashgen, torch's SDPA backends, FlexAttention and FA4.
 
     The default specs are full() and causal(). As in the FlashAttention papers, batch x length is 16384 tokens and heads
     x head dim is 2048; the default dtype is bfloat16. The implementations of a cell run alternately, the L2 cache is
@@ -190,17 +190,17 @@ def decode(
     output: Output = Path("flashgen-decode.json"),
     json: Json = False,
 ) -> None:
-    """Measure decoding, few queries over many keys, in TB/s of the K and V that the mask needs, beside other decoders.
+    """Measure decoding (few queries over many keys) in TB/s of the K and V that the mask needs.
 
     The default spec is full(), with head dim 128 and bfloat16; specs must not capture arrays. flashgen uses the kernel
     and the number of splits that a call would choose; pages are in random order. With --kv-dtype flashgen is timed with
     8-bit and with 16-bit K and V, and peers with 16-bit. FlashInfer reads pages of 64 and plans before the timing
     starts; FlexAttention is compiled for each size. --splits and --plans time other choices of flashgen.
 
-    --group lengths times 64 sequences of 1 to 32768 keys over pages beside sequences of equal length, with and without
-    a schedule made beforehand. --group variants times masks and scores beside full attention over as many keys as they
-    visit, and beside FlexAttention. --group mixed times a batch of one prompt of 2048 queries and 63 sequences of one
-    query, over pages. A group takes its dims from one SPEC.
+    --group lengths compares 64 sequences of 1 to 32768 keys in pages with sequences of equal length, with and without
+    a schedule that is created before the call. --group variants compares masks and scores with full attention over as
+    many keys as they visit, and with FlexAttention. --group mixed times a batch of one prompt of 2048 queries and 63
+    sequences of one query, over pages. The dims of a group are those of the SPEC.
     """
     require_gpu()
     from flashgen import bench
@@ -212,7 +212,9 @@ def decode(
             f"{captured[0].name} captures {captured[0].captures[0].name!r}: bench specs without captures"
         )
     if options.page_size:
-        raise ArgumentError(f"--page-size {options.page_size}: give page sizes by --pages, beside contiguous keys")
+        raise ArgumentError(
+            f"--page-size {options.page_size}: give page sizes with --pages, in addition to contiguous keys"
+        )
     given, beside = [decode_size(text) for text in listed(sizes)], chosen(peers, "--peers", bench.DECODE_PEERS)
     if group:
         serving(group, declared[0], given, beside, listed(only), target, output, json)
@@ -292,7 +294,7 @@ def varlen(
     output: Output = Path("flashgen-ragged.json"),
     json: Json = False,
 ) -> None:
-    """Measure varlen (ragged) batches, packed documents that attend within themselves, beside other varlen kernels.
+    """Measure varlen (ragged) batches of packed documents, for flashgen and other varlen kernels.
 
     The default spec is causal(), with head dim 128 and bfloat16. Peers that are not installed are left out. All
     preparation that a call needs is timed with it.

@@ -108,6 +108,16 @@ def parse_tile(zoom: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
+def show_drawing(drawing: Drawing, as_svg: bool, path: Path | None, json: bool) -> None:
+    """Writes the drawing to an SVG file if a path is given, else prints it as SVG, as JSON, or in characters."""
+    if path is not None:
+        write_drawing(drawing, path)
+    elif as_svg:
+        print_code(svg(drawing), "xml")
+    else:
+        (print_numbers if json else print_drawing)(drawing)
+
+
 def write_drawing(drawing: Drawing, path: Path) -> None:
     """Writes an SVG file, and prints the share of the tiles that are visited.
 
@@ -150,10 +160,6 @@ def coloured(text: str) -> None:
     for glyph, colour in (("█", palette.FULL), ("▒", palette.PARTIAL), ("·", palette.RULE)):
         shown.highlight_regex(f"{glyph}+", style=colour)
     stdout().print(shown)
-
-
-def print_svg(drawing: Drawing) -> None:
-    print_code(svg(drawing), "xml")
 
 
 def svg(drawing: Drawing) -> str:

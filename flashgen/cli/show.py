@@ -21,7 +21,7 @@ from flashgen.cli.kernels import (
     write_timeline,
 )
 from flashgen.cli.options import Deterministic, Json, Spec, SpecOptions, Target, one_of, with_spec_options
-from flashgen.cli.pictures import Selection, drawing_of, print_drawing, print_numbers, print_svg, write_drawing
+from flashgen.cli.pictures import Selection, drawing_of, show_drawing
 from flashgen.cli.ranks import (
     EXCHANGE,
     HEADS,
@@ -206,13 +206,8 @@ def show(
     if what is What.spec:
         print_code(declared.to_json(), "json")
         return
-    if packed_heads != 1 and pass_ is not Pass.forward:
-        raise ArgumentError(f"--packed-heads {packed_heads}: only the forward packs heads")
-    if smaller_tiles and pass_ is not Pass.forward:
-        raise ArgumentError("--smaller-tiles: only the forward has smaller tiles")
     forward = {"packed_heads": packed_heads, "smaller_tiles": smaller_tiles}
-    if heads_apart and (pass_ is not Pass.backward or deterministic):
-        raise ArgumentError("--heads-apart: only --pass backward without --deterministic has it")
+    refuse_other_passes(pass_, deterministic, packed_heads, smaller_tiles, heads_apart)
     architecture = target or target_here()
     if what in (What.tiles, What.svg, What.traffic):
         tile = tile_of(declared, architecture, pass_, deterministic, forward)
@@ -221,12 +216,8 @@ def show(
         if what is What.traffic:
             heads = max(drawing.tiles.classes.shape[1], (head or 0) + 1)
             show_traffic(declared, architecture, pass_, deterministic, drawing.tiles, heads, json)
-        elif output is not None:
-            write_drawing(drawing, output)
-        elif what is What.svg:
-            print_svg(drawing)
         else:
-            (print_numbers if json else print_drawing)(drawing)
+            show_drawing(drawing, what is What.svg, output, json)
         return
     if what is What.timeline:
         write_timeline(declared, architecture, pass_, kernel, deterministic, output)
@@ -250,6 +241,18 @@ def refuse_unused(what: What, map_options: dict[str, Any], output: Path | None) 
         raise ArgumentError(f"{', '.join(names)}: only a tile map takes this, add --what tiles")
     if output is not None and what in (What.resources, What.traffic, What.spec):
         raise ArgumentError(f"--output {output}: --what {what.value} only prints; redirect it with > FILE")
+
+
+def refuse_other_passes(
+    pass_: Pass, deterministic: bool, packed_heads: int, smaller_tiles: bool, heads_apart: bool
+) -> None:
+    """Raises ArgumentError for an option that the kernels of the pass do not have."""
+    if packed_heads != 1 and pass_ is not Pass.forward:
+        raise ArgumentError(f"--packed-heads {packed_heads}: only the forward packs heads")
+    if smaller_tiles and pass_ is not Pass.forward:
+        raise ArgumentError("--smaller-tiles: only the forward has smaller tiles")
+    if heads_apart and (pass_ is not Pass.backward or deterministic):
+        raise ArgumentError("--heads-apart: only --pass backward without --deterministic has it")
 
 
 def target_here() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -25,7 +26,7 @@ from flashgen.cli.specs import load_spec, load_variant
 from flashgen.cli.verify_rows import Sweep
 
 if TYPE_CHECKING:
-    from flashgen.verify import Case
+    from flashgen.verify import Case, Result
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -126,6 +127,17 @@ def verify(
         source=source,
     )
     sweep = Sweep(cases, schedules * len(passes.chosen), shown=not json)
+    interrupted = collect(sweep, running)
+    if json:
+        print_json(sweep.to_dict() | {"interrupted": interrupted})
+    else:
+        note(f"{'interrupted: ' if interrupted else ''}{sweep.summary}")
+    if interrupted or sweep.failures:
+        raise typer.Exit(INTERRUPTED if interrupted else 1)
+
+
+def collect(sweep: Sweep, running: Iterator[Result]) -> bool:
+    """Adds the results to the sweep while they are computed, with a progress bar. Returns whether Ctrl-C ended it."""
     interrupted = False
     with progress(sweep.running, sweep.planned) as bar:
         try:
@@ -135,12 +147,7 @@ def verify(
         except KeyboardInterrupt:
             interrupted = True
         sweep.end()
-    if json:
-        print_json(sweep.to_dict() | {"interrupted": interrupted})
-    else:
-        note(f"{'interrupted: ' if interrupted else ''}{sweep.summary}")
-    if interrupted or sweep.failures:
-        raise typer.Exit(INTERRUPTED if interrupted else 1)
+    return interrupted
 
 
 def chosen_cases(specs: list[str] | None, options: SpecOptions, every: bool) -> tuple[Case, ...]:
