@@ -98,8 +98,9 @@ def speed(
     The default specs are full() and causal(). As in the FlashAttention papers, batch x length is 16384 tokens and heads
     x head dim is 2048; the default dtype is bfloat16. The implementations of a cell run alternately, the L2 cache is
     flushed before each launch, and the table shows medians. A peer that is not installed, or does not support a cell,
-    is left out. The backward of a peer replays a graph that was built before the timing starts. The backward counts 2.5
-    times the FLOPs of the forward. Prints a table and a summary, and saves both as JSON after each row.
+    is left out. The backward of a peer uses an autograd graph that is built before the timing starts. The FLOPs of
+    the backward are counted as 2.5 times those of the forward. A table and a summary are printed, and saved as JSON
+    after each row.
     """
     require_gpu()
     from flashgen import bench

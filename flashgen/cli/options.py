@@ -116,7 +116,7 @@ class SpecOptions:
         typer.Option(
             "--sink",
             metavar="NAME",
-            help="Learned attention sinks: the name of a float32 array with a score for each head.",
+            help="The name of a float32 array of learned attention sinks, one for each query head.",
         ),
     ] = None
 

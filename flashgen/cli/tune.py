@@ -187,8 +187,10 @@ def described(result: Tuning, spec: AttentionSpec, shape: Shape, which: Pass = "
 
 
 def flops(spec: AttentionSpec, shape: Shape, which: Pass = "forward") -> float:
-    """Returns the FLOPs of the matrix products of a pass, counted as in `flashgen bench`: a square causal mask halves
-    them."""
+    """Returns the FLOPs of the matrix products of a pass, counted as in `flashgen bench`.
+
+    A causal mask halves them if the lengths are equal.
+    """
     from flashgen.bench.cases import Case, products
 
     share = Case(spec, shape.len_q, shape.batch, shape.heads_q).share

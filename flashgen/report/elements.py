@@ -31,7 +31,10 @@ class Elements:
 def mixed_elements(
     expression: sympy.Basic, tiles: TileMap, batch: int, head: int, captures: Mapping[str, Any]
 ) -> Elements:
-    """Returns the patterns of the first MAX_TILES partial tiles. A tile beyond the first MAX_PATTERNS is left out."""
+    """Returns the patterns of the first MAX_TILES partial tiles.
+
+    Only the first MAX_PATTERNS distinct patterns are stored; tiles with other patterns are left out.
+    """
     numbers: dict[str, int] = {}
     found: dict[str, int] = {}
     positions = np.argwhere(tiles.of(batch, head) == PARTIAL)[:MAX_TILES]

@@ -112,8 +112,10 @@ class Report:
 
 
 def report_of(request: ReportRequest) -> Report:
-    """Renders, compiles and runs the kernels, and returns the report. Raises UnsupportedError if the target cannot
-    run the spec."""
+    """Renders, compiles and runs the kernels, and returns the report.
+
+    Raises UnsupportedError if the target cannot run the spec.
+    """
     target = target_named(request.target)
     plan = _plan(request, target)
     passes = _kernels(request, target, plan)

@@ -75,8 +75,10 @@ class Replay:
         self._copies = 0.0
 
     def run(self) -> list[Span]:
-        """Returns every span; the warp with the smallest clock steps first. Raises LaunchError if the record is
-        incomplete."""
+        """Returns all spans. At each step, the ready warp with the smallest clock goes on.
+
+        Raises LaunchError if the record is incomplete.
+        """
         while waiting := [warp for warp in self._warps.values() if warp.steps]:
             ready = [warp for warp in waiting if self._can_go_on(warp)]
             if not ready:

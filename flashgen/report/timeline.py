@@ -61,8 +61,10 @@ class Timeline:
 
 
 def timeline_of(events: Array, kernel: RenderedKernel) -> Timeline:
-    """Returns the timeline of a launch's events, with a row for each warpgroup if the kernel uses wgmma, else for each
-    warp."""
+    """Returns the timeline of a launch's events.
+
+    It has a row for each warpgroup if the kernel uses wgmma, else for each warp.
+    """
     spans = replayed(events, kernel.target, kernel.shared.barrier_offsets())
     rows = tuple(_rows(events, spans))
     drawn = {row.warp for row in rows}
@@ -85,8 +87,10 @@ def _rows(events: Array, spans: list[Span]) -> Iterator[Row]:
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
-    """Merges spans of the same row and kind that touch or overlap. Spans in which the warp itself is busy are merged
-    only if they belong to the same source line."""
+    """Merges spans of the same row and kind that touch or overlap.
+
+    Spans in which the warp itself is busy are merged only if they belong to the same source line.
+    """
     last: dict[tuple[Any, ...], int] = {}
     kept: list[Span] = []
     for span in spans:

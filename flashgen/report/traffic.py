@@ -79,8 +79,10 @@ def backward_traffic(spec: AttentionSpec, target: Target, kernels: Kernels, size
 
 
 def flops(kernel: RenderedKernel, sizes: CallSizes, share: float) -> int | None:
-    """Returns the FLOPs of a kernel's matrix products if `share` of all tiles is visited; None for a kernel without
-    products."""
+    """Returns the FLOPs of a kernel's matrix products, where `share` is the fraction of tiles that are visited.
+
+    Returns None for a kernel whose FLOPs are not counted.
+    """
     if kernel.cost is None or kernel.cost.flops == "none":
         return None
     formula = kernel.cost.flops.replace(_SHARE, "share").replace(_PAIRS, "(batch * len_q * len_k)")
