@@ -90,7 +90,7 @@ def test_the_command_hands_its_choices_on(monkeypatch: pytest.MonkeyPatch, tmp_p
     for wrong in (["--plans", "16x16"], ["--group", "sizes"], ["--only", "tree"]):
         assert CliRunner().invoke(app, ["bench", "decode", *wrong, *output]).exit_code == 2
     refused = CliRunner().invoke(app, ["bench", "decode", "--page-size", "16", *output])
-    assert refused.exit_code == 2 and "by --pages" in refused.output
+    assert refused.exit_code == 2 and "with --pages" in refused.output
 
 
 @pytest.mark.gpu

@@ -138,7 +138,7 @@ def test_show_writes_into_a_folder_or_says_why_not(tmp_path: Path) -> None:
     assert "cannot be written: " in invoke(*arguments, tmp_path / "file", expect=2).stderr
     assert (tmp_path / "file").read_text() == "mine"
     refused = invoke("show", "causal()", "--what", "spec", "--output", tmp_path / "out", expect=2)
-    assert "--what spec prints" in refused.stderr
+    assert "--what spec only prints" in refused.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -499,7 +499,7 @@ def test_demo_shows_maps_and_what_the_layer_looks_at(tmp_path: Path) -> None:
     assert kept == [f"{100 * ran['share_of_scores_kept']:.1f}" for ran in summary["variants"]]
     assert summary["variants"][1]["share_of_scores_kept"] == 177 / (2 * 176)  # causal
     assert "causal() & sliding_window(100)" in shown and "█" in shown and "FAILED" not in shown
-    assert re.search(r'What "rabbit" attends to.*\n( +head +\d+: .*\n){3}', shown)
+    assert re.search(r'Attention weights of "rabbit" within its sentence.*\n( +head +\d+: .*\n){3}', shown)
 
 
 def test_doctor() -> None:

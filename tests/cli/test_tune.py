@@ -107,7 +107,7 @@ def test_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(tune, "require_gpu", lambda: None)
     monkeypatch.setattr(tune, "inputs_of", lambda *given: given)
-    monkeypatch.setattr(tune, "tuned", lambda *given: asked.append(given) or FOUND)
+    monkeypatch.setattr(tune, "tune_pass", lambda *given: asked.append(given) or FOUND)
     arguments = ("tune", "causal()", "--head-dim", 128, "--lengths", "4096,512", "--target", "sm_90a")
     result = invoke(*arguments)
     assert [shape for _, shape, *_ in asked] == [SHAPE, Shape(512, 512, 32, 16, 16)]
@@ -124,7 +124,7 @@ def test_both_passes_are_tuned_one_after_the_other(monkeypatch: pytest.MonkeyPat
     asked: list[Any] = []
     monkeypatch.setattr(tune, "require_gpu", lambda: None)
     monkeypatch.setattr(tune, "inputs_of", lambda *given: given)
-    monkeypatch.setattr(tune, "tuned", lambda *given: asked.append(given[5:]) or FOUND)
+    monkeypatch.setattr(tune, "tune_pass", lambda *given: asked.append(given[5:]) or FOUND)
     arguments = ("tune", "causal()", "--head-dim", 128, "--lengths", "4096", "--deterministic", "--pass")
     forward, backward = json.loads(invoke(*arguments, "both", "--json").stdout)
     assert asked == [("forward", True), ("backward", True)]

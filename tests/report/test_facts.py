@@ -275,7 +275,7 @@ def test_ptx_is_counted_where_there_is_no_disassembler(monkeypatch: pytest.Monke
     counted = kernel["instructions"]
     assert counted["language"] == "PTX" and "nvdisasm is not installed" in counted["why"]
     assert counted["kinds"]["products"] > 0 and counted["kinds"]["float arithmetic"] > 0
-    assert data["checked"]["why_not"] == "not asked for"
+    assert data["checked"]["why_not"] == "not requested"
 
 
 @pytest.mark.skipif(find_tool("nvdisasm") is None, reason="needs nvdisasm: pip install '.[inspect]'")
@@ -350,7 +350,7 @@ def test_measured_calls_are_of_the_asked_sizes_and_stand_below_the_roof(monkeypa
     """With the emulator in the GPU's place, and a clock that always says 2 ms."""
     seen: list[Any] = []
     monkeypatch.setattr(measured, "runs_here", lambda target: target.name == "sm_80")
-    monkeypatch.setattr(measured, "_there", lambda value: value)
+    monkeypatch.setattr(measured, "_to_gpu", lambda value: value)
     monkeypatch.setattr(measured.engine, "compile", partial(measured.engine.compile, emulate=True))
     monkeypatch.setattr(measured, "median_ms", lambda run: seen.append(run()) or 2.0)
     words = 'report "causal()" --len-q 100 --len-k 130 --heads 4 --heads-kv 2 --no-run --json'

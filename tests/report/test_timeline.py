@@ -161,7 +161,7 @@ def test_a_barrier_opens_when_the_last_warp_has_come() -> None:
 
 
 def test_a_record_that_is_cut_short_is_refused() -> None:
-    with pytest.raises(LaunchError, match="not whole"):
+    with pytest.raises(LaunchError, match="not complete"):
         replayed(events((0, Did.REACH, {"amount": 64}), (0, Did.LEAVE, {})), SM_80)
 
 

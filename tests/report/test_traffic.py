@@ -81,4 +81,4 @@ def test_show_prints_the_same(tmp_path: Any) -> None:
     backward = CliRunner().invoke(app, [*words, "--pass", "backward"])
     assert backward.exit_code == 0 and "algorithm 4" in backward.stdout
     refused = CliRunner().invoke(app, [*words, "--output", str(tmp_path / "x")])
-    assert refused.exit_code == 2 and "--what traffic prints" in refused.stderr
+    assert refused.exit_code == 2 and "--what traffic only prints" in refused.stderr
