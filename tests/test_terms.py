@@ -17,7 +17,7 @@ RETIRED = {
     "finish_scores": "apply_score_and_mask",
     "reads_alike": "reads_uniform",
     "kAlike": "kUniform",
-    "Work": "WorkTile",
+    "struct Work": "struct WorkTile",
     "work_of": "work_tile_at",
     "work_of_block": "work_tile_of_block",
     "work_full": "work_tile_full",
@@ -80,8 +80,8 @@ def test_retired_identifiers_are_gone(folder: str) -> None:
 
 
 def test_a_retired_identifier_is_noticed() -> None:
-    assert retired_in("const Work work = work_of(index, arguments);") == [
-        "line 1: Work, use WorkTile",
-        "line 1: work_of, use work_tile_at",
+    assert retired_in("struct Work {};\nconst auto work = work_of(index, arguments);") == [
+        "line 1: struct Work, use struct WorkTile",
+        "line 2: work_of, use work_tile_at",
     ]
     assert not retired_in("const WorkTile work = work_tile_at(index, arguments);")
