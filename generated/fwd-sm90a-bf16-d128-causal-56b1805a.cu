@@ -530,9 +530,8 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const For
 
 // ---- The producer ---------------------------------------------------------------------------------------------------
 
-// The producer: for each work tile it loads Q, and the K and V tiles of each step as soon as their stage is empty, K one
-// step ahead. The index of the block's first work tile is the block's own; then it fetches the next index that no other
-// block has taken.
+// The producer: loads Q of each work tile, and K and V of each step once their stage is empty, K one step ahead. The first
+// tile index is the block's own; then it fetches the next one that no other block has taken.
 __device__ __forceinline__ void producer(unsigned shared, const Barriers& barriers, const ForwardArguments& arguments) {
   int index = blockIdx.x, used = 0;   // used: uses of the stages by earlier work tiles
   unsigned queries_used = 1;          // phase of the use of Q before this one
@@ -590,13 +589,11 @@ __device__ __forceinline__ void apply_mask(float (&scores)[kTileK / 2], const Po
 }
 
 // Turns products into scores. Tiles that are not fully visible apply the mask; keys beyond the last one get -inf.
-__device__ __forceinline__ void apply_score_and_mask(float (&scores)[kTileK / 2], const Position& position,
-                                                     const KeyTiles& tiles, int step,
-                                                     const ForwardArguments& arguments) {
+__device__ __forceinline__ void apply_mods(float (&scores)[kTileK / 2], const Position& position,
+                                           const KeyTiles& tiles, int step, const ForwardArguments& arguments) {
   const int first_key = tiles.first_key(step);
   if (!tiles.full(step)) apply_mask(scores, position, first_key, arguments);
-  const int left = arguments.len_k - first_key;
-  if (left < kTileK) {
+  if (const int left = arguments.len_k - first_key; left < kTileK) {
 #pragma unroll
     for (int n = 0; n < kTileK / 2; ++n) {
       if (n / 4 * 8 + n % 2 >= left - position.key) scores[n] = minus_infinity();
@@ -639,9 +636,8 @@ __device__ __forceinline__ bool update_row_maxima(RowState (&rows)[2], float (&o
   return __all_sync(0xffffffffu, steady);
 }
 
-// Turns scores into probabilities. While row maxima are `steady`, those of earlier tiles are tried first, without computing a
-// maximum: the row sums show whether they are large enough, and they nearly always are. The first step of a work tile has
-// none to try.
+// Turns scores into probabilities. While row maxima are `steady`, those of earlier tiles are tried first: the row sums show
+// whether they are large enough, and they nearly always are. The first step of a work tile has none to try.
 __device__ __forceinline__ void softmax(unsigned (&probabilities)[kTileK / 16][4], float (&output)[kValueDimPadded / 2],
                                         RowState (&rows)[2], bool& steady, float (&scores)[kTileK / 2]) {
   float sums[2], offsets[2] = {rows[0].offset(), rows[1].offset()};
@@ -727,7 +723,7 @@ __device__ __forceinline__ void consumer(int warpgroup, unsigned shared, const B
       await_product<0>(scores);
       release(barriers.keys_empty(use));
       if (first + 1 == last) release(barriers.queries_empty());
-      apply_score_and_mask(scores, position, tiles, first, arguments);
+      apply_mods(scores, position, tiles, first, arguments);
       softmax(probabilities, output, rows, steady, scores);
       for (int step = first + 1; step < last; ++step, ++use) {
         mbarrier_wait(barriers.keys_full(use + 1), barriers.phase(use + 1));
@@ -737,7 +733,7 @@ __device__ __forceinline__ void consumer(int warpgroup, unsigned shared, const B
         await_product<1>(scores);
         release(barriers.keys_empty(use + 1));
         if (step + 1 == last) release(barriers.queries_empty());
-        apply_score_and_mask(scores, position, tiles, step, arguments);
+        apply_mods(scores, position, tiles, step, arguments);
         await_product<0>(output);
         release(barriers.values_empty(use));
         softmax(probabilities, output, rows, steady, scores);

@@ -552,9 +552,8 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const For
 
 // ---- The producer ---------------------------------------------------------------------------------------------------
 
-// The producer: for each work tile it loads Q, and the K and V tiles of each step as soon as their stage is empty, K one
-// step ahead. The index of the block's first work tile is the block's own; then it fetches the next index that no other
-// block has taken.
+// The producer: loads Q of each work tile, and K and V of each step once their stage is empty, K one step ahead. The first
+// tile index is the block's own; then it fetches the next one that no other block has taken.
 __device__ __forceinline__ void producer(unsigned shared, const Barriers& barriers, const ForwardArguments& arguments) {
   int index = blockIdx.x, used = 0;   // used: uses of the stages by earlier work tiles
   unsigned queries_used = 1;          // phase of the use of Q before this one
@@ -601,15 +600,6 @@ __device__ __forceinline__ void producer(unsigned shared, const Barriers& barrie
 // A lane holds the fragments of a wgmma accumulator: element n is in row n / 2 % 2 of the lane's two rows, which are 8 apart,
 // and in column n / 4 * 8 + n % 2 from the lane's first column.
 
-// Applies the score function to the products.
-__device__ __forceinline__ void apply_score(float (&scores)[kTileK / 2], const Position& position, int first_key,
-                                            const ForwardArguments& arguments) {
-#pragma unroll
-  for (int n = 0; n < kTileK / 2; ++n) {
-    scores[n] = score_mod(scores[n], arguments);
-  }
-}
-
 // Applies the mask: sets scores of masked-out keys to -inf.
 __device__ __forceinline__ void apply_mask(float (&scores)[kTileK / 2], const Position& position, int first_key,
                                            const ForwardArguments& arguments) {
@@ -621,14 +611,15 @@ __device__ __forceinline__ void apply_mask(float (&scores)[kTileK / 2], const Po
 }
 
 // Turns products into scores. Tiles that are not fully visible apply the mask; keys beyond the last one get -inf.
-__device__ __forceinline__ void apply_score_and_mask(float (&scores)[kTileK / 2], const Position& position,
-                                                     const KeyTiles& tiles, int step,
-                                                     const ForwardArguments& arguments) {
+__device__ __forceinline__ void apply_mods(float (&scores)[kTileK / 2], const Position& position,
+                                           const KeyTiles& tiles, int step, const ForwardArguments& arguments) {
   const int first_key = tiles.first_key(step);
-  apply_score(scores, position, first_key, arguments);
+#pragma unroll
+  for (int n = 0; n < kTileK / 2; ++n) {
+    scores[n] = score_mod(scores[n], arguments);
+  }
   if (!tiles.full(step)) apply_mask(scores, position, first_key, arguments);
-  const int left = arguments.len_k - first_key;
-  if (left < kTileK) {
+  if (const int left = arguments.len_k - first_key; left < kTileK) {
 #pragma unroll
     for (int n = 0; n < kTileK / 2; ++n) {
       if (n / 4 * 8 + n % 2 >= left - position.key) scores[n] = minus_infinity();
@@ -739,7 +730,7 @@ __device__ __forceinline__ void consumer(int warpgroup, unsigned shared, const B
       await_product<0>(scores);
       release(barriers.keys_empty(use));
       if (first + 1 == last) release(barriers.queries_empty());
-      apply_score_and_mask(scores, position, tiles, first, arguments);
+      apply_mods(scores, position, tiles, first, arguments);
       softmax(scores, rows, shrink);
       round_probabilities(probabilities, scores);
       for (int step = first + 1; step < last; ++step, ++use) {
@@ -750,7 +741,7 @@ __device__ __forceinline__ void consumer(int warpgroup, unsigned shared, const B
         await_product<1>(scores);
         release(barriers.keys_empty(use + 1));
         if (step + 1 == last) release(barriers.queries_empty());
-        apply_score_and_mask(scores, position, tiles, step, arguments);
+        apply_mods(scores, position, tiles, step, arguments);
         const bool outgrown = softmax(scores, rows, shrink);
         await_product<0>(output);
         release(barriers.values_empty(use));

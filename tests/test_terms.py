@@ -14,7 +14,7 @@ RETIRED = {
     "modify_score": "score_mod",
     "modify_scores": "apply_score",
     "mask_scores": "apply_mask",
-    "finish_scores": "apply_score_and_mask",
+    "finish_scores": "apply_mods",
     "reads_alike": "reads_uniform",
     "kAlike": "kUniform",
     "struct Work": "struct WorkTile",
