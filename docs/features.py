@@ -14,7 +14,6 @@ import numpy as np
 
 import flashgen as fg
 from flashgen.attention.tile_lists import sizes_of
-from flashgen.attention.varlen import refuse_varlen
 from flashgen.codegen.dispatch import render_backward_kernels, render_forward_kernels
 from flashgen.codegen.targets import TARGETS
 from flashgen.errors import ArgumentError, SpecError, UnsupportedError
@@ -122,7 +121,7 @@ def _decode_schedule(attention: Any) -> None:
 OPTIONS: dict[str, Callable[[Any], Any]] = {
     "`num_splits`": lambda attention: attention.forward.dispatch.for_splits(sizes_of(1, 64, 1, 1, 1), 2),
     "`decode_schedule`": _decode_schedule,
-    "`plan_for`, `tune`": lambda attention: refuse_varlen(attention.spec, "tune", "..."),
+    "`plan_for`": lambda attention: attention.plan_for(1, 64),
     "`tiles`, `tile_lists`": lambda attention: attention.tiles(64, 64, ids=np.zeros((1, 64), np.int32)),
     "`spec.shard()`": lambda attention: attention.spec.shard(),
 }

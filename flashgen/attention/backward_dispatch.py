@@ -80,7 +80,8 @@ class BackwardDispatch:
             return self.default
         if self.tuned:
             key = self.tuning_key(problem, device)
-            found = self._kernels.tuned(self.default, self._main, self.tuned, *key, self._build_tuned)
+            ways = self._render_tuned, self._build_tuned
+            found = self._kernels.tuned(self.default, self._main, self.tuned, *key, *ways)
             if found:
                 return found
         plan = self.untuned_plan(workload_of(problem, self._engine.card(device)))
@@ -92,10 +93,10 @@ class BackwardDispatch:
         """Renders the kernels of a plan, deterministic if this attention is."""
         return backward_kernels(self._spec, self._main.target, self.deterministic, plan=plan)
 
-    def _build_tuned(self, tuned: TunedPlan) -> BuiltStages | None:
-        kernels = tuned.kernels(self.kernels_of, "keys")
-        if kernels is None:
-            return None
+    def _render_tuned(self, tuned: TunedPlan) -> Kernels | None:
+        return tuned.kernels(self.kernels_of, "keys")
+
+    def _build_tuned(self, kernels: Kernels) -> BuiltStages:
         options = "--pass backward --deterministic" if self.deterministic else "--pass backward"
         return BuiltStages(self._spec, kernels, self._engine, f"flashgen tune {options} {self._shown()}")
 

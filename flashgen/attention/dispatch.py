@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from flashgen.attention.problem import Problem
 from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans
 from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.stages import Kernels
 from flashgen.codegen.workload import Workload
 from flashgen.errors import BuildError, FlashgenWarning
 from flashgen.runtime.caching import Cache
@@ -46,13 +47,15 @@ class KernelsByPlan(Generic[Built]):
         tuned: TunedPlans,
         card: Card,
         lengths: LengthClass,
-        build: Callable[[TunedPlan], Built | None],
+        render: Callable[[TunedPlan], Kernels | None],
+        build: Callable[[Kernels], Built],
     ) -> Built | None:
         """Returns the kernels of the plan that tuning found for a class of call sizes.
 
         Args:
             default, kernel: The default kernels, and the main one among them.
-            build: Builds the kernels of a tuned plan; returns None if this version renders another text for it.
+            render: Returns the kernels of a tuned plan, or None if this version renders another text for it.
+            build: Builds them; one thread does so for each plan, and the others wait for it.
 
         Returns None if there is no tuned plan, or if its kernels are not available.
         """
@@ -63,17 +66,15 @@ class KernelsByPlan(Generic[Built]):
                 winner = tuned.find(card, lengths)
                 if winner is None or winner.plan == kernel.plan:
                     return default if winner else None
-                return self.by_plan.get(winner.plan) or self._build_tuned(winner, build)
+                built = self.by_plan.get(winner.plan)
+                kernels = None if built else render(winner)
+                return self.by_plan.get_or_make(winner.plan, lambda: build(kernels)) if kernels else built
             except BuildError as error:
                 what = f"the tuned plan {winner.plan}" if winner else "a tuned plan, if there is one,"
                 warn(_log, f"{what} of {kernel.name} is not used, the default one is: {error}")
                 return None
 
         return self._tuned.get_or_make((kernel.plan, card, lengths), found)
-
-    def _build_tuned(self, winner: TunedPlan, build: Callable[[TunedPlan], Built | None]) -> Built | None:
-        built = build(winner)  # None is not kept, as the plan itself may be wanted for other calls
-        return None if built is None else self.by_plan.get_or_make(winner.plan, lambda: built)
 
 
 def warn(log: logging.Logger, message: str) -> None:

@@ -98,7 +98,8 @@ class ForwardDispatch:
         if self.tuned:
             key = self.tuning_key(built, problem, device)
             tuned = self.tuned.for_kernel(built.kernel)
-            built = self._kernels.tuned(built, built.kernel, tuned, *key, self._build_tuned) or built
+            found = self._kernels.tuned(built, built.kernel, tuned, *key, self._render_tuned, self._build_tuned)
+            built = found or built
         return self._refined(built, problem, device) if self.by_sizes else built
 
     def untuned(self, problem: Problem, device: int) -> ForwardKernels:
@@ -192,9 +193,11 @@ class ForwardDispatch:
         prebuild = f"{command} --target {self.default.kernel.target.name} {shlex.quote(self._spec.to_json())}"
         return ForwardKernels.build(self._spec, kernels, self._engine, prebuild)
 
-    def _build_tuned(self, tuned: TunedPlan) -> ForwardKernels | None:
-        kernels = tuned.kernels(self._render, "forward")
-        return None if kernels is None else self._build(kernels, "flashgen tune")
+    def _render_tuned(self, tuned: TunedPlan) -> Kernels | None:
+        return tuned.kernels(self._render, "forward")
+
+    def _build_tuned(self, kernels: Kernels) -> ForwardKernels:
+        return self._build(kernels, "flashgen tune")
 
 
 def num_splits_of(kernel: RenderedKernel, spec: AttentionSpec, problem: Problem, splits: Splits) -> int:

@@ -2,7 +2,7 @@
 
 targets              all facts about each GPU architecture: limits, rates, features, dtypes, families
 family, families     the interfaces of a kernel family for each pass; the families, and which one a target uses
-dispatch             the plan for the sizes of a call (choose), and the kernels that a plan renders to
+dispatch             the plan for the sizes of a call, and the kernels that a plan renders to
 plan                 the interface of forward plans: tiles, registers, shared memory, checks against a target
 shared_memory        the shared-memory layout of a CTA, from which byte counts, constants and drawings are derived
 demand               registers and instructions that a variant needs per thread

@@ -25,16 +25,6 @@ def default_plan(spec: AttentionSpec, target: Target) -> Plan:
     return forward_family(target).default_plan(spec, target)
 
 
-def choose(spec: AttentionSpec, target: Target, workload: Workload) -> Plan:
-    """Returns the forward plan for a call of these sizes.
-
-    Few queries over many keys take a decode plan. Other calls take the default plan, or one with packed heads or
-    smaller tiles if that fills the GPU better.
-    """
-    plan = decode_plan(spec, target, workload) or default_plan(spec, target)
-    return refine(plan, spec, target, workload) or plan
-
-
 def decode_plan(spec: AttentionSpec, target: Target, workload: Workload) -> Plan | None:
     """Returns the decode plan for a call of these sizes, or None if the forward kernel is faster."""
     return forward_family(target).decode.choose(spec, target, workload)

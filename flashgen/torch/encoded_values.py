@@ -16,6 +16,7 @@ import torch
 from flashgen.errors import SpecError
 from flashgen.language import functions
 from flashgen.language.captures import Leaf, PartlyIndexed
+from flashgen.language.expression_json import FLOAT, INTEGER
 from flashgen.language.modifiers import at_operands
 from flashgen.language.protocols import call_torch_named, is_supported
 from flashgen.language.rows import ComputedRow, Row
@@ -139,9 +140,10 @@ def key_of(score: str, score_name: str, mask: str, mask_name: str, spec: str) ->
         )  # fmt: skip
     except SpecError as error:
         return (str(error),)
-    floats = tuple(_decoded_number(_encoded_number(each)) for each in numbers if _is_float(each))
-    integers = tuple(_decoded_number(_encoded_number(each)) for each in numbers if not _is_float(each))
-    return key, tuple(array.position for array in arrays), integers, floats
+    decoded: tuple[list[Any], list[Any]] = ([], [])
+    for number in numbers:
+        decoded[_is_float(number)].append(_decoded_number(_encoded_number(number)))
+    return key, tuple(array.position for array in arrays), *map(tuple, decoded)
 
 
 class Array:
@@ -213,7 +215,7 @@ class _Reader:
         number = self._number_at(position, is_float)
         if not isinstance(number, Number):
             return number
-        return Traced('"#f"' if is_float else '"#i"', "float" if is_float else "int", (), (number,))
+        return Traced(f'"{FLOAT if is_float else INTEGER}"', "float" if is_float else "int", (), (number,))
 
     def _traced(self, text: str, kind: Any, arrays: tuple[int, ...], numbers: tuple[Any, ...]) -> Traced:
         return self.value({"text": text, "kind": kind, "arrays": arrays, "numbers": [list(each) for each in numbers]})

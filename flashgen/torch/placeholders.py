@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from flashgen.errors import SpecError
 from flashgen.language.modifiers import Mask, Score
-from flashgen.language.trace import PLACEHOLDERS, Traced
+from flashgen.language.trace import MAX_INT, PLACEHOLDERS, Traced
 from flashgen.language.well_formed import FLOAT32_MAX
 from flashgen.torch.encoded_values import AT, OF_LANGUAGE, RESULT, composed, key_of, leaf_value, name_of, opened
 from flashgen.torch.table import constant, fixed
@@ -89,7 +89,7 @@ class Recording(TorchFunctionMode):
                 )
             return "array", self._array(given), given.dtype, given.ndim, given.requires_grad
         if isinstance(given, int) and not isinstance(given, bool):
-            if not -(2**31) <= given < 2**31:
+            if not -MAX_INT <= given < MAX_INT:
                 return "constant", fixed(given)
             return "number", self._number(given), False
         if isinstance(given, float):

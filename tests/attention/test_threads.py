@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import flashgen.language as fg
 from flashgen import attention
 from flashgen.attention import backward, call_pass, forward, forward_dispatch, tile_lists
 from flashgen.attention.callable import Attention
+from flashgen.attention.dispatch import KernelsByPlan
 from flashgen.attention.tuned_plans import TunedPlans, invalidate_tuned_plans
 from flashgen.build.cache import KernelCache
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
@@ -174,3 +177,22 @@ def test_threads_that_compile_one_spec_get_one_callable(at_once: AtOnce) -> None
     spec = fg.AttentionSpec(16, scale=0.71875)  # of this test's own
     plan = ForwardPlan(32, 32, 2)
     assert len({id(each) for each in at_once(lambda number: attention.compile(spec, emulate=True, plan=plan))}) == 1
+
+
+def test_a_plan_tuned_for_two_classes_of_lengths_is_built_once(at_once: AtOnce) -> None:
+    """Each thread asks for another class; the second one finds the kernels that the first one builds."""
+    built: list[object] = []
+    kernels = SimpleNamespace(plan="default", name="forward")
+    tuned = SimpleNamespace(find=lambda card, lengths: SimpleNamespace(plan="other"))
+    by_plan: Any = KernelsByPlan()
+
+    def build(rendered: object) -> object:
+        time.sleep(0.05)  # long enough that every thread asks meanwhile
+        built.append(rendered)
+        return rendered
+
+    def ask(thread: int) -> object:
+        return by_plan.tuned(None, kernels, tuned, "card", thread, lambda winner: {"forward": winner.plan}, build)
+
+    assert at_once(ask, 2) == [{"forward": "other"}] * 2
+    assert built == [{"forward": "other"}]

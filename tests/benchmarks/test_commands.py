@@ -50,7 +50,7 @@ def test_measurements_need_a_gpu(name: str) -> None:
 
 
 def test_host_hands_its_choices_on(tmp_path: Path, no_gpu_needed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With measurements that somebody made up."""
+    """Runs with made-up measurements."""
     asked: list[Any] = []
 
     def host_rows(*choices: Any) -> Iterator[host.HostRow]:
@@ -73,7 +73,7 @@ def test_host_hands_its_choices_on(tmp_path: Path, no_gpu_needed: None, monkeypa
 def test_train_hands_its_choices_on_and_compares(
     tmp_path: Path, no_gpu_needed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With measurements that somebody made up."""
+    """Runs with made-up measurements."""
     asked: list[Any] = []
 
     def train_rows(*choices: Any) -> Iterator[train.TrainRow]:

@@ -559,7 +559,7 @@ def test_a_command_of_bench_that_has_moved_names_its_successor(name: str) -> Non
 def test_bench_hands_its_choices_on_and_saves_what_the_rows_come_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With measurements that somebody made up."""
+    """Runs with made-up measurements."""
     asked: dict[str, Any] = {}
 
     def speed_rows(specs: Any, lengths: Any, *choices: Any) -> Iterator[bench.Row]:
