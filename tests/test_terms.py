@@ -31,6 +31,11 @@ RETIRED = {
     "key_parity": "key_phase",
     "value_parity": "value_phase",
     "score_parity": "score_phase",
+    "dq_turns": "dq_semaphore",
+    "BackwardPrepareArguments": "BackwardPreprocessArguments",
+    "BackwardFinishArguments": "BackwardPostprocessArguments",
+    "BackwardKeysArguments": "BackwardDkdvArguments",
+    "BackwardQueriesArguments": "BackwardDqArguments",
     # Dispatch and launch cache.
     "KernelChoice": "ForwardDispatch",
     "BackwardChoice": "BackwardDispatch",

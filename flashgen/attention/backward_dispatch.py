@@ -53,7 +53,7 @@ class BackwardDispatch:
 
     @property
     def _main(self) -> RenderedKernel:
-        return self.default.kernels["keys"]
+        return self.default.kernels["dkdv"]
 
     def tuning_key(self, problem: Problem, device: int) -> tuple[Card, LengthClass]:
         """Returns the kind of GPU and the class of call sizes under which a tuned plan is stored."""
@@ -94,7 +94,7 @@ class BackwardDispatch:
         return backward_kernels(self._spec, self._main.target, self.deterministic, plan=plan)
 
     def _render_tuned(self, tuned: TunedPlan) -> Kernels | None:
-        return tuned.kernels(self.kernels_of, "keys")
+        return tuned.kernels(self.kernels_of, "dkdv")
 
     def _build_tuned(self, kernels: Kernels) -> BuiltStages:
         options = "--pass backward --deterministic" if self.deterministic else "--pass backward"

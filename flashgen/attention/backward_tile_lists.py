@@ -14,7 +14,7 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.launch.engines import Engine, Numbers, Operands, Place
 from flashgen.runtime.arrays import Library, View
 
-_ROLES = ("keys", "queries")
+_LISTS_OF = {"dkdv": "keys", "dq": "queries"}  # by the role of the kernel that reads them
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ class BackwardListers:
                 f"tile_lists of type {type(lists).__name__}: give what attention.backward_tile_lists(...) made; "
                 "attention.tile_lists(...) makes those of the forward"
             )
-        given = {role: getattr(lists, role) for role in _ROLES if getattr(lists, role) is not None}
+        given = {role: getattr(lists, name) for role, name in _LISTS_OF.items() if getattr(lists, name) is not None}
         if given.keys() != self.listers.keys():
             raise ArgumentError(
                 f"tile_lists are for the kernels of {sorted(given)}, and this backward reads them in those of "
@@ -94,7 +94,7 @@ class BackwardListers:
     def make(self, len_q: int, len_k: int, batch: int, heads: int, captures: Mapping[str, Any]) -> BackwardTileLists:
         """Creates lists for later calls, and waits until they are complete."""
         lists = {role: lister.make(len_q, len_k, batch, heads, captures) for role, lister in self.listers.items()}
-        return BackwardTileLists(lists.get("keys"), lists.get("queries"))
+        return BackwardTileLists(lists.get("dkdv"), lists.get("dq"))
 
     def without_layouts(self, captures: Mapping[str, Any], q: View, k: View) -> Mapping[str, Any]:
         """Returns the captures of a call with each BlockLayout replaced by its array on the device of q."""

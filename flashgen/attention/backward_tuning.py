@@ -47,14 +47,14 @@ def tune_backward(
         problem, device = bench.problem(), bench.device()
         check_sizes(problem)
         key = backward.dispatch.tuning_key(problem, device)
-        workload, kernel = workload_of(problem, key[0]), backward.kernels["keys"]
+        workload, kernel = workload_of(problem, key[0]), backward.kernels["dkdv"]
         dispatch, own = backward.dispatch, backward.dispatch.untuned_plan(workload)
         others = backward_candidates(spec, kernel, workload, dispatch.deterministic) if plans is None else tuple(plans)
         kernels = {
             plan: backward.kernels if plan == kernel.plan else dispatch.kernels_of(plan)
             for plan in dict.fromkeys((own, *others))
         }
-        mains = [stages["keys"] for plan, stages in kernels.items() if plan != own]
+        mains = [stages["dkdv"] for plan, stages in kernels.items() if plan != own]
         found = bench.compare(trials.create(kernels[own]), mains, lambda main: trials.create(kernels[main.plan]))
     return bench.store(tuned, key, workload, (kernel.name, own), found)
 
@@ -75,7 +75,7 @@ class _Trials:
 
     def create(self, kernels: Kernels) -> Trial:
         backward = BackwardPass(self.spec, kernels, self.bench.engine, "")
-        return Trial(kernels["keys"], lambda: self._call(backward), lambda: self._results(backward))
+        return Trial(kernels["dkdv"], lambda: self._call(backward), lambda: self._results(backward))
 
     def _call(self, backward: BackwardPass, results: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
         wanted = (*ROWS, *self._learned)

@@ -115,7 +115,7 @@ class Attention:
 
     @property
     def edited(self) -> tuple[str, ...]:
-        """The kernels that `compile(..., source=...)` replaced: "forward", "lists", "keys", ..."""
+        """The kernels that `compile(..., source=...)` replaced: "forward", "lists", "dkdv", ..."""
         return tuple(self._edits.texts)
 
     @property
@@ -186,7 +186,7 @@ class Attention:
     @property
     def backward_plan(self) -> Any:
         """The plan of the backward's main kernel, which computes dK and dV."""
-        return self.backward_kernels["keys"].plan
+        return self.backward_kernels["dkdv"].plan
 
     @property
     def backward_sources(self) -> dict[str, str]:
@@ -209,7 +209,7 @@ class Attention:
         own_plan = self._given_backward_plan is None and not self._edits.touches_backward
         head_split = backward_family(self.target).head_split if own_plan and not self.deterministic else None
         uses_tuned = own_plan and not self.spec.is_ragged and (self.engine.measures or self._tuned is not None)
-        tuned = TunedPlans(kernels["keys"], self._tuned) if uses_tuned else None
+        tuned = TunedPlans(kernels["dkdv"], self._tuned) if uses_tuned else None
         with self._edits.named_in_errors():
             return BackwardPass(self.spec, kernels, self.engine, prebuild, head_split, tuned, self.deterministic)
 
@@ -492,7 +492,7 @@ class Attention:
         dispatch = self._backward.dispatch
         if not dispatch.depends_on(sizes):
             return self.backward_plan
-        return dispatch.choose(sizes, self.engine.current_device()).kernels["keys"].plan
+        return dispatch.choose(sizes, self.engine.current_device()).kernels["dkdv"].plan
 
     @property
     def backward_pass(self) -> BackwardPass:

@@ -58,9 +58,9 @@ def compile(
         source: edited kernels to run instead of the emitted ones. Either the text of a kernel that this spec launches,
             which is identified by its entry point; or a pathlib.Path of such a text, or of a folder as written by
             `flashgen show --output DIR/`; or a mapping from kernels to texts or paths, with the names in
-            `attention.sources` and `attention.backward_sources`, or "forward", "lists", "prepare", "keys", "finish",
-            ..., as its keys. Files are read now. Plans, grids and arguments stay the same, so calls of an edited kernel
-            use neither tuned plans nor packed heads.
+            `attention.sources` and `attention.backward_sources`, or the roles "forward", "lists", "preprocess", "dkdv",
+            "postprocess", ..., as its keys. Files are read now. Plans, grids and arguments stay the same, so calls of
+            an edited kernel use neither tuned plans nor packed heads.
         sanitize: on the emulator, check every access ("address") or every pair of accesses ("thread").
         schedule: on the emulator, the order in which threads run and copies complete.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashgen.codegen.stages import current_role
 from flashgen.errors import ArgumentError
 from flashgen.files import read_text
 
@@ -33,7 +34,9 @@ def texts_of(source: Source | None) -> tuple[GivenText, ...]:
         return ()
     if not isinstance(source, Mapping):
         return _texts("", source, "source")
-    return tuple(text for kernel, given in source.items() for text in _texts(kernel, given, f"source[{kernel!r}]"))
+    return tuple(
+        text for kernel, given in source.items() for text in _texts(current_role(kernel), given, f"source[{kernel!r}]")
+    )
 
 
 def _texts(kernel: Any, given: Any, argument: str) -> tuple[GivenText, ...]:

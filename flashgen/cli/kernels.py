@@ -60,7 +60,7 @@ def tile_of(
     elif pass_ is Pass.decode:
         plan = decode_kernels(spec, architecture)["decode"].plan
     else:
-        plan = backward_kernels(spec, architecture, deterministic)["keys"].plan
+        plan = backward_kernels(spec, architecture, deterministic)["dkdv"].plan
     return plan.tile_q, plan.tile_k
 
 
@@ -78,9 +78,12 @@ def render_kernels(
 
     forward: options of the forward kernels. apart: use the names of a release instead of those of the launch code.
     """
-    from flashgen.codegen.stages import kernels_of
+    from flashgen.codegen.stages import RENAMED_ROLES, kernels_of
     from flashgen.codegen.targets import target_named
 
+    if name in RENAMED_ROLES:
+        note(f"--kernel {name} is named {RENAMED_ROLES[name]} now")
+        name = RENAMED_ROLES[name]
     options = {"deterministic": deterministic, "heads_apart": heads_apart, "unique_names": apart, **forward}
     kernels = dict(kernels_of(spec, target_named(target), (pass_.value,), **options))
     if name is None:
@@ -239,7 +242,7 @@ def write_timeline(
     if pass_ is Pass.decode:
         raise ArgumentError("--what timeline supports --pass forward and --pass backward, not decode")
     kernels = render_kernels(spec, target, pass_, name, deterministic)
-    role = name or ("forward" if pass_ is Pass.forward else "keys")
+    role = next(iter(kernels)) if name else "forward" if pass_ is Pass.forward else "dkdv"
     plan = kernels[role].plan
     shape = short_shape(plan.tile_q, plan.tile_k, along_keys=pass_ is Pass.forward)
     run = run_once(

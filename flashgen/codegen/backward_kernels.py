@@ -49,8 +49,8 @@ from flashgen.language.well_formed import FLOAT32_MAX
 
 _NOTHING_READ = Variant(None, None, ())
 _NO_LSE = FLOAT32_MAX  # the LSE in the statistics of a row without allowed scores
-_PREPARE_THREADS, PREPARE_ROWS = 256, 64
-_FINISH_THREADS = 256
+_PREPROCESS_THREADS, PREPROCESS_ROWS = 256, 64
+_POSTPROCESS_THREADS = 256
 _CAPTURE_THREADS = 256
 _SINK_THREADS = 1024
 _ROUNDS = {"float16": "pack_f16", "bfloat16": "pack_bf16"}
@@ -91,7 +91,7 @@ def rows_of(multiple: int, varlen: bool = False) -> Rows:
 
 def row_multiple(multiple: int) -> int:
     """Returns the number to whose multiples `rows_of` rounds."""
-    return math.lcm(multiple, PREPARE_ROWS)
+    return math.lcm(multiple, PREPROCESS_ROWS)
 
 
 def _varlen_rows(multiple: int, sizes: Sizes) -> Any:
@@ -141,8 +141,8 @@ def _with_varlen_comments(layout: ArgumentLayout) -> ArgumentLayout:
     """Returns the layout with comments that give the shapes in a varlen batch."""
     comments = {
         "statistics": "(heads_q, rows, 2): LSE to the base 2, and D",
-        "dq_sums": "(heads_q, rows, padded head_dim), in an order of its own",
-        "rows": "those of all sequences, each with room for its own rounding",
+        "dq_accum": "(heads_q, rows, padded head_dim), in the order of the fragments",
+        "rows": "rows of all sequences, each rounded up",
     }
     return ArgumentLayout(
         tuple(replace(field, comment=comments.get(field.name, field.comment)) for field in layout.fields)
@@ -150,11 +150,11 @@ def _with_varlen_comments(layout: ArgumentLayout) -> ArgumentLayout:
 
 
 STATISTICS = Field("const float*", "statistics", comment="(batch, heads_q, rows, 2): LSE to the base 2, and D")
-DQ_SUMS = Field("float*", "dq_sums", comment="(batch, heads_q, rows, padded head_dim), in an order of its own")
-DQ_TURNS = Field("unsigned*", "dq_turns", comment="(batch, heads_q, rows / tile): who adds to a tile of dq_sums next")
-DQ_NEXT = Field("unsigned*", "dq_next", comment="(1): which rows of dq nobody makes yet of its sums")
-DQ_ADDED = Field("unsigned*", "dq_added", comment="(batch, heads_q): how many have added all to a head's dq_sums")
-PART_TURNS = Field("unsigned*", "part_turns", comment="of tiles in parts, (tile, warp): which part adds next")
+DQ_ACCUM = Field("float*", "dq_accum", comment="(batch, heads_q, rows, padded head_dim), in the order of the fragments")
+DQ_SEMAPHORE = Field("unsigned*", "dq_semaphore", comment="(batch, heads_q, rows / tile): the next CTA to add")
+DQ_NEXT = Field("unsigned*", "dq_next", comment="(1): the next rows of dq to convert")
+DQ_ADDED = Field("unsigned*", "dq_added", comment="(batch, heads_q): CTAs that have added all of their dQ")
+PART_TURNS = Field("unsigned*", "part_turns", comment="(split key tile, warp): the split that adds next")
 ROWS = Field("int", "rows", comment="len_q, rounded up")
 KEYS = Field("int", "keys", comment="len_k, rounded up")
 
@@ -182,15 +182,15 @@ def preprocess(
     """
     fields = [Field("const Element*", "o"), Field("const Element*", "d_o"), Field("const float*", "lse")]
     fields += [Field("const float*", "d_lse", comment="or null"), Field("float*", "statistics")]
-    counts = (DQ_TURNS, DQ_ADDED, DQ_NEXT) if finishes else (DQ_TURNS,)
-    fields += () if dq_apart else counts if first_stores else (DQ_SUMS,)
-    fields += [PART_TURNS, Field("int", "turns", comment="that part_turns has")] if turns else []
+    counts = (DQ_SEMAPHORE, DQ_ADDED, DQ_NEXT) if finishes else (DQ_SEMAPHORE,)
+    fields += () if dq_apart else counts if first_stores else (DQ_ACCUM,)
+    fields += [PART_TURNS, Field("int", "turns", comment="elements of part_turns")] if turns else []
     fields += [*strides("o", "d_o"), *(() if spec.is_ragged else numbers("heads_q")), *numbers("len_q"), ROWS]
     layout = ordered([*fields, *(varlen_fields(keys=False) if spec.is_ragged else ())])
-    lanes = max(1 << (spec.value_dim // 8 - 1).bit_length(), _PREPARE_THREADS // PREPARE_ROWS)
+    lanes = max(1 << (spec.value_dim // 8 - 1).bit_length(), _PREPROCESS_THREADS // PREPROCESS_ROWS)
     context: dict[str, Any] = {
-        "threads": _PREPARE_THREADS,
-        "rows": PREPARE_ROWS,
+        "threads": _PREPROCESS_THREADS,
+        "rows": PREPROCESS_ROWS,
         "lanes": lanes,
         "deterministic": deterministic,
         "dq_apart": dq_apart or first_stores,
@@ -199,13 +199,13 @@ def preprocess(
         "turns": turns is not None,
         "tile": plan.tile_q,
     }
-    context |= varlen_context(spec, "BackwardPrepareArguments", layout, plan.tile_q, "kRowMultiple")
+    context |= varlen_context(spec, "BackwardPreprocessArguments", layout, plan.tile_q, "kRowMultiple")
     memory = [Workspace("statistics", rows_shape(spec, rows, 2), "float32")]
     if not dq_apart:
         columns = context["head_padded"] = plan.head_columns(spec)
-        memory.append(Workspace("dq_sums", rows_shape(spec, rows, columns), "float32"))
+        memory.append(Workspace("dq_accum", rows_shape(spec, rows, columns), "float32"))
     if first_stores:
-        memory.append(Workspace("dq_turns", rows_shape(spec, lambda sizes: rows(sizes) // plan.tile_q), "int32"))
+        memory.append(Workspace("dq_semaphore", rows_shape(spec, lambda sizes: rows(sizes) // plan.tile_q), "int32"))
     if finishes:
         memory.append(Workspace("dq_added", lambda sizes: (sizes.batch, sizes.heads_q), "int32"))
         memory.append(Workspace("dq_next", lambda sizes: (1,), "int32"))
@@ -213,9 +213,9 @@ def preprocess(
     if turns:
         memory.append(Workspace("part_turns", lambda sizes: (turns(sizes),), "int32", wanted=lambda it: turns(it) > 0))
         values = lambda sizes: row_values(rows, sizes) | {"turns": turns(sizes)}
-    launch = {"grid": partial(_blocks_of_rows, spec, rows, PREPARE_ROWS), "values": values}
-    threads, shared = _PREPARE_THREADS, NO_SHARED_MEMORY
-    kernel = backward_kernel("prepare", spec, target, layout, context, threads, shared, launch, plain=True)
+    launch = {"grid": partial(_blocks_of_rows, spec, rows, PREPROCESS_ROWS), "values": values}
+    threads, shared = _PREPROCESS_THREADS, NO_SHARED_MEMORY
+    kernel = backward_kernel("preprocess", spec, target, layout, context, threads, shared, launch, plain=True)
     return replace(kernel, plan=plan, workspaces=tuple(memory))
 
 
@@ -233,8 +233,8 @@ def postprocess_dq(
 ) -> RenderedKernel:
     """Renders the postprocess kernel of dQ, which converts its accumulator. first_stores: As for `preprocess`."""
     fields = [
-        Field("const float*", "dq_sums"),
-        *([DQ_TURNS] if first_stores else []),
+        Field("const float*", "dq_accum"),
+        *([DQ_SEMAPHORE] if first_stores else []),
         STATISTICS,
         Field("Element*", "dq"),
         *strides("dq"),
@@ -244,6 +244,7 @@ def postprocess_dq(
     context: dict[str, Any] = {
         "plan": plan,
         "gradient_of": "q",
+        "accumulator": "dq_accum",
         "dim": spec.head_dim,
         "padded_dim": plan.head_columns(spec),
         "tile": plan.tile_q,
@@ -251,7 +252,7 @@ def postprocess_dq(
         "factor": spec.scale,
         "first_stores": first_stores,
     }
-    context |= varlen_context(spec, "BackwardFinishArguments", layout, plan.tile_q, "kRowMultiple")
+    context |= varlen_context(spec, "BackwardPostprocessArguments", layout, plan.tile_q, "kRowMultiple")
     launch = {"grid": partial(_blocks_of_rows, spec, rows, plan.tile_q), "values": partial(row_values, rows)}
     return _postprocess("", spec, target, layout, context, launch)
 
@@ -267,6 +268,7 @@ def postprocess_dkv(
     context: dict[str, Any] = {
         "plan": plan,
         "gradient_of": of,
+        "accumulator": f"d{of}_sums",
         "dim": spec.head_dim if of == "k" else spec.value_dim,
         "padded_dim": columns,
         "tile": plan.tile_k,
@@ -290,14 +292,14 @@ def _postprocess(
     launch: dict[str, Any],
 ) -> RenderedKernel:
     context |= {
-        "threads": _FINISH_THREADS,
+        "threads": _POSTPROCESS_THREADS,
         "deterministic": False,
         "dq_apart": False,
         "head_padded": context["padded_dim"],
         "vector_reductions": target.vector_reductions,
     }
-    threads, shared = _FINISH_THREADS, NO_SHARED_MEMORY
-    return backward_kernel("finish", spec, target, layout, context, threads, shared, launch, plain=True, of=of)
+    threads, shared = _POSTPROCESS_THREADS, NO_SHARED_MEMORY
+    return backward_kernel("postprocess", spec, target, layout, context, threads, shared, launch, plain=True, of=of)
 
 
 def capture_sums(spec: AttentionSpec, target: Target, deterministic: bool) -> tuple[RenderedKernel, ...]:
@@ -401,9 +403,9 @@ def backward_kernel(
     """
     layout = _with_varlen_comments(layout) if spec.is_ragged else layout
     struct, entry = f"Backward{part.title()}Arguments", entry_name(f"attention_backward_{part}{of and f'_{of}'}", spec)
-    shown = (f"finish_{of}" if part == "finish" else f"d_{of}") if of else part
+    shown = (f"postprocess_{of}" if part == "postprocess" else f"d_{of}") if of else part
     plan, dq_apart = context.get("plan"), context.get("dq_apart", False)
-    finishes = part == "keys" and context.get("finishes", False)
+    finishes = part == "dkdv" and context.get("finishes", False)
     exact_sums, columns = context.get("exact_sums", False), context.get("head_padded", 0)
     cost = backward_cost(shown, spec, dq_apart, exact_sums, columns, finishes)
     facts = (shared.total_bytes, cost, context["deterministic"], dq_apart, finishes)

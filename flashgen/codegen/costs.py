@@ -83,8 +83,8 @@ def backward_cost(
     """Returns the cost of a backward kernel.
 
     Args:
-        part: Role of the kernel: "prepare", "keys", "queries", "finish", "finish_dk", "finish_dv", "sink", or
-            "d_<name>" for a capture.
+        part: Role of the kernel: "preprocess", "dkdv", "dq", "postprocess", "postprocess_dk",
+            "postprocess_dv", "sink", or "d_<name>" for a capture.
         dq_apart: Whether a kernel of its own computes dQ, so that dQ is not accumulated in memory.
         exact_sums: Whether gradients of captures are summed in fixed point.
         columns: Columns of a row of the accumulator; 0 means head_dim, padded.
@@ -101,21 +101,21 @@ def _backward_cost(
     sums = (
         0 if dq_apart else 2 * _SUM * (columns or padded(head))
     )  # bytes read and written for a row of the dQ accumulator
-    if part == "prepare":  # it zeroes the accumulator
+    if part == "preprocess":  # it zeroes the accumulator
         hbm = f"{2 * ELEMENT_BYTES * value + _SUM + _STATISTICS + sums // 2} * {_QUERIES}"
         return Cost(f"{2 * value} * {_QUERIES}", hbm)
-    if part == "keys":  # QK, dV, dP, dK, and dQ without a kernel of its own
+    if part == "dkdv":  # QK, dV, dP, dK, and dQ without a kernel of its own
         products = (2 if dq_apart else 3) * head + 2 * value
         converted = ELEMENT_BYTES * head if finishes else 0
         hbm = f"{read + _STATISTICS + sums + converted} * {_QUERIES} + {2 * read} * {_KEYS}"
         return Cost(f"{2 * products} * {_SCORES}", hbm)
-    if part == "queries":  # QK, dP, dQ
+    if part == "dq":  # QK, dP, dQ
         hbm = f"{read + _STATISTICS + ELEMENT_BYTES * head} * {_QUERIES} + {read} * {_KEYS}"
         return Cost(f"{2 * (2 * head + value)} * {_SCORES}", hbm)
-    if part == "finish":
+    if part == "postprocess":
         return Cost(f"{head} * {_QUERIES}", f"{_SUM * (columns or padded(head)) + ELEMENT_BYTES * head} * {_QUERIES}")
-    if part in ("finish_dk", "finish_dv"):
-        dim = head if part == "finish_dk" else value
+    if part in ("postprocess_dk", "postprocess_dv"):
+        dim = head if part == "postprocess_dk" else value
         return Cost(f"{dim} * {_KEYS}", f"{_SUM * columns + ELEMENT_BYTES * dim} * {_KEYS}")
     if part == "sink":
         return Cost(f"2 * {_QUERIES}", f"{_STATISTICS} * {_QUERIES}")

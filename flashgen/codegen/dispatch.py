@@ -88,7 +88,7 @@ def splits_keys(plan: Plan) -> bool:
 def head_split_plan(spec: AttentionSpec, target: Target) -> Any | None:
     """Returns the default backward plan with one CTA per query head, or None if there is none."""
     split = backward_family(target).head_split
-    keys = next(kernel for kernel in render_backward_kernels(spec, target) if kernel.role == "keys")
+    keys = next(kernel for kernel in render_backward_kernels(spec, target) if kernel.role == "dkdv")
     return split.split_plan(keys.plan) if split else None
 
 

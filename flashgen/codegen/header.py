@@ -18,34 +18,34 @@ _ONLINE_SOFTMAX = (  # names of the softmax state in the kernel and in the paper
 _BLOCK_PER_TILE = "one block per (tile of queries, head, batch), along x, y and z"
 _BLOCK_PER_SLOT = "one block per (slot of a tile of queries of some sequence, head), along x and y"
 _DOES = {
-    "prepare": "of each row, its LSE to the base 2 and D = rowsum(dO * O) - dLSE",
-    "keys": "dK and dV{}; a block walks the queries of a tile of keys",
-    "keys of heads apart": "shares of dK and dV{}; a block walks the queries of a head and a tile of keys",
-    "finish": "dQ from the sums of its shares",
-    "finish_dk": "dK from its sums over the query heads that share it",
-    "finish_dv": "dV from its sums over the query heads that share it",
-    "queries": "dQ; a block walks the keys of a tile of queries",
+    "preprocess": "of each row, its LSE to the base 2 and D = rowsum(dO * O) - dLSE",
+    "dkdv": "dK and dV{}; a block iterates over the queries of a key tile",
+    "dkdv of a head split": "partial sums of dK and dV{}; a block iterates over the queries of one head for a key tile",
+    "postprocess": "dQ, converted from its accumulator",
+    "postprocess_dk": "dK, converted from its sums over the query heads of a KV head",
+    "postprocess_dv": "dV, converted from its sums over the query heads of a KV head",
+    "dq": "dQ; a block iterates over the keys of a query tile",
     "sink": "the gradient of the sinks, from the rows' LSE and D",
     "d_": "the gradient of a captured array from its sums",
 }
 _GRIDS = {
-    "prepare": "(rows, head, batch)",
-    "keys": "(tile of keys, head of K and V, batch)",
-    "keys of heads apart": "(tile of keys, query head, batch)",
-    "finish": "(tile of queries, head, batch)",
-    "finish_dk": "(tile of keys, head of K and V, batch)",
-    "finish_dv": "(tile of keys, head of K and V, batch)",
-    "queries": "(tile of queries, head, batch)",
+    "preprocess": "(rows, head, batch)",
+    "dkdv": "(tile of keys, head of K and V, batch)",
+    "dkdv of a head split": "(tile of keys, query head, batch)",
+    "postprocess": "(tile of queries, head, batch)",
+    "postprocess_dk": "(tile of keys, head of K and V, batch)",
+    "postprocess_dv": "(tile of keys, head of K and V, batch)",
+    "dq": "(tile of queries, head, batch)",
     "sink": "head",
     "d_": "256 elements",
 }
 
 
 _VARLEN_GRIDS = {
-    "prepare": "(rows of all sequences, head)",
-    "keys": "(slot of a tile of keys of some sequence, head of K and V)",
-    "finish": "(tile of queries of all sequences, head)",
-    "queries": "(slot of a tile of queries of some sequence, head)",
+    "preprocess": "(rows of all sequences, head)",
+    "dkdv": "(slot of a tile of keys of some sequence, head of K and V)",
+    "postprocess": "(tile of queries of all sequences, head)",
+    "dq": "(slot of a tile of queries of some sequence, head)",
 }
 
 
@@ -115,11 +115,11 @@ def backward_header(
         finishes: Whether the main kernel converts the dQ accumulator itself.
     """
     apart = plan is not None and plan.heads_apart
-    kind = "d_" if part.startswith("d_") else "keys of heads apart" if apart and part == "keys" else part
+    kind = "d_" if part.startswith("d_") else "dkdv of a head split" if apart and part == "dkdv" else part
     which = f"--kernel {part}{' --deterministic' if deterministic else ''}"
     which += " --heads-apart" if apart else ""
-    does = _DOES[kind].format("" if dq_apart else ", and dQ" if finishes else ", and shares of dQ")
-    persistent = part == "keys" and plan is not None and plan.persistent
+    does = _DOES[kind].format("" if dq_apart else ", and dQ" if finishes else ", and partial sums of dQ")
+    persistent = part == "dkdv" and plan is not None and plan.persistent
     per = "one block per multiprocessor, one after the other" if persistent else "one block per"
     divided = [f"plan     {plan.summary(shared_bytes)}"] if plan else []
     return _comment(

@@ -22,7 +22,7 @@ MAP_ROWS = 256
 EXTRA_SEQUENCES = 2
 """Extra sequences of a batch: the rows before the first sequence, and those after the last."""
 _ROW_ARRAYS = frozenset(("lse", "d_lse"))
-_PADDED_ROWS = frozenset(("statistics", "dq_sums"))
+_PADDED_ROWS = frozenset(("statistics", "dq_accum"))
 
 
 def varlen_fields(keys: bool = True) -> list[Field]:
@@ -85,7 +85,7 @@ def sequences_text(
         "slot_rows": slot_rows,
         "row_multiple": row_multiple,
         "moved": [line for line in moved if line],
-        "sums": "dq_sums" in names,
+        "sums": "dq_accum" in names,
         "lengths": [name for name in ("len_q", "len_k") if name in names],
     }
     return environment().get_template("ragged.cuh.jinja").render(context).strip()
@@ -101,6 +101,6 @@ def _moved(name: str, members: set[str]) -> str:
         return f"if (arguments.{name}) arguments.{name} += sequence.first_q;"
     if name == "statistics":
         return "arguments.statistics += sequence.first_row * 2ll;"
-    return (
-        "arguments.dq_sums += static_cast<long long>(sequence.first_row) * kHeadDimPadded;" if name == "dq_sums" else ""
-    )
+    if name == "dq_accum":
+        return "arguments.dq_accum += static_cast<long long>(sequence.first_row) * kHeadDimPadded;"
+    return ""

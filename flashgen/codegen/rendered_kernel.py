@@ -64,7 +64,7 @@ class RenderedKernel:
         entry: Name of the extern "C" function.
         shared: The layout of a block's dynamic shared memory.
         plan: The plan, a dataclass, that gives the tile sizes; None for kernels without tiles.
-        role: The kernel's role in its pass: "lists", "forward", "prepare", "keys", ...
+        role: The kernel's role in its pass: "lists", "forward", "preprocess", "dkdv", ...
         grid: Returns the grid for sizes.
         values: Returns members of the struct that follow from sizes, in addition to those named after sizes.
         cost: None if it is negligible compared with the other kernels of the pass.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
@@ -33,6 +34,25 @@ Kernels = Mapping[str, RenderedKernel]
 """The stages of a pass: role -> kernel, in launch order."""
 
 
+RENAMED_ROLES = {
+    "prepare": "preprocess",
+    "keys": "dkdv",
+    "queries": "dq",
+    "finish": "postprocess",
+    "finish_dk": "postprocess_dk",
+    "finish_dv": "postprocess_dv",
+}
+"""Roles of backward kernels that have another name now."""
+
+
+def current_role(role: str) -> str:
+    """Returns the present name of a role; a former name emits a DeprecationWarning."""
+    if role in RENAMED_ROLES:
+        message = f"the kernel {role!r} of the backward is {RENAMED_ROLES[role]!r} now; the old name will be removed"
+        warnings.warn(message, DeprecationWarning, stacklevel=3)
+    return RENAMED_ROLES.get(role, role)
+
+
 def kernels_of(
     spec: AttentionSpec,
     target: Target,
@@ -52,9 +72,9 @@ def kernels_of(
     "decode_lists" comes first if the mask has no closed form. With paged K and V there are also "decode_scheduled" for
     several sequences, and "decode_schedule", which computes its tile schedule.
 
-    Backward: "query_lists" and "lists" if tiles are read from lists; "prepare"; "keys"; then "queries" or "finish"
-    (with one CTA per query head also "finish_dk" and "finish_dv"); "sink" if the sinks have a gradient; and "d_<name>"
-    for captures whose gradient needs a kernel. With both passes its lists are "backward_lists".
+    Backward: "query_lists" and "lists" if tiles are read from lists; "preprocess"; "dkdv"; then "dq" or "postprocess"
+    (with one CTA per query head also "postprocess_dk" and "postprocess_dv"); "sink" if the sinks have a gradient; and
+    "d_<name>" for captures whose gradient needs a kernel. With both passes its lists are "backward_lists".
 
     Args:
         unique_names: Whether no two kernels of a spec and target have the same `name`, as files of a release need.

@@ -35,7 +35,7 @@ def launch_facts(kernels: Mapping[str, RenderedKernel], spec: AttentionSpec) -> 
 
     kernels: all kernels of the pass, as returned by `flashgen.codegen.stages.kernels_of`.
     """
-    backward = "prepare" in kernels
+    backward = "preprocess" in kernels
     return {part: _facts(part, kernel, spec, backward) for part, kernel in kernels.items()}
 
 
@@ -126,7 +126,7 @@ def _member_meanings(spec: AttentionSpec) -> dict[str, str]:
         meanings[f"{name}_map"] = f"CUtensorMap of {name}: see maps"
     meanings["lse"] = "log-sum-exp of each row, (batch, heads_q, len_q), or null if it is not needed"
     meanings["d_lse"] = "gradient of lse, or null"
-    meanings["dq_sums"] = f"dq accumulator, float32, (batch, heads_q, rows, padded head_dim), {_UNSPECIFIED_ORDER}"
+    meanings["dq_accum"] = f"dq accumulator, float32, (batch, heads_q, rows, padded head_dim), {_UNSPECIFIED_ORDER}"
     for name, dim in (("dk", "head_dim"), ("dv", "value_dim")):
         shape = f"(batch, heads_kv, keys, padded {dim})"
         meanings[f"{name}_sums"] = f"{name} accumulator over query heads, float32, {shape}, {_UNSPECIFIED_ORDER}"
@@ -158,7 +158,7 @@ def _varlen_meanings(rows: Mapping[str, str], head: int, value: int) -> dict[str
         heads, total = ("heads_kv", "total_k") if name[-1] in "kv" else ("heads_q", "total_q")
         meanings[name] = f"{what}, ({total}, {heads}, {value if name[-1] in 'vo' else head})"
     meanings["lse"] = "log-sum-exp of each row, (heads_q, total_q), or null if it is not needed"
-    meanings["dq_sums"] = f"dq accumulator, float32, (heads_q, rows, padded head_dim), {_UNSPECIFIED_ORDER}"
+    meanings["dq_accum"] = f"dq accumulator, float32, (heads_q, rows, padded head_dim), {_UNSPECIFIED_ORDER}"
     meanings["statistics"] = "base-2 LSE and D of each row, (heads_q, rows, 2)"
     return meanings
 

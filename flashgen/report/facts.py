@@ -189,7 +189,7 @@ def _spec(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def _map(request: ReportRequest, pass_: Pass, kernels: Kernels) -> Map:
-    plan = kernels["forward" if pass_ == "forward" else "keys"].plan
+    plan = kernels["forward" if pass_ == "forward" else "dkdv"].plan
     sizes, mask = request.sizes, request.spec.mask
     bound = {name: array.on_host() for name, array in mask.bound.items()}
     given: dict[str, Any] = {**bound, **request.captures}
@@ -214,7 +214,7 @@ def _run(request: ReportRequest, passes: Mapping[Pass, Kernels], plan: Plan | No
     forward = passes.get("forward") or forward_kernels(request.spec, target_named(request.target), plan=plan)
     plans = [(forward["forward"].plan, True)]
     if "backward" in passes:
-        plans.append((passes["backward"]["keys"].plan, False))
+        plans.append((passes["backward"]["dkdv"].plan, False))
     shapes = [short_shape(plan.tile_q, plan.tile_k, along_keys) for plan, along_keys in plans]
     longest = max(shapes, key=lambda shape: shape.len_q)
     try:
@@ -246,7 +246,7 @@ def _facts(
 ) -> KernelFacts:
     sizes = request.sizes
     count, moved = flops(kernel, sizes, share), hbm_bytes(kernel, sizes)
-    timed = seconds if kernel.role in ("forward", "keys") else None  # the other kernels of a call take little time
+    timed = seconds if kernel.role in ("forward", "dkdv") else None  # the other kernels of a call take little time
     on_roof = roofline.point(card, kernel.role, count, moved, timed) if card and count and moved else None
     what, formula = BY_ROLE.get(kernel.role, ("Adds up the gradient of a captured array", ""))
     events = run.events.get(kernel.entry) if run else None

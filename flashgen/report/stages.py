@@ -72,13 +72,13 @@ _BACKWARD = (
     ("All that a warpgroup does", "", ("differentiate",)),
 )
 BY_ROLE = {
-    "prepare": ("Computes D of each row of O and dO, and sets the dQ accumulator to 0", _ROWSUM),
-    "finish": ("Scales the dQ accumulator and converts it to the dtype of dQ", _SUM),
+    "preprocess": ("Computes D of each row of O and dO, and sets the dQ accumulator to 0", _ROWSUM),
+    "postprocess": ("Scales the dQ accumulator and converts it to the dtype of dQ", _SUM),
     "lists": ("Lists the key tiles that each query tile visits", ""),
     "query_lists": ("Lists the query tiles that each key tile visits", ""),
     "backward_lists": ("Lists the tiles that the backward visits", ""),
-    "keys": ("Computes the gradients of K and V, with a block for each key tile", _GRADIENTS),
-    "queries": ("Computes the gradients of Q, with a block for each query tile", _OF_QUERIES),
+    "dkdv": ("Computes the gradients of K and V, with a block for each key tile", _GRADIENTS),
+    "dq": ("Computes the gradients of Q, with a block for each query tile", _OF_QUERIES),
     "forward": ("Computes the output and its log-sum-exp, with a block for each query tile", _OUTPUT),
 }
 

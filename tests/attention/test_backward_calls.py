@@ -182,8 +182,8 @@ def test_deterministic_is_another_callable() -> None:
     exact = attention.compile(CAUSAL, emulate=True, deterministic=True)
     assert plain is not exact and plain is attention.compile(CAUSAL, emulate=True, deterministic=False)
     assert not plain.deterministic and exact.deterministic
-    assert "queries" not in plain.backward_kernels and "queries" in exact.backward_kernels
-    assert plain.backward_plan == plain.backward_kernels["keys"].plan
+    assert "dq" not in plain.backward_kernels and "dq" in exact.backward_kernels
+    assert plain.backward_plan == plain.backward_kernels["dkdv"].plan
     assert set(plain.backward_sources.values()) == {kernel.source for kernel in plain.backward_kernels.values()}
 
 

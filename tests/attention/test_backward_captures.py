@@ -139,7 +139,7 @@ def test_what_only_the_mask_reads_has_a_gradient_of_zeros(deterministic: bool) -
 
 
 def test_names_that_members_of_the_structs_have() -> None:
-    names = ("x", "d_x", "sums", "gradient", "count", "statistics", "dq_sums", "rows", "d_o", "heads_kv")
+    names = ("x", "d_x", "sums", "gradient", "count", "statistics", "dq_accum", "rows", "d_o", "heads_kv")
     tables = [fg.Tensor(name, grad=True) for name in names]
 
     def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:

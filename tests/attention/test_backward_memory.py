@@ -16,7 +16,7 @@ from flashgen.attention import Attention
 from flashgen.attention.launches import workspaces
 from flashgen.attention.problem import Problem
 from flashgen.build import host
-from flashgen.codegen.backward_kernels import PREPARE_ROWS
+from flashgen.codegen.backward_kernels import PREPROCESS_ROWS
 from flashgen.launch.engines import EmulatorRunner
 from flashgen.runtime.arrays import numpy_dtype
 from flashgen.verify import Shape, random_gradients, random_inputs
@@ -65,21 +65,21 @@ def test_the_launches_of_a_call(deterministic: bool, launched: list[Launched]) -
     compiled = attention.compile(CAUSAL, emulate=True, deterministic=deterministic)
     gradients = run(compiled, Shape(37, 170, 2, 4, 2))
     kernels, (_, prepare, keys, last) = compiled.backward_kernels, launched
-    assert [each.part for each in launched[1:]] == ["bwd-prepare", "bwd-keys", last.part]
-    rows = prepare.grid[0] * PREPARE_ROWS
-    assert rows % kernels["keys"].plan.tile_q == 0 and rows >= 37 and prepare.grid[1:] == (4, 2)
-    assert keys.grid == (-(-170 // kernels["keys"].plan.tile_k), 2, 2)
+    assert [each.part for each in launched[1:]] == ["bwd-preprocess", "bwd-dkdv", last.part]
+    rows = prepare.grid[0] * PREPROCESS_ROWS
+    assert rows % kernels["dkdv"].plan.tile_q == 0 and rows >= 37 and prepare.grid[1:] == (4, 2)
+    assert keys.grid == (-(-170 // kernels["dkdv"].plan.tile_k), 2, 2)
     assert keys.arrays["dk"] is gradients.dk and keys.arrays["dv"] is gradients.dv
     assert prepare.arrays["statistics"].shape == (2, 4, rows, 2)
     assert prepare.arrays["statistics"] is keys.arrays["statistics"] and "d_lse" not in prepare.arrays
     assert last.arrays["dq"] is gradients.dq
     if deterministic:
-        assert last.part == "bwd-queries"
-        assert last.grid == (-(-37 // kernels["queries"].plan.tile_q), 4, 2) and "dq_sums" not in keys.arrays
+        assert last.part == "bwd-dq"
+        assert last.grid == (-(-37 // kernels["dq"].plan.tile_q), 4, 2) and "dq_accum" not in keys.arrays
     else:
-        assert last.part == "bwd-finish" and last.grid == (rows // kernels["finish"].plan.tile_q, 4, 2)
-        assert keys.arrays["dq_sums"].shape == (2, 4, rows, 32) and "dq_sums" in keys.zeros - last.zeros
-        assert last.arrays["dq_sums"] is keys.arrays["dq_sums"]
+        assert last.part == "bwd-postprocess" and last.grid == (rows // kernels["postprocess"].plan.tile_q, 4, 2)
+        assert keys.arrays["dq_accum"].shape == (2, 4, rows, 32) and "dq_accum" in keys.zeros - last.zeros
+        assert last.arrays["dq_accum"] is keys.arrays["dq_accum"]
 
 
 @MODES
@@ -87,9 +87,9 @@ def test_the_launches_of_a_mask_with_lists(deterministic: bool, launched: list[L
     compiled = attention.compile(LISTS, emulate=True, deterministic=deterministic)
     run(compiled, Shape(150, 150, 1, 2, 2))
     parts = ["query-lists", "lists"] if deterministic else ["query-lists"]
-    own = ["bwd-prepare", "bwd-keys", "bwd-queries" if deterministic else "bwd-finish"]
+    own = ["bwd-preprocess", "bwd-dkdv", "bwd-dq" if deterministic else "bwd-postprocess"]
     assert [each.part for each in launched[2:]] == parts + own
-    lists, keys = launched[2], next(each for each in launched if each.part == "bwd-keys")
+    lists, keys = launched[2], next(each for each in launched if each.part == "bwd-dkdv")
     assert keys.arrays["tile_counts"] is lists.arrays["counts"]
     launched.clear()
     run(compiled, Shape(150, 150, 1, 2, 2), tile_lists=compiled.backward_tile_lists(150, ids=np.zeros(150, np.int32)))
@@ -120,7 +120,7 @@ def test_memory_is_given_back(deterministic: bool, launched: list[Launched]) -> 
     compiled = attention.compile(CAUSAL, emulate=True, deterministic=deterministic)
     gradients = run(compiled, Shape(37, 70, 1, 2, 1))
     work = {
-        name: array for each in launched for name, array in each.arrays.items() if name in ("statistics", "dq_sums")
+        name: array for each in launched for name, array in each.arrays.items() if name in ("statistics", "dq_accum")
     }
     kept = [weakref.ref(array) for array in work.values()]
     launched.clear()

@@ -75,7 +75,7 @@ def assert_right(it: Attention, plan: Any, shape: Shape = SHAPE) -> None:
     out, lse = it(*qkv, return_lse=True, **inputs.captures)
     found = it.backward(d_out, *qkv, out, lse, **inputs.captures)
     prepared = it.backward_pass._prepared.values()[-1].stages
-    assert {stage.role for stage in prepared.stages} >= {"keys"} and (
+    assert {stage.role for stage in prepared.stages} >= {"dkdv"} and (
         it.backward_plan_for(shape.len_q, shape.len_k, shape.batch, shape.heads_q, shape.heads_kv) == plan
     )
     runners = it.backward_pass.dispatch.choose(it.backward_pass._prepared.values()[-1].problem, 0).runners
@@ -88,7 +88,7 @@ def assert_right(it: Attention, plan: Any, shape: Shape = SHAPE) -> None:
 
 
 def candidates(spec: fg.AttentionSpec, target: str, group: int = 1, deterministic: bool = False) -> tuple[Any, ...]:
-    default = backward_kernels(spec, target_named(target), deterministic)["keys"]
+    default = backward_kernels(spec, target_named(target), deterministic)["dkdv"]
     found = backward_candidates(spec, default, Workload(4096, 4096, 32, 132, group), deterministic)
     assert found[0] == default.plan and len(set(found)) == len(found)
     for plan in found:
@@ -137,7 +137,7 @@ def test_calls_of_tuned_lengths_run_the_winner_here_and_in_later_processes(tmp_p
         assert_right(it, default)
     result = tuned(first)
     assert (result.winner, result.default, result.gain) == (EARLY, default, 2.5)
-    assert str(result.lengths).endswith("-h4-g2") and result.kernel == first.backward_kernels["keys"].name
+    assert str(result.lengths).endswith("-h4-g2") and result.kernel == first.backward_kernels["dkdv"].name
     for it in (first, beside, compiled(tmp_path)):  # the last is as in a later process
         assert_right(it, EARLY)
         assert it.backward_plan_for(90, heads=4) == it.backward_plan  # of another group
@@ -220,7 +220,7 @@ def test_a_winner_of_another_text_is_not_used(tmp_path: Path) -> None:
     it = compiled(tmp_path)
     default = it.backward_plan_for(90, heads=4, heads_kv=2)
     lengths = LengthClass.of(Workload(90, 90, 4, 3, 2), lists=False, grouped=True)
-    kept = TunedPlans(it.backward_kernels["keys"], KernelCache(tmp_path))
+    kept = TunedPlans(it.backward_kernels["dkdv"], KernelCache(tmp_path))
     for winner in (
         TunedPlan(EARLY, "the hash of an older template's text"),
         TunedPlan(HopperBackwardPlan(96), "that plans no longer allow"),
@@ -278,7 +278,7 @@ def test_candidates_are_tried_where_nobody_says_which(tmp_path: Path, monkeypatc
     monkeypatch.setattr(backward_tuning, "backward_candidates", lambda *given: asked.append(given) or (EARLY,))
     it = compiled(tmp_path)
     tuned(it, plans=None)
-    assert asked == [(SPEC, it.backward_kernels["keys"], Workload(90, 90, 4, 3, 2), False)]
+    assert asked == [(SPEC, it.backward_kernels["dkdv"], Workload(90, 90, 4, 3, 2), False)]
 
 
 @pytest.mark.parametrize("wrong", ["dq", "dk", "dv"])
@@ -289,7 +289,7 @@ def test_a_plan_whose_gradients_are_wrong_cannot_win(
 
     def spoilt(self: Any, backward: Any) -> Any:
         found = results(self, backward)
-        spoils = backward.kernels["keys"].plan == EARLY
+        spoils = backward.kernels["dkdv"].plan == EARLY
         return found | {wrong: found[wrong] + np.float32(0.5)} if spoils else found
 
     monkeypatch.setattr(backward_tuning._Trials, "_results", spoilt)

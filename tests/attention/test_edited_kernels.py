@@ -92,12 +92,12 @@ def test_a_kernel_that_prints_and_asserts_runs_as_it_compiles_for_a_gpu(sanitize
 
 def test_an_edited_kernel_of_the_backward_runs() -> None:
     emitted = emulated()
-    finish = next(text for name, text in emitted.backward_sources.items() if "bwd-finish" in name)
-    edited = emulated(source={"finish": finish.replace("(low * kScale", "(2 * low * kScale")})
-    assert edited.edited == ("finish",) and edited.name == emitted.name and "edited: finish" in repr(edited)
-    assert [("-edited-" in name, "bwd-finish" in name) for name in edited.backward_sources] == [(False, False)] * 2 + [
-        (True, True)
-    ]
+    finish = next(text for name, text in emitted.backward_sources.items() if "bwd-postprocess" in name)
+    edited = emulated(source={"postprocess": finish.replace("(low * kScale", "(2 * low * kScale")})
+    assert edited.edited == ("postprocess",) and edited.name == emitted.name and "edited: postprocess" in repr(edited)
+    assert [("-edited-" in name, "bwd-postprocess" in name) for name in edited.backward_sources] == [
+        (False, False)
+    ] * 2 + [(True, True)]
     inputs = random_inputs(CAUSAL, SHAPE)
     q, k, v = inputs.q, inputs.k, inputs.v
     out, lse = emitted(q, k, v, return_lse=True)
@@ -124,7 +124,7 @@ def test_how_a_source_may_be_given(tmp_path: Path) -> None:
     """A text, a file, a folder; by the entry point, the part, the name, the name in a release, an edited name."""
     emitted = emulated()
     forward = strict(emitted.source)
-    keys, text = next(item for item in emitted.backward_sources.items() if "bwd-keys" in item[0])
+    keys, text = next(item for item in emitted.backward_sources.items() if "bwd-dkdv" in item[0])
     other = text + "\n// read\n"
     (tmp_path / "mine.cu").write_text(forward)
     folder = tmp_path / "kernels"
@@ -135,15 +135,17 @@ def test_how_a_source_may_be_given(tmp_path: Path) -> None:
     assert emulated(source=tmp_path / "mine.cu").source == forward
     both: list[Any] = [
         folder,
-        {"forward": forward, "keys": other},
+        {"forward": forward, "dkdv": other},
         {"forward": tmp_path / "mine.cu", keys: folder / f"{keys}.cu"},
-        {f"{emitted.name}-edited-01234567": forward, "keys": other},
+        {f"{emitted.name}-edited-01234567": forward, "dkdv": other},
     ]
     for source in both:
         edited = emulated(source=source)
-        assert edited.source == forward and sorted(edited.edited) == ["forward", "keys"]
+        assert edited.source == forward and set(edited.edited) == {"forward", "dkdv"}
         assert other in edited.backward_sources.values()
-    assert emulated(source=other).edited == ("keys",)
+    assert emulated(source=other).edited == ("dkdv",)
+    with pytest.warns(DeprecationWarning, match="'keys' of the backward is 'dkdv' now"):
+        assert emulated(source={"keys": other}).edited == ("dkdv",)
     assert emulated(source=emitted.source).edited == () == emulated(source=emitted.sources).edited
 
 
@@ -226,9 +228,9 @@ def test_what_is_no_kernel_of_the_spec() -> None:
             "edited.cu",
             "source is no kernel of .* for sm_80: it has no entry point .*give a pathlib.Path. These are: forward",
         ),
-        (other.source, rf"it has the entry points {other.kernels[0].entry}\. These are: forward {entry}, prepare "),
-        ({"kyes": "text"}, r"source\['kyes'\] is no kernel of .*; its kernels are forward, prepare, keys, finish"),
-        ({"keys": emulated().source}, rf"source\['keys'\] lacks the entry point of .*; its entry points are {entry}"),
+        (other.source, rf"it has the entry points {other.kernels[0].entry}\. These are: forward {entry}, preprocess "),
+        ({"kyes": "text"}, r"source\['kyes'\] is no kernel of .*; its kernels are forward, preprocess, dkdv, postprocess"),
+        ({"dkdv": emulated().source}, rf"source\['dkdv'\] lacks the entry point of .*; its entry points are {entry}"),
         ({"forward": changed(entry, f"{entry}_2")}, rf"lacks the entry point.*; its entry points are {entry}_2"),
         ({"forward": changed('extern "C"', "")}, 'lacks the entry point of the kernel forward, extern "C"'),
         ({"forward": emulated().source + "\0"}, "holds a NUL"),
@@ -265,7 +267,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         (tmp_path / "missing.cu", "missing.cu cannot be read: No such file"),
         (tmp_path / "latin.cu", "latin.cu cannot be read: byte 6 is not UTF-8"),
         (tmp_path / "none", "the folder .*none holds no .cu file; `flashgen show --output"),
-        (tmp_path / "other", r"no file is of .*; those are fwd-sm80-\S+\.cu, bwd-prepare"),
+        (tmp_path / "other", r"no file is of .*; those are fwd-sm80-\S+\.cu, bwd-preprocess"),
     ]
     for source, message in refusals:
         with pytest.raises(ArgumentError, match=message):
@@ -313,7 +315,7 @@ def test_an_edited_kernel_on_a_gpu() -> None:
     out, lse = reference.attention(CAUSAL, inputs.q, inputs.k, inputs.v, return_lse=True)
     rest = (inputs.q, inputs.k, inputs.v, out.astype(inputs.q.dtype), lse.astype("float32"))
     sources = emitted.backward_sources
-    keys = next(name for name in sources if "bwd-keys" in name)
+    keys = next(name for name in sources if "bwd-dkdv" in name)
     read = attention.compile(CAUSAL, source={keys: sources[keys] + "\n// read\n"})
     for ours, theirs in zip(read.backward(inputs.q, *rest)[1:], emitted.backward(inputs.q, *rest)[1:], strict=True):
         np.testing.assert_array_equal(ours, theirs)

@@ -71,7 +71,7 @@ def test_calls_of_few_heads_of_keys_divide_them() -> None:
 
     def divides(mask: fg.Mask, length: int, batch: int, heads_kv: int, head_dim: int = 128) -> bool:
         spec = fg.AttentionSpec(head_dim, "bfloat16", mask=mask)
-        plan = next(kernel.plan for kernel in render_backward_kernels(spec, SM_90A) if kernel.role == "keys")
+        plan = next(kernel.plan for kernel in render_backward_kernels(spec, SM_90A) if kernel.role == "dkdv")
         workload = Workload(length, length, batch * 32, 132, 32 // heads_kv)
         chosen = split.choose(plan, spec, SM_90A, workload)
         assert chosen is None or chosen == required_head_split_plan(spec, SM_90A)
@@ -94,7 +94,7 @@ def test_a_call_takes_them_unless_a_plan_is_given() -> None:
         out, lse = each(inputs.q, inputs.k, inputs.v, return_lse=True)
         each.backward(d_out, inputs.q, inputs.k, inputs.v, out, lse)
         stages = {stage.role for prepared in each._backward._prepared.values() for stage in prepared.stages.stages}
-        assert ("finish_dk" in stages) == expected
+        assert ("postprocess_dk" in stages) == expected
 
 
 def test_kernels_that_cannot_be_had_are_said(monkeypatch: pytest.MonkeyPatch) -> None:

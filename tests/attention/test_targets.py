@@ -66,7 +66,7 @@ def test_a_gpu_takes_the_target_of_its_own_generation(
     compiled = attention.compile(SPEC)
     assert compiled.target.name == name == target_of_capability(*capability).name
     assert isinstance(compiled.plan, HopperPlan) == (name == "sm_90a")
-    assert compiled.backward_kernels["keys"].target.name == name
+    assert compiled.backward_kernels["dkdv"].target.name == name
 
 
 def test_the_other_family_is_taken_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,8 +144,8 @@ def test_hopper_s_backward_is_of_its_own_instructions(
     for part, kernel in shown.items():
         assert kernel.target.architecture == "sm_90a" and "-sm90a-" in kernel.name
         assert part.endswith("lists") or "target   sm_90a, family hopper" in kernel.source
-        assert ("wgmma.mma_async" in kernel.source) == (part in ("keys", "queries"))
-    assert compiled._backward.stages.runners["keys"].prebuild == compiled._prebuild("backward")  # type: ignore[attr-defined]
+        assert ("wgmma.mma_async" in kernel.source) == (part in ("dkdv", "dq"))
+    assert compiled._backward.stages.runners["dkdv"].prebuild == compiled._prebuild("backward")  # type: ignore[attr-defined]
     assert "--target sm_90a" in compiled._prebuild("backward")
 
 

@@ -146,7 +146,7 @@ def test_masks_have_whole_tiles(mask: fg.Mask) -> None:
 def test_the_default_mode_may_add_in_turns_too() -> None:
     spec, plan = SPECS["causal"]
     compiled = attention.compile(spec, target="sm_90a", emulate=True, backward_plan=plan)
-    source = next(text for name, text in compiled.backward_sources.items() if "-keys-" in name)
+    source = next(text for name, text in compiled.backward_sources.items() if "-dkdv-" in name)
     assert "await_turn(place, turn)" in source
 
 
@@ -162,7 +162,7 @@ def test_one_kernel_makes_all_gradients() -> None:
     """What adds in turns needs no pass of its own for dQ."""
     spec, plan = SPECS["causal"]
     compiled = attention.compile(spec, target="sm_90a", emulate=True, backward_plan=plan, deterministic=True)
-    assert [name.split("-")[1] for name in compiled.backward_sources] == ["prepare", "keys"]
+    assert [name.split("-")[1] for name in compiled.backward_sources] == ["preprocess", "dkdv"]
 
 
 @pytest.mark.parametrize(

@@ -96,16 +96,18 @@ def test_show_the_backward_s_kernels() -> None:
     spec = fg.AttentionSpec(64, mask=fg.causal() & fg.document("ids"))
     arguments = ("show", "causal() & document('ids')", "--target", "sm_80", "--pass", "backward")
     every = invoke(*arguments)
-    assert "4 kernels, in launch order: query_lists, prepare, keys, finish. Each is a" in every.stderr
+    assert "4 kernels, in launch order: query_lists, preprocess, dkdv, postprocess. Each is a" in every.stderr
     assert "--output DIR/" in every.stderr
     sources = compile(spec, target="sm_80", emulate=True).backward_sources
     titles = re.findall(r"^// ==== (\w+): file (\d) of 4, (\S+) =+$", every.stdout, re.MULTILINE)
-    parts = ("query_lists", "prepare", "keys", "finish")
+    parts = ("query_lists", "preprocess", "dkdv", "postprocess")
     assert titles == [(part, str(n), name) for n, (part, name) in enumerate(zip(parts, sources, strict=True), start=1)]
     sources = list(sources.values())
-    assert invoke(*arguments, "--kernel", "keys").stdout == sources[2]
-    deterministic = invoke(*arguments, "--deterministic", "--kernel", "queries")
-    assert "attention_backward_queries" in deterministic.stdout and deterministic.stderr == ""
+    assert invoke(*arguments, "--kernel", "dkdv").stdout == sources[2]
+    renamed = invoke(*arguments, "--kernel", "keys")
+    assert renamed.stdout == sources[2] and "--kernel keys is named dkdv now" in renamed.stderr
+    deterministic = invoke(*arguments, "--deterministic", "--kernel", "dq")
+    assert "attention_backward_dq_" in deterministic.stdout and deterministic.stderr == ""
     assert "its kernels are query_lists, prepare" in invoke(*arguments, "--kernel", "forward", expect=2).stderr
 
 
@@ -125,10 +127,10 @@ def test_show_writes_each_kernel_to_a_file_of_its_own(tmp_path: Path) -> None:
 
 @needs_nvrtc
 def test_show_writes_one_kernel_or_what_it_compiles_to(tmp_path: Path) -> None:
-    arguments = ("show", "causal()", "--target", "sm_80", "--pass", "backward", "--kernel", "finish")
+    arguments = ("show", "causal()", "--target", "sm_80", "--pass", "backward", "--kernel", "postprocess")
     invoke(*arguments, "--what", "ptx", "--output", tmp_path)
     (path,) = tmp_path.iterdir()
-    assert path.name.startswith("bwd-finish-") and path.suffix == ".ptx" and ".target sm_80" in path.read_text()
+    assert path.name.startswith("bwd-postprocess-") and path.suffix == ".ptx" and ".target sm_80" in path.read_text()
 
 
 def test_show_writes_into_a_folder_or_says_why_not(tmp_path: Path) -> None:
@@ -157,7 +159,7 @@ def test_show_hopper_s_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert invoke(*arguments).stdout == compiled.source == invoke(*arguments, "--target", "sm_90a").stdout
     assert invoke(*arguments, "--kernel", "lists").stdout == next(iter(compiled.sources.values()))
     assert "family ampere" in invoke(*arguments, "--target", "sm_90").stdout
-    keys = invoke(*arguments, "--pass", "backward", "--kernel", "keys").stdout
+    keys = invoke(*arguments, "--pass", "backward", "--kernel", "dkdv").stdout
     assert keys in compiled.backward_sources.values() and "target   sm_90a, family hopper" in keys
     for shown in (compiled.source, keys):
         (command,) = re.findall(r"^//   flashgen (show .*)$", shown, re.MULTILINE)
@@ -197,10 +199,10 @@ def test_show_what_it_compiles_to() -> None:
 def test_show_what_the_backward_compiles_to_and_costs() -> None:
     arguments = ("show", "causal()", "--target", "sm_80", "--pass", "backward", "--what", "resources")
     facts = {row["part"]: row for row in json.loads(invoke(*arguments, "--json").stdout)}
-    assert list(facts) == ["prepare", "keys", "finish"] and 0 < facts["keys"]["registers"] <= 255
-    assert facts["keys"]["flops"].startswith("640 * batch * heads_q * len_q * len_k")  # 5 products to the forward's 2
+    assert list(facts) == ["preprocess", "dkdv", "postprocess"] and 0 < facts["dkdv"]["registers"] <= 255
+    assert facts["dkdv"]["flops"].startswith("640 * batch * heads_q * len_q * len_k")  # 5 products to the forward's 2
     assert all("batch" in row["hbm_bytes"] for row in facts.values())
-    assert re.search(r"^keys\t\d+\t", invoke(*arguments).stdout, re.MULTILINE)
+    assert re.search(r"^dkdv\t\d+\t", invoke(*arguments).stdout, re.MULTILINE)
     forward = json.loads(invoke(*arguments[:4], "--what", "resources", "--json").stdout)
     assert forward["flops"].startswith("256 * batch") and "bytes" in forward["hbm_bytes"]
 

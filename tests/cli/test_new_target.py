@@ -63,7 +63,7 @@ def test_report(target: Target) -> None:
     assert found["card"]["name"] == GPU.name and found["card"]["ridge"] == 2000
     kernels = {kernel["role"]: kernel for kernel in found["kernels"]}
     assert kernels["forward"]["roofline"]["limit"] == "memory"
-    assert kernels["forward"]["timeline"]["cycles"] > 0 and kernels["keys"]["timeline"]["cycles"] > 0
+    assert kernels["forward"]["timeline"]["cycles"] > 0 and kernels["dkdv"]["timeline"]["cycles"] > 0
     assert found["checked"]["verdicts"] and all(each["ok"] for each in found["checked"]["verdicts"].values())
     if compiles(target):
         assert kernels["forward"]["occupancy"]["blocks"] > 0

@@ -56,17 +56,17 @@ def test_a_folder_of_both_passes(folder: Path) -> None:
     results, said = verified(folder)
     assert f"{folder} equals the generated source: nothing in it is edited" in said
     assert not any("edited" in result["engine"] for result in results)
-    edit(folder, "bwd-finish", "(low * kScale", "(2 * low * kScale")
+    edit(folder, "bwd-postprocess", "(low * kScale", "(2 * low * kScale")
     results, said = verified(folder, expect=1)
-    assert "edited: bwd-finish-" in said
+    assert "edited: bwd-postprocess-" in said
     failed = [result for result in results if not result["ok"]]
     assert len(failed) > 5 and {(result["pass"], result["worst"]) for result in failed} == {("backward", "dq")}
     refused = invoke("verify", *SPEC, "--source", folder, "--emulate", "--pass", "forward", expect=2)
-    assert "edits finish, a kernel of the backward pass: add --pass backward" in refused.stderr
+    assert "edits postprocess, a kernel of the backward pass: add --pass backward" in refused.stderr
 
 
 def test_a_mistake_is_one_message_before_anything_runs(folder: Path) -> None:
-    path = edit(folder, "bwd-keys", "return k <= q;", "return k <= qq;")
+    path = edit(folder, "bwd-dkdv", "return k <= q;", "return k <= qq;")
     refused = invoke("verify", *SPEC, "--source", folder, "--emulate", expect=2)
     assert re.search(r"kernel\.cu:\d+:\d+: error: ", refused.stderr) and str(path) in refused.stderr
     assert refused.stdout == "" and "Traceback" not in refused.stderr

@@ -54,7 +54,7 @@ COVERING = [
 def test_every_variant_compiles(variant: Variant, target: str, dim: int, deterministic: bool, number: int) -> None:
     spec = spec_of(variant, dim, dtype_of(target, number))
     for part, kernel in parts(spec, target, deterministic).items():
-        if part not in ("prepare", "finish"):  # the same but for dims: below
+        if part not in ("preprocess", "postprocess"):  # the same but for dims: below
             assert_fits(kernel)
 
 
@@ -76,7 +76,7 @@ def test_heavy_scores_that_drop_and_learn_leave_registers(target: str) -> None:
     table = fg.Tensor("table", "float16", 2, grad=True)
     score = fg.softcap(20)(fg.relative_bias(table, 12))
     spec = AttentionSpec(128, "float16", mask=fg.document("ids"), score=score, dropout=0.17)
-    assert_fits(parts(spec, target, deterministic=False)["keys"], most_spilled=24)
+    assert_fits(parts(spec, target, deterministic=False)["dkdv"], most_spilled=24)
 
 
 # Three blocks of small heads share a multiprocessor's registers, 168 for a thread. In the deterministic mode one or two

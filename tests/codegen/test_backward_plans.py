@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import flashgen.language as fg
-from flashgen.codegen.backward_kernels import PREPARE_ROWS
+from flashgen.codegen.backward_kernels import PREPROCESS_ROWS
 from flashgen.codegen.dispatch import render_backward_kernels
 from flashgen.codegen.mma_sync.backward_plans import (
     BackwardPlan,
@@ -156,7 +156,7 @@ def test_a_plan_follows_from_the_spec_alone() -> None:
 def test_a_given_plan_is_kept() -> None:
     plan = replace(choose_backward_plan(SPEC, TARGETS["sm_80"]), stages=1, blocks=1)
     rendered = render_backward_kernels(SPEC, TARGETS["sm_80"], plan)
-    keys = next(kernel for kernel in rendered if kernel.role == "keys")
+    keys = next(kernel for kernel in rendered if kernel.role == "dkdv")
     assert keys.plan == plan and keys.threads == plan.threads and keys.shared_bytes == plan.shared_bytes(SPEC)
     rows = keys.values(Sizes(1, 1, 1, 1, 1))["rows"]
-    assert rows % plan.tile_q == 0 and rows % PREPARE_ROWS == 0
+    assert rows % plan.tile_q == 0 and rows % PREPROCESS_ROWS == 0

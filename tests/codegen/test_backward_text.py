@@ -76,7 +76,7 @@ def test_lines_are_tidy(number: int) -> None:
 @every_variant
 def test_functions_and_kernels_fit_a_screen_and_a_few(number: int) -> None:
     for kernel in kernels_of_variant(number):
-        longest = (LONGEST_KEYS, LONGEST_KEYS_FILE) if "bwd-keys" in kernel.name else (LONGEST_KERNEL, LONGEST_FILE)
+        longest = (LONGEST_KEYS, LONGEST_KEYS_FILE) if "bwd-dkdv" in kernel.name else (LONGEST_KERNEL, LONGEST_FILE)
         functions_fit(kernel, *longest)
 
 
@@ -122,7 +122,7 @@ def test_a_kernel_names_its_spec_and_its_maker() -> None:
             assert all(text in head for text in told), head
             assert kernel.entry in kernel.source and re.fullmatch(r"[A-Za-z_]\w*", kernel.entry)
             assert spec.name in kernel.name and "sm86" in kernel.name
-        for kernel in (rendered[role] for role in ("keys", "queries") if role in rendered):
+        for kernel in (rendered[role] for role in ("dkdv", "dq") if role in rendered):
             plan = kernel.plan
             assert f"{plan.tile_q} queries x {plan.tile_k} keys, {plan.warps} warps" in kernel.source
 
@@ -139,7 +139,7 @@ def test_only_products_are_recomputed_where_the_scores_are_(deterministic: bool)
     """What goes over rows or sums alone has nothing of the mask, the score or the dropout."""
     spec = fg.AttentionSpec(64, mask=fg.causal(), score=fg.softcap(30), dropout=0.1)
     for part, source in parts(spec, deterministic).items():
-        looks_at_scores = part in ("keys", "queries")
+        looks_at_scores = part in ("dkdv", "dq")
         for word in ("mask_mod", "score_mod", "philox", "mma_m16n8k16_f16"):
             assert (word in source) == looks_at_scores, (part, word)
 
@@ -154,7 +154,7 @@ def test_a_score_plus_a_bias_has_no_slope(score: fg.Score, deterministic: bool) 
 @modes
 def test_a_softcap_takes_one_tanh_for_both_the_score_and_its_slope(deterministic: bool) -> None:
     found = parts(fg.AttentionSpec(64, score=fg.softcap(30)), deterministic)
-    for part in ("keys", "queries") if deterministic else ("keys",):
+    for part in ("dkdv", "dq") if deterministic else ("dkdv",):
         body = functions(found[part])["score_mod"]
         assert body.count("tanh") == 1 and "slope = 1.0f - x0 * x0;" in body
         others = found[part].replace(body, "").replace(functions(found[part])["tanh_approx"], "")
@@ -179,47 +179,47 @@ def test_quotients_of_a_tile_are_found_once(width: int, divides: bool, target: s
 
 
 def keys_of(spec: fg.AttentionSpec, target: str) -> str:
-    return backward_kernels(spec, TARGETS[target])["keys"].source
+    return backward_kernels(spec, TARGETS[target])["dkdv"].source
 
 
 def test_only_the_default_adds_to_what_others_add_to() -> None:
     score = learned(fg.alibi("slopes"))
     spec = fg.AttentionSpec(64, mask=fg.causal(), score=score)
     default, exact = parts(spec), parts(spec, deterministic=True)
-    assert "atomicAdd" in default["keys"] and "dq_sums" in default["keys"] and "add_exactly" not in default["keys"]
+    assert "atomicAdd" in default["dkdv"] and "dq_accum" in default["dkdv"] and "add_exactly" not in default["dkdv"]
     for part, source in exact.items():
-        assert "dq_sums" not in source and "reduce_add" not in source
+        assert "dq_accum" not in source and "reduce_add" not in source
         without = source.replace(functions(source).get("add_exactly", "\0"), "")
         assert "atomicAdd" not in without, part
-    assert "add_exactly" in exact["keys"] and "add_exactly" not in exact["queries"]
+    assert "add_exactly" in exact["dkdv"] and "add_exactly" not in exact["dq"]
 
 
 @pytest.mark.parametrize(("target", "addition"), [("sm_80", "atomicAdd("), ("sm_90", "reduce_add_4(")])
 def test_shares_of_dq_are_added_in_one_piece(target: str, addition: str) -> None:
     """Blocks race for them, which the emulator's ThreadSanitizer does not see: so nothing else may touch them."""
-    source = parts(fg.AttentionSpec(64), target=target)["keys"]
+    source = parts(fg.AttentionSpec(64), target=target)["dkdv"]
     body = functions(source)["add_query_gradients"]
     touching = [line.strip() for line in body.splitlines() if re.search(r"\b(sums|tile)\b", line)][1:]
     begin, tile, added = touching
     assert begin.startswith("sums += warp * ") and tile.startswith("float* tile = sums + (")
     assert re.fullmatch(rf"(for \(.*\) )?{re.escape(addition)}tile \+ sum_place\(lane, \w\), .*\);", added)
-    assert source.count("dq_sums") == 2, "in the struct, and where they are added to"
-    assert "dq_sums + (first_row + first_query) * kHeadDimPadded" in source
+    assert source.count("dq_accum") == 2, "in the struct, and where they are added to"
+    assert "dq_accum + (first_row + first_query) * kHeadDimPadded" in source
 
 
 def test_gradients_of_captures_are_where_the_sums_are() -> None:
     """What all scores of a head read is summed in registers, and what some read as long as they follow each other; what
     each reads for itself is added as it comes.
     """
-    of_heads = parts(fg.AttentionSpec(64, score=learned(fg.alibi("slopes"))))["keys"]
+    of_heads = parts(fg.AttentionSpec(64, score=learned(fg.alibi("slopes"))))["dkdv"]
     whole = fg.Tensor("bias", "float32", 4, grad=True)
-    of_scores = parts(fg.AttentionSpec(64, score=lambda s, b, h, q, k: s + whole[b, h, q, k]))["keys"]
+    of_scores = parts(fg.AttentionSpec(64, score=lambda s, b, h, q, k: s + whole[b, h, q, k]))["dkdv"]
     assert "add_gathered(gathered, position, arguments);" in of_heads and "warp_sum" in of_heads
     assert "add_gathered(" not in of_scores and "add_to_gradient(arguments.d_bias" in of_scores
-    of_distances = parts(fg.AttentionSpec(64, score=learned(fg.relative_bias("table", 8))))["keys"]
+    of_distances = parts(fg.AttentionSpec(64, score=learned(fg.relative_bias("table", 8))))["dkdv"]
     assert "begin_run(gathered.run0, arguments.d_table" in of_distances and "end_runs(gathered.run0" in of_distances
     assert "Run" not in of_heads and "Run" not in of_scores
-    plain = parts(fg.AttentionSpec(64, score=fg.alibi("slopes")))["keys"]
+    plain = parts(fg.AttentionSpec(64, score=fg.alibi("slopes")))["dkdv"]
     assert "Gathered" not in plain and "add_to_gradient" not in plain
 
 
@@ -229,7 +229,7 @@ def test_gradients_of_captures_are_where_the_sums_are() -> None:
 def test_every_kind_of_plan_renders_a_tidy_text(split: int, stages: int, deterministic: bool) -> None:
     spec = fg.AttentionSpec(64, mask=fg.causal(), score=learned(fg.alibi("slopes")), dropout=0.1)
     plan = BackwardPlan(64, 64, 4, split, stages)
-    kernel = backward_kernels(spec, SM_80, deterministic, plan=plan)["keys"]
+    kernel = backward_kernels(spec, SM_80, deterministic, plan=plan)["dkdv"]
     tidy(kernel.source)
     functions_fit(kernel, LONGEST_KEYS, LONGEST_KEYS_FILE)
     unconditional(kernel.source)

@@ -59,9 +59,7 @@ WIDE_CASES = [
 def own_kernels(spec: AttentionSpec, deterministic: bool) -> dict[str, RenderedKernel]:
     """The kernels of Hopper's own instructions."""
     found = backward_kernels(spec, SM_90A, deterministic)
-    return {
-        role: kernel for role, kernel in found.items() if role in ("keys", "queries") and isinstance(kernel.plan, OWN)
-    }
+    return {role: kernel for role, kernel in found.items() if role in ("dkdv", "dq") and isinstance(kernel.plan, OWN)}
 
 
 def taking_turns(spec: AttentionSpec) -> list[RenderedKernel]:
@@ -69,7 +67,7 @@ def taking_turns(spec: AttentionSpec) -> list[RenderedKernel]:
     plan = choose_hopper_backward_plan(spec, SM_90A)
     if plan is None or (plan := replace(plan, in_turns=True)).problem(spec, SM_90A):
         return []
-    return [backward_kernels(spec, SM_90A, True, plan=plan)[role] for role in ("prepare", "keys")]
+    return [backward_kernels(spec, SM_90A, True, plan=plan)[role] for role in ("preprocess", "dkdv")]
 
 
 def compiled(kernel: RenderedKernel, most_spilled: int = 0) -> nvrtc.Compiled:
@@ -101,7 +99,7 @@ def test_every_variant_compiles_without_spills_or_serialized_products(
 def test_every_dim_compiles_without_spills_or_serialized_products(dim: int, deterministic: bool) -> None:
     for mask in (fg.full(), fg.causal(), *([fg.document("ids")] if deterministic else [])):
         kernels = own_kernels(AttentionSpec(dim, "bfloat16", mask=mask), deterministic)
-        assert list(kernels) == (["keys", "queries"] if mask.name.startswith("document") or dim > 128 else ["keys"])
+        assert list(kernels) == (["dkdv", "dq"] if mask.name.startswith("document") or dim > 128 else ["dkdv"])
         for kernel in kernels.values():
             compiled(kernel)
 
@@ -131,7 +129,7 @@ def test_unequal_value_dims_compile(dims: tuple[int, int]) -> None:
 def test_machine_code_has_what_only_hopper_has() -> None:
     spec = AttentionSpec(128, "bfloat16", mask=fg.causal())
     try:
-        text = sass(compiled(own_kernels(spec, False)["keys"]).cubin)
+        text = sass(compiled(own_kernels(spec, False)["dkdv"]).cubin)
     except BuildError:
         pytest.skip("no disassembler here")
     for instruction in ("HGMMA.64x64x16", "HGMMA.64x128x16.*tnspB", "UTMALDG.4D", "UBLKCP", "UBLKRED", "STSM.*MT88"):
@@ -179,7 +177,7 @@ def test_which_kernels_a_spec_takes() -> None:
     def plans(dim: int, deterministic: bool = False, mask: fg.Mask | None = None, **more: object) -> list[type]:
         spec = AttentionSpec(dim, mask=fg.causal() if mask is None else mask, **more)  # type: ignore[arg-type]
         found = backward_kernels(spec, SM_90A, deterministic)
-        return [type(kernel.plan) for role, kernel in found.items() if role in ("keys", "queries")]
+        return [type(kernel.plan) for role, kernel in found.items() if role in ("dkdv", "dq")]
 
     assert (
         plans(64) == plans(128) == plans(128, score=fg.softcap(30.0)) == plans(128, dropout=0.1) == [HopperBackwardPlan]

@@ -20,12 +20,16 @@ LEARNED = fg.AttentionSpec(64, mask=fg.causal(), score=fg.alibi(fg.Tensor("slope
 def test_the_parts_of_each_pass() -> None:
     assert list(kernels_of(CAUSAL, SM_80)) == ["forward"]
     assert list(kernels_of(LISTED, SM_80)) == ["lists", "forward"]
-    assert list(kernels_of(CAUSAL, SM_80, ("backward",))) == ["prepare", "keys", "finish"]
-    assert list(kernels_of(CAUSAL, SM_80, ("backward",), deterministic=True)) == ["prepare", "keys", "queries"]
-    assert list(kernels_of(LEARNED, SM_80, ("backward",))) == ["prepare", "keys", "finish"]  # summed where it is given
-    assert list(kernels_of(LEARNED, SM_80, ("backward",), deterministic=True))[2:] == ["queries", "d_slopes"]
+    assert list(kernels_of(CAUSAL, SM_80, ("backward",))) == ["preprocess", "dkdv", "postprocess"]
+    assert list(kernels_of(CAUSAL, SM_80, ("backward",), deterministic=True)) == ["preprocess", "dkdv", "dq"]
+    assert list(kernels_of(LEARNED, SM_80, ("backward",))) == [
+        "preprocess",
+        "dkdv",
+        "postprocess",
+    ]  # summed where it is given
+    assert list(kernels_of(LEARNED, SM_80, ("backward",), deterministic=True))[2:] == ["dq", "d_slopes"]
     listed = kernels_of(LISTED, SM_80, ("forward", "backward"), deterministic=True)
-    parts = ["lists", "forward", "query_lists", "backward_lists", "prepare", "keys", "queries"]
+    parts = ["lists", "forward", "query_lists", "backward_lists", "preprocess", "dkdv", "dq"]
     assert list(listed) == parts
 
 
@@ -33,14 +37,14 @@ def test_the_backward_costs_five_products_to_the_forward_s_two() -> None:
     spec = fg.AttentionSpec(64, value_dim=32, score=fg.alibi(fg.Tensor("slopes", "float16", 1, grad=True)))
     parts = kernels_of(spec, SM_80, ("backward",))
     costs = {part: backward_cost(part, spec) for part in parts}
-    assert list(costs) == ["prepare", "keys", "finish", "d_slopes"]
+    assert list(costs) == ["preprocess", "dkdv", "postprocess", "d_slopes"]
     assert (
-        costs["keys"].flops == f"{2 * (3 * 64 + 2 * 32)} * batch * heads_q * len_q * len_k * (share of tiles visited)"
+        costs["dkdv"].flops == f"{2 * (3 * 64 + 2 * 32)} * batch * heads_q * len_q * len_k * (share of tiles visited)"
     )
     # a query: Q and dO, LSE and D, its sums of dQ read and written; a key: K and V, dK and dV
-    assert costs["keys"].hbm == f"{2 * 96 + 8 + 8 * 64} * batch * heads_q * len_q + {4 * 96} * batch * heads_kv * len_k"
+    assert costs["dkdv"].hbm == f"{2 * 96 + 8 + 8 * 64} * batch * heads_q * len_q + {4 * 96} * batch * heads_kv * len_k"
     assert costs["d_slopes"].hbm == "6 * elements of slopes"
-    keys, queries = (backward_cost(part, spec, dq_apart=True) for part in ("keys", "queries"))
+    keys, queries = (backward_cost(part, spec, dq_apart=True) for part in ("dkdv", "dq"))
     assert keys.flops.startswith(f"{2 * (2 * 64 + 2 * 32)} *") and queries.flops.startswith(f"{2 * (2 * 64 + 32)} *")
 
 

@@ -34,12 +34,14 @@ def both(number: int, target: str) -> list[tuple[RenderedKernel, RenderedKernel]
     for layout in ("thd", "bshd"):
         spec = spec_of(variants()[number], dim, "float16", layout)
         kernels = dict(kernels_of(spec, TARGETS[target]))
-        plan = found[0]["keys"].plan if found else None
+        plan = found[0]["dkdv"].plan if found else None
         for role, kernel in backward_kernels(spec, TARGETS[target], deterministic, plan=plan).items():
             kernels[f"backward_{role}" if role in kernels else role] = kernel
         found.append(kernels)
     ragged, plain = found
-    assert ragged.keys() - {"finish"} == plain.keys() - {"finish"}, "which Hopper's own kernels of keys need no more"
+    assert ragged.keys() - {"postprocess"} == plain.keys() - {"postprocess"}, (
+        "which Hopper's own kernels of keys need no more"
+    )
     return [(ragged[role], plain[role]) for role in ragged if role in plain and not role.startswith("d_")]
 
 

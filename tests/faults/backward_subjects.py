@@ -42,7 +42,7 @@ class BackwardSubject:
     spec: fg.AttentionSpec
     plan: BackwardPlan = _PLAN
     queries_plan: QueriesPlan | None = None
-    part: str = "keys"
+    part: str = "dkdv"
     shape: Shape = RAGGED
     of_lse: bool = False
 
@@ -130,34 +130,34 @@ def backward_subjects() -> dict[str, BackwardSubject]:
         "exact, split in 2": BackwardSubject(causal(32), BackwardPlan(32, 32, 4, 2, 2), exact),
         "exact, split in 4": BackwardSubject(causal(64), BackwardPlan(64, 32, 8, 4, 1), exact),
         # `queries`
-        "queries, one stage": BackwardSubject(causal(16), queries_plan=QueriesPlan(32, 32, 2, 1, 1), part="queries"),
-        "queries, two stages": BackwardSubject(causal(16), queries_plan=QueriesPlan(32, 32, 2, 1, 2), part="queries"),
-        "queries, split in 2": BackwardSubject(causal(32), queries_plan=QueriesPlan(32, 64, 4, 2, 2), part="queries"),
+        "queries, one stage": BackwardSubject(causal(16), queries_plan=QueriesPlan(32, 32, 2, 1, 1), part="dq"),
+        "queries, two stages": BackwardSubject(causal(16), queries_plan=QueriesPlan(32, 32, 2, 1, 2), part="dq"),
+        "queries, split in 2": BackwardSubject(causal(32), queries_plan=QueriesPlan(32, 64, 4, 2, 2), part="dq"),
         "queries, split in 2, one stage": BackwardSubject(
-            causal(32), queries_plan=QueriesPlan(32, 64, 4, 2, 1), part="queries"
+            causal(32), queries_plan=QueriesPlan(32, 64, 4, 2, 1), part="dq"
         ),
         # what a variant adds
         "no mask": BackwardSubject(fg.AttentionSpec(16)),
         "one query over": BackwardSubject(fg.AttentionSpec(16), shape=Shape(65, 40, 1, 2, 1)),
         "two groups, queries": BackwardSubject(
-            fg.AttentionSpec(16), queries_plan=exact, part="queries", shape=Shape(40, 40, 1, 4, 2)
+            fg.AttentionSpec(16), queries_plan=exact, part="dq", shape=Shape(40, 40, 1, 4, 2)
         ),
-        "of the LSE": BackwardSubject(causal(16), part="prepare", of_lse=True),
-        "rows": BackwardSubject(causal(16), part="prepare", shape=Shape(70, 50, 1, 2, 1)),
-        "rows of nothing but -inf": BackwardSubject(fg.AttentionSpec(16, score=hidden), part="prepare"),
-        "sums": BackwardSubject(causal(16), part="finish"),
+        "of the LSE": BackwardSubject(causal(16), part="preprocess", of_lse=True),
+        "rows": BackwardSubject(causal(16), part="preprocess", shape=Shape(70, 50, 1, 2, 1)),
+        "rows of nothing but -inf": BackwardSubject(fg.AttentionSpec(16, score=hidden), part="preprocess"),
+        "sums": BackwardSubject(causal(16), part="postprocess"),
         "dropout": BackwardSubject(fg.AttentionSpec(16, dropout=0.3), shape=Shape(70, 100, 2, 2, 2)),
         "dropout, split in 2": BackwardSubject(fg.AttentionSpec(32, dropout=0.3), BackwardPlan(32, 32, 4, 2, 2)),
         "dropout, queries": BackwardSubject(
-            fg.AttentionSpec(16, dropout=0.3), queries_plan=exact, part="queries", shape=Shape(70, 100, 2, 2, 2)
+            fg.AttentionSpec(16, dropout=0.3), queries_plan=exact, part="dq", shape=Shape(70, 100, 2, 2, 2)
         ),
         "bias of ends": BackwardSubject(fg.AttentionSpec(16, score=ends)),
         "low scores": BackwardSubject(fg.AttentionSpec(16, score=low)),
-        "low scores, queries": BackwardSubject(fg.AttentionSpec(16, score=low), queries_plan=exact, part="queries"),
+        "low scores, queries": BackwardSubject(fg.AttentionSpec(16, score=low), queries_plan=exact, part="dq"),
         "window": BackwardSubject(fg.AttentionSpec(16, mask=fg.sliding_window(80))),
         "softcap": BackwardSubject(fg.AttentionSpec(16, scale=1.0, score=fg.softcap(2))),
         "softcap, queries": BackwardSubject(
-            fg.AttentionSpec(16, scale=1.0, score=fg.softcap(2)), queries_plan=exact, part="queries"
+            fg.AttentionSpec(16, scale=1.0, score=fg.softcap(2)), queries_plan=exact, part="dq"
         ),
         "slopes": BackwardSubject(fg.AttentionSpec(16, mask=fg.causal(), score=slopes)),
         "exact slopes": BackwardSubject(fg.AttentionSpec(16, mask=fg.causal(), score=slopes), queries_plan=exact),

@@ -32,7 +32,7 @@ class HopperBackwardSubject:
     """
 
     spec: fg.AttentionSpec
-    part: str = "keys"
+    part: str = "dkdv"
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     shape: Shape = _SHAPE
 
@@ -82,7 +82,7 @@ def hopper_backward_subjects() -> dict[str, HopperBackwardSubject]:
         ),
         "queries": HopperBackwardSubject(
             fg.AttentionSpec(64, mask=fg.causal()),
-            "queries",
+            "dq",
             {"deterministic": True, "backward_plan": HopperBackwardPlan(64)},
         ),
         "turns": HopperBackwardSubject(
@@ -100,7 +100,7 @@ def hopper_backward_subjects() -> dict[str, HopperBackwardSubject]:
         ),
         "before parts": HopperBackwardSubject(
             fg.AttentionSpec(64),
-            "prepare",
+            "preprocess",
             options={"backward_plan": HopperBackwardPlan(64)},
             shape=Shape(2100, 90, 1, 1, 1),
         ),

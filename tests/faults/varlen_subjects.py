@@ -94,7 +94,7 @@ def varlen_subjects() -> dict[str, VarlenSubject]:
     listed = fg.trace_mask(lambda b, h, q, k: (q // 16 + k // 16 + b) % 3 != 0)
     subjects = {}
     for target in ("sm_80", "sm_90a"):
-        for name, kernels in (("", ""), (", forward", "fwd"), (", dK and dV", "bwd-keys")):
+        for name, kernels in (("", ""), (", forward", "fwd"), (", dK and dV", "bwd-dkdv")):
             subjects[f"{target}{name}"] = VarlenSubject(target, fg.causal(), kernels=kernels)
         subjects[f"{target}, listed tiles"] = VarlenSubject(target, listed, deterministic=True)
         wrong = (-64, 20, 90, 100, 150)

@@ -151,7 +151,7 @@ MUTANTS = (
     # kernels
     Mutant(
         "LSE of -inf not cleared in the backward's preprocess",
-        "templates/backward/prepare.cu.jinja",
+        "templates/backward/preprocess.cu.jinja",
         "      lse = kNoLse;\n",
         "",
         ("tests/attention/test_backward_calls.py::test_rows_whose_scores_are_all_minus_infinity_have_gradients_of_0",),

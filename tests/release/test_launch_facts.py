@@ -59,7 +59,7 @@ def part_of(kernel: RenderedKernel, backward: bool) -> str:
     kind = kernel.name.removeprefix("bwd-").split("-")[0]
     if kind in ("fwd", "capture"):
         return "forward" if kind == "fwd" else f"d_{kernel.name.split('-')[2]}"
-    if kind == "finish":
+    if kind == "postprocess":
         return kernel.role  # of heads apart there are three
     return {"lists": "backward_lists" if backward else "lists", "query": "query_lists"}.get(kind, kind)
 
@@ -116,7 +116,7 @@ def test_formulas_are_what_calls_launch(
     in_turns = own and not listed and not spec.is_ragged
     apart = (deterministic and not in_turns) or (own and spec.head_dim > 128)  # a kernel of its own makes dQ
     finishes = own and not apart and not spec.is_ragged  # the main kernel itself
-    assert {"forward", "prepare", "keys", *(["queries"] if apart else [] if finishes else ["finish"])} <= parts
+    assert {"forward", "preprocess", "dkdv", *(["dq"] if apart else [] if finishes else ["postprocess"])} <= parts
     lists = {"lists", "query_lists", *(["backward_lists"] if apart else [])} if listed else set()
     assert {part for part in parts if part.endswith("lists")} == lists
 
@@ -275,7 +275,7 @@ def test_a_manifest_says_how_each_kernel_is_launched(tmp_path: Path, monkeypatch
     for kernel in manifest["kernels"]:
         assert kernel["threads"] > 0 and kernel["shared_bytes"] >= 0 and set(kernel["grid"]) == set("xyz")
         assert kernel["entry"] in (folder / kernel["files"]["source"]["path"]).read_text()
-        by_maps = "-sm90a-" in kernel["name"] and kernel["part"] in ("forward", "keys", "queries")
+        by_maps = "-sm90a-" in kernel["name"] and kernel["part"] in ("forward", "dkdv", "dq")
         assert ("maps" in kernel) == by_maps
         if kernel["part"] in ("append", "merge"):
             assert kernel["spec"] is None and all(member["meaning"] for member in kernel["arguments"])

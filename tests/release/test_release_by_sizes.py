@@ -56,7 +56,7 @@ def test_it_has_the_backward_of_every_size(name: str) -> None:
     spec, split = SPECS[name], backward_family(HOPPER).head_split
     assert split
     default, built = backward_kernels(spec, HOPPER), sources(spec, ("backward",), 8)
-    divided = split.choose(default["keys"].plan, spec, HOPPER, Workload(8192, 8192, 8, 132, 8))
+    divided = split.choose(default["dkdv"].plan, spec, HOPPER, Workload(8192, 8192, 8, 132, 8))
     assert (divided is None) == (name in ("wide", "ragged"))
     taken = backward_kernels(spec, HOPPER, plan=divided).values() if divided else ()
     assert built == {kernel.source for kernel in (*default.values(), *taken)}

@@ -202,7 +202,7 @@ def test_a_page_draws_the_layout_of_shared_memory(tmp_path: Path) -> None:
         found = kernels[role]
         assert [Region(**region) for region in found["shared"]] == kernel.shared.regions()
         assert sum(region["bytes"] for region in found["shared"]) == found["shared_bytes"] == kernel.shared_bytes
-    assert [region["name"] for region in kernels["keys"]["shared_overlays"]] == ["dK", "dV"]
+    assert [region["name"] for region in kernels["dkdv"]["shared_overlays"]] == ["dK", "dV"]
     assert "Later dK overlays bytes" in text
     offsets = kernels["forward"]["mbarriers"]
     (barriers,) = (region for region in kernels["forward"]["shared"] if region["name"] == "mbarriers")
@@ -312,7 +312,7 @@ def test_steps_lead_to_the_functions_that_do_them(target: str, dim: int, modifie
     named = target_named(target)
     wanted = {
         "forward": {"Scores", "The mask", "The online softmax", "The output"},
-        "keys": {"Weights and their gradients", "Scores, recomputed", "Gradients of K and V"},
+        "dkdv": {"Weights and their gradients", "Scores, recomputed", "Gradients of K and V"},
     }
     for kernel in (*forward_kernels(spec, named).values(), *backward_kernels(spec, named).values()):
         steps = steps_of(kernel.role, kernel.source)
@@ -338,7 +338,7 @@ def test_calls_are_measured_where_there_is_a_gpu(words: str) -> None:
     data = json.loads(invoke(f"report {words} --no-run --len-q 4096 --json").stdout)
     assert set(data["seconds"]) == {"forward", "backward"} and all(each > 0 for each in data["seconds"].values())
     points = {kernel["role"]: kernel["roofline"] for kernel in data["kernels"] if kernel["roofline"]}
-    for role, of in (("forward", "forward"), ("keys", "backward")):
+    for role, of in (("forward", "forward"), ("dkdv", "backward")):
         kernel = next(each for each in data["kernels"] if each["role"] == role)
         assert points[role]["measured"] == pytest.approx(kernel["flops"] / data["seconds"][of] / 1e12)
         assert 0 < points[role]["measured"] < 1.1 * data["card"]["tflops"]
@@ -359,8 +359,10 @@ def test_measured_calls_are_of_the_asked_sizes_and_stand_below_the_roof(monkeypa
     assert out.shape == dq.shape == (1, 4, 100, 64) and dk.shape == (1, 2, 130, 64)
     assert data["seconds"] == {"forward": 0.002, "backward": 0.002}
     points = {kernel["role"]: kernel["roofline"] for kernel in data["kernels"]}
-    flops = next(kernel["flops"] for kernel in data["kernels"] if kernel["role"] == "keys")
-    assert points["keys"]["measured"] == pytest.approx(flops / 0.002 / 1e12) and points["prepare"]["measured"] is None
+    flops = next(kernel["flops"] for kernel in data["kernels"] if kernel["role"] == "dkdv")
+    assert (
+        points["dkdv"]["measured"] == pytest.approx(flops / 0.002 / 1e12) and points["preprocess"]["measured"] is None
+    )
     assert json.loads(invoke(f"{words} --target sm_86").stdout)["seconds"] == {}
 
 

@@ -166,7 +166,7 @@ def test_a_record_that_is_cut_short_is_refused() -> None:
 
 
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90a"])
-@pytest.mark.parametrize("role", ["forward", "keys"])
+@pytest.mark.parametrize("role", ["forward", "dkdv"])
 def test_kernels_are_laid_out_without_overlaps(target: str, role: str) -> None:
     """A warp does one thing at a time, a tensor core one product; and no unit is faster than its rate."""
     kernel, found = of_kernel(target, role)

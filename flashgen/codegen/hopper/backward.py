@@ -10,10 +10,10 @@ from flashgen.analysis.closed_forms.tile_ranges import key_range, query_range
 from flashgen.codegen.arguments import ArgumentLayout, Field
 from flashgen.codegen.assembly import check_spec, longest_last, suffix_of, visited_tiles
 from flashgen.codegen.backward_kernels import (
+    DQ_ACCUM,
     DQ_ADDED,
     DQ_NEXT,
-    DQ_SUMS,
-    DQ_TURNS,
+    DQ_SEMAPHORE,
     EXACT_LIMBS,
     KEYS,
     ROWS,
@@ -56,7 +56,7 @@ from flashgen.language.operations import QUERY
 from flashgen.language.spec import AttentionSpec
 
 HopperPlans = HopperBackwardPlan | HopperWidePlan
-_KEYS, _WIDE_KEYS, _QUERIES = (f"hopper/backward/{part}.cu.jinja" for part in ("keys", "wide_keys", "queries"))
+_KEYS, _WIDE_KEYS, _QUERIES = (f"hopper/backward/{part}.cu.jinja" for part in ("dkdv", "wide_dkdv", "dq"))
 _WARP_ROWS, _PART_ROWS = 16, 64
 _OPTIONAL = ("len_q",)  # TMA clips rows beyond the last
 
@@ -117,7 +117,7 @@ def _keys(
     written = () if plan.heads_apart else ("dk", "dv")
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", *written)]
     finishes = plan.finishes(spec, dq_apart)
-    fields += [STATISTICS] if dq_apart else [STATISTICS, DQ_SUMS, DQ_TURNS]
+    fields += [STATISTICS] if dq_apart else [STATISTICS, DQ_ACCUM, DQ_SEMAPHORE]
     fields += [DQ_ADDED, DQ_NEXT, Field("Element*", "dq"), *strides("dq")] if finishes else []
     fields += backward_scheduler.scheduler_fields(spec, plan, dq_apart)
     fields += numbers("batch") if finishes else []
@@ -152,7 +152,7 @@ def _keys(
         "register_forms": [(width, "true") for width in widths],
     }
     return backward_kernel(
-        "keys",
+        "dkdv",
         spec,
         target,
         layout,
@@ -170,7 +170,7 @@ def _keys_context(
     spec: AttentionSpec, plan: HopperPlans, layout: ArgumentLayout, deterministic: bool
 ) -> dict[str, Any]:
     """Returns the template context that the two kernels of dK and dV share."""
-    struct = "BackwardKeysArguments"
+    struct = "BackwardDkdvArguments"
     context = {
         "plan": plan,
         "by_wgmma": True,
@@ -259,7 +259,7 @@ def _wide_keys(
     widths = dict.fromkeys((padded(spec.head_dim), padded(spec.value_dim)))
     primitives = {"shared_forms": [(plan.tile_q, "false")], "register_forms": [(width, "true") for width in widths]}
     return backward_kernel(
-        "keys",
+        "dkdv",
         spec,
         target,
         layout,
@@ -301,7 +301,7 @@ def _queries(
         "head_panel": head,
         "value_panel": value,
         "suffix": suffix_of(spec),
-        "key_tiles": visited_tiles(tiles, "BackwardQueriesArguments", is_masked(spec), ragged=spec.is_ragged),
+        "key_tiles": visited_tiles(tiles, "BackwardDqArguments", is_masked(spec), ragged=spec.is_ragged),
         "longest_first": longest_last(tiles),
         "map_rows": MAP_ROWS,
     }
@@ -310,10 +310,10 @@ def _queries(
     boxes = {"q": (head, _PART_ROWS), "k": (head, plan.tile_k), "v": (value, plan.tile_k)}
     launch["boxes"] = boxes | {"d_o": (value, _PART_ROWS), "dq": (head, _WARP_ROWS)}
     layout = layout_of(spec, fields, lists=tiles is None)
-    context |= varlen_context(spec, "BackwardQueriesArguments", layout, multiple, "kTileQ")
+    context |= varlen_context(spec, "BackwardDqArguments", layout, multiple, "kTileQ")
     primitives = {"shared_forms": [(plan.tile_k, "false")], "register_forms": [(padded(spec.head_dim), "true")]}
     return backward_kernel(
-        "queries",
+        "dq",
         spec,
         target,
         layout,

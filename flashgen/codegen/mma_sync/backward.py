@@ -9,7 +9,7 @@ from flashgen.analysis.closed_forms.tile_ranges import key_range, query_range
 from flashgen.codegen.arguments import Field
 from flashgen.codegen.assembly import check_spec, longest_last, visited_tiles
 from flashgen.codegen.backward_kernels import (
-    DQ_SUMS,
+    DQ_ACCUM,
     EXACT_LIMBS,
     ROWS,
     STATISTICS,
@@ -42,7 +42,7 @@ from flashgen.codegen.variant import layout_of
 from flashgen.language.operations import QUERY
 from flashgen.language.spec import AttentionSpec
 
-_KEYS, _QUERIES = (f"mma_sync/backward/{part}.cu.jinja" for part in ("keys", "queries"))
+_KEYS, _QUERIES = (f"mma_sync/backward/{part}.cu.jinja" for part in ("dkdv", "dq"))
 
 
 def render_mma_sync_backward(
@@ -77,7 +77,7 @@ def render_mma_sync_backward(
 def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, deterministic: bool) -> RenderedKernel:
     tiles, shared = query_range(spec.mask.expression), plan.shared_memory(spec, deterministic)
     fields = [*(Field("const Element*", name) for name in ("q", "k", "v", "d_o")), STATISTICS]
-    fields += [] if deterministic else [DQ_SUMS]
+    fields += [] if deterministic else [DQ_ACCUM]
     fields += [Field("Element*", "dk"), Field("Element*", "dv"), *strides("q", "k", "v", "d_o", "dk", "dv")]
     gradient = score_gradient(spec)
     gathers = gradient.gathers if gradient else ()
@@ -99,13 +99,13 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
         "exact_sums": deterministic,
         "limbs": EXACT_LIMBS,
         "query_tiles": visited_tiles(
-            tiles, "BackwardKeysArguments", is_masked(spec), queries=True, ragged=spec.is_ragged
+            tiles, "BackwardDkdvArguments", is_masked(spec), queries=True, ragged=spec.is_ragged
         ),
     }
-    context |= varlen_context(spec, "BackwardKeysArguments", layout, plan.tile_q, "kTileK", of_keys=True)
+    context |= varlen_context(spec, "BackwardDkdvArguments", layout, plan.tile_q, "kTileK", of_keys=True)
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
     launch["grid"] = partial(tiles_of_keys, spec, plan.tile_k)
-    return backward_kernel("keys", spec, target, layout, context, plan.threads, shared, launch, template=_KEYS)
+    return backward_kernel("dkdv", spec, target, layout, context, plan.threads, shared, launch, template=_KEYS)
 
 
 def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows, multiple: int) -> RenderedKernel:
@@ -128,11 +128,11 @@ def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows,
         "divides_columns": divides_tiles(spec, plan.tile_k),
         "gradient": score_gradient(spec, with_gathers=False),
         "gathers": (),
-        "key_tiles": visited_tiles(tiles, "BackwardQueriesArguments", is_masked(spec), ragged=spec.is_ragged),
+        "key_tiles": visited_tiles(tiles, "BackwardDqArguments", is_masked(spec), ragged=spec.is_ragged),
         "longest_first": longest_last(tiles),
     }
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "keys" if tiles is None else None}
     launch["grid"] = partial(tiles_of_queries, spec, plan.tile_q)
     layout = layout_of(spec, fields, tiles is None)
-    context |= varlen_context(spec, "BackwardQueriesArguments", layout, multiple, "kTileQ")
-    return backward_kernel("queries", spec, target, layout, context, plan.threads, shared, launch, template=_QUERIES)
+    context |= varlen_context(spec, "BackwardDqArguments", layout, multiple, "kTileQ")
+    return backward_kernel("dq", spec, target, layout, context, plan.threads, shared, launch, template=_QUERIES)

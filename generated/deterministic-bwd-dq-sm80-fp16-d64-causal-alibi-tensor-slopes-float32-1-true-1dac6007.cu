@@ -1,5 +1,5 @@
-// flashgen: attention backward, queries, fp16-d64-causal-alibi-tensor-slopes-float32-1-true-1dac6007
-// dQ; a block walks the keys of a tile of queries
+// flashgen: attention backward, dq, fp16-d64-causal-alibi-tensor-slopes-float32-1-true-1dac6007
+// dQ; a block iterates over the keys of a query tile
 //
 // mask     causal()
 // score    alibi(Tensor('slopes', 'float32', ndim=1, grad=True)); scale 0.125
@@ -11,7 +11,7 @@
 // HBM      392 * batch * heads_q * len_q + 256 * batch * heads_kv * len_k bytes, at least
 //
 // Grid: one block per (tile of queries, head, batch). Made by
-//   flashgen show --pass backward --kernel queries --deterministic --target sm_80 '{"dropout":0.0,"dtype":"float16","head_dim":64,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.125,"score":{"expression":["Add","score",["Mul",["Load",{"capture":"slopes","dtype":"float32","grad":true,"ndim":1},"h"],["Sub","k","q"]]],"name":"alibi(Tensor('"'"'slopes'"'"', '"'"'float32'"'"', ndim=1, grad=True))"},"value_dim":64,"version":1}'
+//   flashgen show --pass backward --kernel dq --deterministic --target sm_80 '{"dropout":0.0,"dtype":"float16","head_dim":64,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.125,"score":{"expression":["Add","score",["Mul",["Load",{"capture":"slopes","dtype":"float32","grad":true,"ndim":1},"h"],["Sub","k","q"]]],"name":"alibi(Tensor('"'"'slopes'"'"', '"'"'float32'"'"', ndim=1, grad=True))"},"value_dim":64,"version":1}'
 
 using Element = unsigned short;   // the bits of a float16
 
@@ -19,7 +19,7 @@ struct Strides {   // in elements
   long long batch, head, row;
 };
 
-struct BackwardQueriesArguments {
+struct BackwardDqArguments {
   const Element* q;
   const Element* k;
   const Element* v;
@@ -166,7 +166,7 @@ struct Position {
 };
 
 // slopes[i0], each index, 0 or more, clamped to the array; strides are in bytes.
-__device__ __forceinline__ float load_slopes(const BackwardQueriesArguments& arguments, int i0) {
+__device__ __forceinline__ float load_slopes(const BackwardDqArguments& arguments, int i0) {
   i0 = min(static_cast<unsigned>(i0), arguments.slopes_size[0] - 1u);
   const char* element = reinterpret_cast<const char*>(arguments.slopes);
   element += wide_product(i0, static_cast<int>(arguments.slopes_stride[0]));
@@ -174,12 +174,12 @@ __device__ __forceinline__ float load_slopes(const BackwardQueriesArguments& arg
 }
 
 // Score function: alibi(Tensor('slopes', 'float32', ndim=1, grad=True))
-__device__ __forceinline__ float score_mod(float score, int h, int q, int k, const BackwardQueriesArguments& arguments) {
+__device__ __forceinline__ float score_mod(float score, int h, int q, int k, const BackwardDqArguments& arguments) {
   return score + load_slopes(arguments, h) * (k - q);
 }
 
 // Mask: causal()
-__device__ __forceinline__ bool mask_mod(int q, int k, const BackwardQueriesArguments& arguments) {
+__device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDqArguments& arguments) {
   return k <= q + (arguments.len_k - arguments.len_q);
 }
 
@@ -195,7 +195,7 @@ __device__ __forceinline__ WorkTile work_tile_of_block() {
 
 // The head of K and V that a query head reads, head / heads_per_kv. A product with 2^31 / heads_per_kv, rounded up, is
 // exact, and unlike a division leaves the result, and the addresses that follow from it, in uniform registers.
-__device__ __forceinline__ int kv_head_of(int head, const BackwardQueriesArguments& arguments) {
+__device__ __forceinline__ int kv_head_of(int head, const BackwardDqArguments& arguments) {
   return __umulhi(2 * head + 1, arguments.kv_reciprocal);
 }
 
@@ -207,7 +207,7 @@ struct KeyTiles {
   __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
 };
 
-__device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const BackwardQueriesArguments& arguments) {
+__device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const BackwardDqArguments& arguments) {
   const int q_first = work.first_query;
   const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;
   // In keys, the ends not included.
@@ -366,7 +366,7 @@ __device__ __forceinline__ void multiply_registers(float (&product)[kRowTiles][k
 
 // (LSE to the base 2, D) of this lane's rows.
 __device__ __forceinline__ void load_statistics(float2 (&rows)[kRowTiles][2], const Position& position,
-                                                const BackwardQueriesArguments& arguments) {
+                                                const BackwardDqArguments& arguments) {
   const long long head = static_cast<long long>(position.batch) * arguments.heads_q + position.head;
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
@@ -411,7 +411,7 @@ __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRow
                                                      float (&d_scores)[kRowTiles][kKeyTiles][4],
                                                      const float2 (&rows)[kRowTiles][2],
                                                      const Position& position, int first_key,
-                                                     const BackwardQueriesArguments& arguments) {
+                                                     const BackwardDqArguments& arguments) {
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -439,7 +439,7 @@ __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRow
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
-attention_backward_queries_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6007(const __grid_constant__ BackwardQueriesArguments arguments) {
+attention_backward_dq_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6007(const __grid_constant__ BackwardDqArguments arguments) {
   const WorkTile work = work_tile_of_block();
   const int warp_row = threadIdx.x / 32 / kSplit * kRowsPerWarp, part = threadIdx.x / 32 % kSplit;
   const int lane = threadIdx.x % 32;

@@ -1,5 +1,5 @@
-// flashgen: attention backward, keys, bf16-d256-causal-85c4309b
-// dK and dV; a block walks the queries of a tile of keys
+// flashgen: attention backward, dkdv, bf16-d256-causal-85c4309b
+// dK and dV; a block iterates over the queries of a key tile
 //
 // mask     causal()
 // score    none; scale 0.0625
@@ -11,7 +11,7 @@
 // HBM      1032 * batch * heads_q * len_q + 2048 * batch * heads_kv * len_k bytes, at least
 //
 // Grid: one block per (tile of keys, head of K and V, batch). Made by
-//   flashgen show --pass backward --kernel keys --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":256,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.0625,"score":null,"value_dim":256,"version":1}'
+//   flashgen show --pass backward --kernel dkdv --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":256,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.0625,"score":null,"value_dim":256,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16
 
@@ -19,7 +19,7 @@ struct alignas(64) TensorMap {   // a CUtensorMap: what the copy engine knows of
   unsigned long long words[16];
 };
 
-struct BackwardKeysArguments {
+struct BackwardDkdvArguments {
   TensorMap q_map;
   TensorMap k_map;
   TensorMap v_map;
@@ -439,7 +439,7 @@ struct Position {
 };
 
 // Mask: causal()
-__device__ __forceinline__ bool mask_mod(int q, int k, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDkdvArguments& arguments) {
   return k <= q + (arguments.len_k - arguments.len_q);
 }
 
@@ -456,7 +456,7 @@ struct QueryTiles {
   __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
 };
 
-__device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int head, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int head, const BackwardDkdvArguments& arguments) {
   const int k_first = work.first_key;
   const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;
   // In queries, the ends not included.
@@ -474,26 +474,26 @@ struct Walk {
   QueryTiles tiles;
   int member, step;
 
-  __device__ __forceinline__ Walk(const WorkTile& work, const BackwardKeysArguments& arguments)
+  __device__ __forceinline__ Walk(const WorkTile& work, const BackwardDkdvArguments& arguments)
       : tiles(query_tiles_of(work, work.head_kv * arguments.heads_per_kv, arguments)), member(0), step(0) {
     skip_empty(work, arguments);
   }
 
-  __device__ __forceinline__ bool ended(const BackwardKeysArguments& arguments) const {
+  __device__ __forceinline__ bool ended(const BackwardDkdvArguments& arguments) const {
     return member == arguments.heads_per_kv;
   }
-  __device__ __forceinline__ int head(const WorkTile& work, const BackwardKeysArguments& arguments) const {
+  __device__ __forceinline__ int head(const WorkTile& work, const BackwardDkdvArguments& arguments) const {
     return work.head_kv * arguments.heads_per_kv + member;
   }
   __device__ __forceinline__ int first_query() const { return tiles.first_query(step); }
 
-  __device__ __forceinline__ void advance(const WorkTile& work, const BackwardKeysArguments& arguments) {
+  __device__ __forceinline__ void advance(const WorkTile& work, const BackwardDkdvArguments& arguments) {
     ++step;
     skip_empty(work, arguments);
   }
 
   // Goes on to the next head that has a step left.
-  __device__ __forceinline__ void skip_empty(const WorkTile& work, const BackwardKeysArguments& arguments) {
+  __device__ __forceinline__ void skip_empty(const WorkTile& work, const BackwardDkdvArguments& arguments) {
     while (step >= tiles.count && ++member < arguments.heads_per_kv) {
       tiles = query_tiles_of(work, head(work, arguments), arguments);
       step = 0;
@@ -511,7 +511,7 @@ __device__ __forceinline__ unsigned outputs_at(unsigned shared, int use) {
 }
 
 // The row of the statistics at which a step begins.
-__device__ __forceinline__ long long first_row(const Walk& walk, const WorkTile& work, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ long long first_row(const Walk& walk, const WorkTile& work, const BackwardDkdvArguments& arguments) {
   const long long head = static_cast<long long>(work.batch) * arguments.heads_q + walk.head(work, arguments);
   return head * arguments.rows + walk.first_query();
 }
@@ -521,7 +521,7 @@ __device__ __forceinline__ long long first_row(const Walk& walk, const WorkTile&
 // What the loading thread does: K and V with the first step; of each step Q and its rows' statistics, and dO, as soon as
 // there is room.
 __device__ __forceinline__ void load_tiles(const WorkTile& work, unsigned shared, const Barriers& barriers,
-                                           const BackwardKeysArguments& arguments) {
+                                           const BackwardDkdvArguments& arguments) {
   Walk walk(work, arguments);
   int use = 0;
   for (bool begins = true; !walk.ended(arguments); walk.advance(work, arguments), ++use, begins = false) {
@@ -569,7 +569,7 @@ __device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
 template <Tests kTests>
 __device__ __forceinline__ void exponentiate(float (&scores)[kQueryTiles * 4],
                                              const unsigned char* statistics, const Position& position,
-                                             int first_query, const BackwardKeysArguments& arguments) {
+                                             int first_query, const BackwardDkdvArguments& arguments) {
 #pragma unroll
   for (int j = 0; j < kQueryTiles; ++j) {
     const float4 rows = statistics_of(statistics, j);
@@ -634,7 +634,7 @@ __device__ __forceinline__ void take_over(float (&probabilities)[kTileQ / 2], in
 // What the first warpgroup does: P of each step, for both; dV = P^T * dO. A step's exponentials run beside the product of
 // the one before.
 __device__ __forceinline__ void differentiate_values(const WorkTile& work, unsigned shared, const Barriers& barriers,
-                                                     const BackwardKeysArguments& arguments) {
+                                                     const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   Position position = {work.batch, 0, lane % 4 * 2, work.first_key + warp_row + lane / 4};
   float d_values[kValueDimPadded / 2] = {};
@@ -699,7 +699,7 @@ __device__ __forceinline__ void differentiate_values(const WorkTile& work, unsig
 
 // What the second warpgroup does: dP = V * dO^T of each step, dS of it and P; dK = dS^T * Q.
 __device__ __forceinline__ void differentiate_keys(const WorkTile& work, unsigned shared, const Barriers& barriers,
-                                                   const BackwardKeysArguments& arguments) {
+                                                   const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   float d_keys[kHeadDimPadded / 2] = {};
   float d_scores[kTileQ / 2];
@@ -751,7 +751,7 @@ __device__ __forceinline__ void differentiate_keys(const WorkTile& work, unsigne
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attention_backward_keys_bf16_d256_causal_85c4309b(const __grid_constant__ BackwardKeysArguments arguments) {
+attention_backward_dkdv_bf16_d256_causal_85c4309b(const __grid_constant__ BackwardDkdvArguments arguments) {
   const WorkTile work = {static_cast<int>(blockIdx.x) * kTileK, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
   const unsigned shared = shared_address(shared_memory);
   const Barriers barriers = {shared + kBarrierOffset};

@@ -1,5 +1,5 @@
-// flashgen: attention backward, keys, bf16-d128-causal-56b1805a
-// dK and dV, and shares of dQ; a block walks the queries of a tile of keys
+// flashgen: attention backward, dkdv, bf16-d128-causal-56b1805a
+// dK and dV, and partial sums of dQ; a block iterates over the queries of a key tile
 //
 // mask     causal()
 // score    none; scale 0.0883883476
@@ -11,7 +11,7 @@
 // HBM      1544 * batch * heads_q * len_q + 1024 * batch * heads_kv * len_k bytes, at least
 //
 // Grid: one block per (tile of keys, head of K and V, batch). Made by
-//   flashgen show --pass backward --kernel keys --target sm_80 '{"dropout":0.0,"dtype":"bfloat16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":null,"value_dim":128,"version":1}'
+//   flashgen show --pass backward --kernel dkdv --target sm_80 '{"dropout":0.0,"dtype":"bfloat16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":null,"value_dim":128,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16
 
@@ -19,13 +19,13 @@ struct Strides {   // in elements
   long long batch, head, row;
 };
 
-struct BackwardKeysArguments {
+struct BackwardDkdvArguments {
   const Element* q;
   const Element* k;
   const Element* v;
   const Element* d_o;
   const float* statistics;   // (batch, heads_q, rows, 2): LSE to the base 2, and D
-  float* dq_sums;   // (batch, heads_q, rows, padded head_dim), in an order of its own
+  float* dq_accum;   // (batch, heads_q, rows, padded head_dim), in the order of the fragments
   Element* dk;
   Element* dv;
   Strides q_strides;
@@ -176,7 +176,7 @@ struct Position {
 };
 
 // Mask: causal()
-__device__ __forceinline__ bool mask_mod(int q, int k, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDkdvArguments& arguments) {
   return k <= q + (arguments.len_k - arguments.len_q);
 }
 
@@ -193,7 +193,7 @@ struct QueryTiles {
   __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
 };
 
-__device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int head, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int head, const BackwardDkdvArguments& arguments) {
   const int k_first = work.first_key;
   const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;
   // In queries, the ends not included.
@@ -299,7 +299,7 @@ __device__ __forceinline__ void write_rows(Element* matrix, long long row_stride
 
 // Starts copying K's and V's tiles.
 __device__ __forceinline__ void copy_keys_and_values(const WorkTile& work, unsigned k_tile, unsigned v_tile,
-                                                     const BackwardKeysArguments& arguments) {
+                                                     const BackwardDkdvArguments& arguments) {
   const Element* k = arguments.k + work.batch * arguments.k_strides.batch + work.head_kv * arguments.k_strides.head;
   const Element* v = arguments.v + work.batch * arguments.v_strides.batch + work.head_kv * arguments.v_strides.head;
   copy_tile<kTileK, kHeadDim, kHeadDimPadded>(k_tile, k, arguments.k_strides.row, work.first_key, arguments.len_k);
@@ -415,7 +415,7 @@ __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRow
                                                      float (&d_scores)[kRowTiles][kQueryTiles][4],
                                                      const unsigned char* statistics,
                                                      const Position& position, int first_query,
-                                                     const BackwardKeysArguments& arguments) {
+                                                     const BackwardDkdvArguments& arguments) {
 #pragma unroll
   for (int j = 0; j < kQueryTiles; ++j) {
     const float4 rows = statistics_of(statistics, j);
@@ -443,7 +443,7 @@ __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRow
 __device__ __forceinline__ void find_score_gradients(
     float (&probabilities)[kRowTiles][kQueryTiles][4], float (&d_scores)[kRowTiles][kQueryTiles][4],
     const unsigned char* statistics, bool full, const WorkTile& work, const Position& position, int first_query,
-    const BackwardKeysArguments& arguments) {
+    const BackwardDkdvArguments& arguments) {
   if (work.first_key + kTileK > arguments.len_k || has_large_lse(statistics)) {
     differentiate_scores<Tests::kAll>(probabilities, d_scores, statistics, position, first_query, arguments);
   } else if (!full) {
@@ -509,7 +509,7 @@ __device__ __forceinline__ void write_gradients(const float (&gradients)[kRowTil
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attention_backward_keys_bf16_d128_causal_56b1805a(const __grid_constant__ BackwardKeysArguments arguments) {
+attention_backward_dkdv_bf16_d128_causal_56b1805a(const __grid_constant__ BackwardDkdvArguments arguments) {
   const WorkTile work = {static_cast<int>(blockIdx.x) * kTileK, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
   const int warp_row = threadIdx.x / 32 / kSplit * kRowsPerWarp, part = threadIdx.x / 32 % kSplit;
   const int lane = threadIdx.x % 32;
@@ -586,7 +586,7 @@ attention_backward_keys_bf16_d128_causal_56b1805a(const __grid_constant__ Backwa
         multiply_shared<kQueriesPerWarp, kTileQ / 8, kHeadDimPadded / 8>(d_keys, d_scores_rows, q_tile, first,
                                                                          part * kHeadTiles);
       }
-      add_query_gradients(arguments.dq_sums + (first_row + first_query) * kHeadDimPadded, d_scores_tile, k_tile);
+      add_query_gradients(arguments.dq_accum + (first_row + first_query) * kHeadDimPadded, d_scores_tile, k_tile);
     }
     __syncthreads();   // every warp is done with Q and dO, whose places the next head's take
   }

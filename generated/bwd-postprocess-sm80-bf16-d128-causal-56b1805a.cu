@@ -1,5 +1,5 @@
-// flashgen: attention backward, finish, bf16-d128-causal-56b1805a
-// dQ from the sums of its shares
+// flashgen: attention backward, postprocess, bf16-d128-causal-56b1805a
+// dQ, converted from its accumulator
 //
 // mask     causal()
 // score    none; scale 0.0883883476
@@ -11,7 +11,7 @@
 // HBM      768 * batch * heads_q * len_q bytes, at least
 //
 // Grid: one block per (tile of queries, head, batch). Made by
-//   flashgen show --pass backward --kernel finish --target sm_80 '{"dropout":0.0,"dtype":"bfloat16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":null,"value_dim":128,"version":1}'
+//   flashgen show --pass backward --kernel postprocess --target sm_80 '{"dropout":0.0,"dtype":"bfloat16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":null,"value_dim":128,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16
 
@@ -19,8 +19,8 @@ struct Strides {   // in elements
   long long batch, head, row;
 };
 
-struct BackwardFinishArguments {
-  const float* dq_sums;
+struct BackwardPostprocessArguments {
+  const float* dq_accum;
   const float* statistics;   // (batch, heads_q, rows, 2): LSE to the base 2, and D
   Element* dq;
   Strides dq_strides;
@@ -72,11 +72,11 @@ __device__ __forceinline__ int sum_index(int row, int column) {
 
 // dQ of a tile of queries: the sums times the scale, rounded. Rows with nothing to attend to are 0, whatever K holds.
 extern "C" __global__ void __launch_bounds__(kThreads)
-attention_backward_finish_bf16_d128_causal_56b1805a(const __grid_constant__ BackwardFinishArguments arguments) {
+attention_backward_postprocess_bf16_d128_causal_56b1805a(const __grid_constant__ BackwardPostprocessArguments arguments) {
   constexpr int kChunks = kDim / 8;
   const int first = blockIdx.x * kTile, head = blockIdx.y, batch = blockIdx.z;
   const long long row = (static_cast<long long>(batch) * gridDim.y + head) * arguments.rows + first;
-  const float* sums = arguments.dq_sums + row * kHeadDimPadded;
+  const float* sums = arguments.dq_accum + row * kHeadDimPadded;
   Element* gradient = arguments.dq + batch * arguments.dq_strides.batch + head * arguments.dq_strides.head;
 #pragma unroll 4
   for (int i = threadIdx.x; i < kTile * kChunks; i += kThreads) {

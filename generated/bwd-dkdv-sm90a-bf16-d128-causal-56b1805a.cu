@@ -1,5 +1,5 @@
-// flashgen: attention backward, keys, bf16-d128-causal-56b1805a
-// dK and dV, and dQ; a block walks the queries of a tile of keys
+// flashgen: attention backward, dkdv, bf16-d128-causal-56b1805a
+// dK and dV, and dQ; a block iterates over the queries of a key tile
 //
 // mask     causal()
 // score    none; scale 0.0883883476
@@ -11,7 +11,7 @@
 // HBM      1800 * batch * heads_q * len_q + 1024 * batch * heads_kv * len_k bytes, at least
 //
 // Grid: one block per multiprocessor, one after the other (tile of keys, head of K and V, batch). Made by
-//   flashgen show --pass backward --kernel keys --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":null,"value_dim":128,"version":1}'
+//   flashgen show --pass backward --kernel dkdv --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":null,"value_dim":128,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16
 
@@ -23,7 +23,7 @@ struct alignas(64) TensorMap {   // a CUtensorMap: what the copy engine knows of
   unsigned long long words[16];
 };
 
-struct BackwardKeysArguments {
+struct BackwardDkdvArguments {
   TensorMap q_map;
   TensorMap k_map;
   TensorMap v_map;
@@ -31,10 +31,10 @@ struct BackwardKeysArguments {
   TensorMap dk_map;
   TensorMap dv_map;
   const float* statistics;   // (batch, heads_q, rows, 2): LSE to the base 2, and D
-  float* dq_sums;   // (batch, heads_q, rows, padded head_dim), in an order of its own
-  unsigned* dq_turns;   // (batch, heads_q, rows / tile): who adds to a tile of dq_sums next
-  unsigned* dq_added;   // (batch, heads_q): how many have added all to a head's dq_sums
-  unsigned* dq_next;   // (1): which rows of dq nobody makes yet of its sums
+  float* dq_accum;   // (batch, heads_q, rows, padded head_dim), in the order of the fragments
+  unsigned* dq_semaphore;   // (batch, heads_q, rows / tile): the next CTA to add
+  unsigned* dq_added;   // (batch, heads_q): CTAs that have added all of their dQ
+  unsigned* dq_next;   // (1): the next rows of dq to convert
   Element* dq;
   unsigned* next_tile;   // of all tiles of keys the next that no block has: 0, before and after
   Strides dq_strides;
@@ -578,7 +578,7 @@ struct Position {
 };
 
 // Mask: causal()
-__device__ __forceinline__ bool mask_mod(int q, int k, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDkdvArguments& arguments) {
   return k <= q + (arguments.len_k - arguments.len_q);
 }
 
@@ -597,7 +597,7 @@ __device__ __forceinline__ WorkTile& work_tile_slot(int turn) {
 // The work of a number: tile after tile, then the next head of K and V of all batches. Of the last heads, as many as
 // fill the card, the first tiles of all come before the second ones: most masks give those the most queries, and blocks end
 // together where what is left is short.
-__device__ __forceinline__ WorkTile work_tile_at(unsigned number, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ WorkTile work_tile_at(unsigned number, const BackwardDkdvArguments& arguments) {
   const int heads = arguments.tiles / arguments.tiles_k, last = min(arguments.heads_at_once, heads);
   const int place = number - (heads - last) * arguments.tiles_k;   // among those of the last heads
   const int tile = place < 0 ? number % arguments.tiles_k : place / last;
@@ -613,7 +613,7 @@ struct QueryTiles {
   __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
 };
 
-__device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int head, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int head, const BackwardDkdvArguments& arguments) {
   const int k_first = work.first_key;
   const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;
   // In queries, the ends not included.
@@ -631,26 +631,26 @@ struct Walk {
   QueryTiles tiles;
   int member, step;
 
-  __device__ __forceinline__ Walk(const WorkTile& work, const BackwardKeysArguments& arguments)
+  __device__ __forceinline__ Walk(const WorkTile& work, const BackwardDkdvArguments& arguments)
       : tiles(query_tiles_of(work, work.head_kv * arguments.heads_per_kv, arguments)), member(0), step(0) {
     skip_empty(work, arguments);
   }
 
-  __device__ __forceinline__ bool ended(const BackwardKeysArguments& arguments) const {
+  __device__ __forceinline__ bool ended(const BackwardDkdvArguments& arguments) const {
     return member == arguments.heads_per_kv;
   }
-  __device__ __forceinline__ int head(const WorkTile& work, const BackwardKeysArguments& arguments) const {
+  __device__ __forceinline__ int head(const WorkTile& work, const BackwardDkdvArguments& arguments) const {
     return work.head_kv * arguments.heads_per_kv + member;
   }
   __device__ __forceinline__ int first_query() const { return tiles.first_query(step); }
 
-  __device__ __forceinline__ void advance(const WorkTile& work, const BackwardKeysArguments& arguments) {
+  __device__ __forceinline__ void advance(const WorkTile& work, const BackwardDkdvArguments& arguments) {
     ++step;
     skip_empty(work, arguments);
   }
 
   // Goes on to the next head that has a step left.
-  __device__ __forceinline__ void skip_empty(const WorkTile& work, const BackwardKeysArguments& arguments) {
+  __device__ __forceinline__ void skip_empty(const WorkTile& work, const BackwardDkdvArguments& arguments) {
     while (step >= tiles.count && ++member < arguments.heads_per_kv) {
       tiles = query_tiles_of(work, head(work, arguments), arguments);
       step = 0;
@@ -672,7 +672,7 @@ __device__ __forceinline__ unsigned scores_at(unsigned shared, int use) {
 }
 
 // The row of the statistics, and of the sums of dQ, at which a step begins.
-__device__ __forceinline__ long long first_row(const Walk& walk, const WorkTile& work, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ long long first_row(const Walk& walk, const WorkTile& work, const BackwardDkdvArguments& arguments) {
   const long long head = static_cast<long long>(work.batch) * arguments.heads_q + walk.head(work, arguments);
   return head * arguments.rows + walk.first_query();
 }
@@ -682,7 +682,7 @@ __device__ __forceinline__ long long first_row(const Walk& walk, const WorkTile&
 // Loads what a work needs, as soon as there is room: of each step Q and its rows' statistics, and dO; with the first step's K
 // and V, in whose places those of the work before were, and its dV.
 __device__ __forceinline__ void load_tiles(const WorkTile& work, Walk& walk, int turn, int& use, unsigned shared,
-                                           const Barriers& barriers, const BackwardKeysArguments& arguments) {
+                                           const Barriers& barriers, const BackwardDkdvArguments& arguments) {
   for (bool begins = true; !walk.ended(arguments); walk.advance(work, arguments), ++use, begins = false) {
     const int head = walk.head(work, arguments), stage = use % kStages;
     mbarrier_wait(barriers.queries_empty(use), barriers.phase(use) ^ 1);
@@ -711,7 +711,7 @@ __device__ __forceinline__ void load_tiles(const WorkTile& work, Walk& walk, int
 // What the loading thread does: it tells the others each work, and loads its tiles.
 // A work without steps they end without waiting for a load, so that it is told when the last one has ended: of two phases
 // that end unseen, one would be taken for the other.
-__device__ __forceinline__ void load_works(unsigned shared, const Barriers& barriers, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ void load_works(unsigned shared, const Barriers& barriers, const BackwardDkdvArguments& arguments) {
   for (int turn = 0, use = 0;; ++turn) {
     // The next work that no other block has taken. Each takes one too many: the last of these wraps the counter to 0.
     const unsigned number = atomicInc(arguments.next_tile, arguments.tiles + gridDim.x - 1);
@@ -736,11 +736,11 @@ __device__ __forceinline__ void load_works(unsigned shared, const Barriers& barr
 // What the thread does that adds up dQ: it adds each step's tile to the sums. Who comes first to a tile stores it, so that
 // nobody zeroes the sums; all others add, in any order, once it is there.
 __device__ __forceinline__ void add_up(const WorkTile& work, int& use, unsigned shared,
-                                       const Barriers& barriers, const BackwardKeysArguments& arguments) {
+                                       const Barriers& barriers, const BackwardDkdvArguments& arguments) {
   for (Walk walk(work, arguments); !walk.ended(arguments); walk.advance(work, arguments), ++use) {
     const long long row = first_row(walk, work, arguments);
-    unsigned* const place = arguments.dq_turns + row / kTileQ;
-    float* const sums = arguments.dq_sums + row * kHeadDimPadded;
+    unsigned* const place = arguments.dq_semaphore + row / kTileQ;
+    float* const sums = arguments.dq_accum + row * kHeadDimPadded;
     const bool stored = had_turn(place, 2);   // most of the time
     mbarrier_wait(barriers.gradients_full(use), use / 2 & 1);
     const bool first = !stored && atomicCAS(place, 0u, 1u) == 0;
@@ -756,7 +756,7 @@ __device__ __forceinline__ void add_up(const WorkTile& work, int& use, unsigned 
 
 // One work after the other; and of each head it is counted who has added all that they had.
 __device__ __forceinline__ void add_up_works(unsigned shared, const Barriers& barriers,
-                                             const BackwardKeysArguments& arguments) {
+                                             const BackwardDkdvArguments& arguments) {
   for (int turn = 0, use = 0;; ++turn) {
     mbarrier_wait(barriers.work_tile_full(turn), turn / 2 & 1);
     const WorkTile& work = work_tile_slot(turn);   // which stays there: this thread has few registers
@@ -769,15 +769,15 @@ __device__ __forceinline__ void add_up_works(unsigned shared, const Barriers& ba
 
 // kFinishedRows rows of dQ, from their sums, by a warp: the part of that number, of all query heads of all batches. Four
 // lanes have two of the rows. Rows with nothing to attend to are 0, whatever K holds, and so is a tile that nobody added to.
-__device__ __forceinline__ void finish_rows(unsigned part, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ void finish_rows(unsigned part, const BackwardDkdvArguments& arguments) {
   const unsigned parts_of_head = arguments.rows / kFinishedRows, head_of_all = part / parts_of_head;
   const long long first_row = static_cast<long long>(part) * kFinishedRows;
   const int batch = head_of_all / arguments.heads_q, head = head_of_all % arguments.heads_q;
   const int lane = threadIdx.x % 32, query = part % parts_of_head * kFinishedRows + lane / 4;
-  const bool added = __ldcg(arguments.dq_turns + first_row / kTileQ) > 0;
+  const bool added = __ldcg(arguments.dq_semaphore + first_row / kTileQ) > 0;
   const float* const statistics = arguments.statistics + (first_row + lane / 4) * 2;
   const bool low = (statistics[0] != kNoLse) & added, high = (statistics[16] != kNoLse) & added;
-  const float* const sums = arguments.dq_sums + first_row * kHeadDimPadded + lane * 4;
+  const float* const sums = arguments.dq_accum + first_row * kHeadDimPadded + lane * 4;
   Element* const gradient = arguments.dq + batch * arguments.dq_strides.batch + head * arguments.dq_strides.head +
                             query * arguments.dq_strides.row + lane % 4 * 8;
 #pragma unroll 1
@@ -801,7 +801,7 @@ __device__ __forceinline__ void finish_rows(unsigned part, const BackwardKeysArg
 
 // Turns sums into dQ, as soon as all of a head are added up: what warps do that have nothing else to do, and in the end all
 // of those that computed. They take the rows one after the other.
-__device__ __forceinline__ void finish(const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ void finish(const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32;
   const unsigned parts = arguments.heads_per_kv * arguments.rows / kFinishedRows, all = arguments.batch * arguments.heads * parts;
   unsigned next = lane == 0 ? atomicAdd(arguments.dq_next, 1u) : 0, complete = 0;   // heads that it has waited for
@@ -841,7 +841,7 @@ __device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
 template <Tests kTests>
 __device__ __forceinline__ void exponentiate(float (&scores)[kQueryTiles * 4],
                                              const unsigned char* statistics, const Position& position,
-                                             int first_query, const BackwardKeysArguments& arguments) {
+                                             int first_query, const BackwardDkdvArguments& arguments) {
 #pragma unroll
   for (int j = 0; j < kQueryTiles; ++j) {
     const float4 rows = statistics_of(statistics, j);
@@ -952,7 +952,7 @@ __device__ __forceinline__ void start_probability_gradients(float (&d_scores)[kT
 // Scores become P, while dP is computed; and that becomes dS.
 __device__ __forceinline__ void find_score_gradients(float (&scores)[kTileQ / 2], float (&d_scores)[kTileQ / 2],
                                                      const Walk& walk, int use, const WorkTile& work, const Position& position,
-                                                     const BackwardKeysArguments& arguments) {
+                                                     const BackwardDkdvArguments& arguments) {
   const int first_query = walk.first_query();
   const unsigned char* statistics = shared_memory + kStatisticsOffset + use % kStages * kStatisticsBytes;
   if (work.first_key + kTileK > arguments.len_k || has_large_lse(statistics)) {
@@ -971,7 +971,7 @@ __device__ __forceinline__ void find_score_gradients(float (&scores)[kTileQ / 2]
 __device__ __forceinline__ void write_gradients(const float (&d_keys)[kHeadDimPadded / 2],
                                                 const float (&d_values)[kValueDimPadded / 2], const WorkTile& work,
                                                 int use, bool any, int warpgroup, unsigned shared,
-                                                const Barriers& barriers, const BackwardKeysArguments& arguments) {
+                                                const Barriers& barriers, const BackwardDkdvArguments& arguments) {
   const int row = warpgroup * kPartK + threadIdx.x / 32 % 4 * 16, lane = threadIdx.x % 32;
   named_barrier_sync(1 + warpgroup, 128);   // its warps are done with V
   store_rows<kValueDimPadded, kValuePanel, kTileK>(
@@ -990,7 +990,7 @@ __device__ __forceinline__ void write_gradients(const float (&d_keys)[kHeadDimPa
 // each step's dQ, a step later, when the other's dS is there too. While it works on scores, products of the other's run.
 __device__ __forceinline__ void walk_queries(float (&d_keys)[kHeadDimPadded / 2], float (&d_values)[kValueDimPadded / 2],
                                              const WorkTile& work, Walk& walk, int& use, int warpgroup, unsigned shared,
-                                             const Barriers& barriers, const BackwardKeysArguments& arguments) {
+                                             const Barriers& barriers, const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32, key = work.first_key + warpgroup * kPartK + threadIdx.x / 32 % 4 * 16 + lane / 4;
   float scores[kTileQ / 2], d_scores[kTileQ / 2];
   float(&d_queries)[kGradientColumns / 2] = scores;   // in registers of scores, which are done with when it starts
@@ -1048,7 +1048,7 @@ __device__ __forceinline__ void walk_queries(float (&d_keys)[kHeadDimPadded / 2]
 
 // What a warpgroup does for a work: dK and dV of its keys.
 __device__ __forceinline__ void differentiate(const WorkTile& work, int& use, int warpgroup, unsigned shared,
-                                              const Barriers& barriers, const BackwardKeysArguments& arguments) {
+                                              const Barriers& barriers, const BackwardDkdvArguments& arguments) {
   float d_keys[kHeadDimPadded / 2] = {}, d_values[kValueDimPadded / 2] = {};
   Walk walk(work, arguments);
   const bool any = !walk.ended(arguments);
@@ -1062,7 +1062,7 @@ __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xfffffff
 
 // What a warpgroup that computes does: one work after the other.
 __device__ __forceinline__ void differentiate_works(unsigned shared, const Barriers& barriers,
-                                                    const BackwardKeysArguments& arguments) {
+                                                    const BackwardDkdvArguments& arguments) {
   for (int turn = 0, use = 0;; ++turn) {
     mbarrier_wait(barriers.work_tile_full(turn), turn / 2 & 1);
     const WorkTile& work = work_tile_slot(turn);   // which stays there: what is read anew needs no registers
@@ -1080,7 +1080,7 @@ __device__ __forceinline__ void differentiate_works(unsigned shared, const Barri
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attention_backward_keys_bf16_d128_causal_56b1805a(const __grid_constant__ BackwardKeysArguments arguments) {
+attention_backward_dkdv_bf16_d128_causal_56b1805a(const __grid_constant__ BackwardDkdvArguments arguments) {
   const unsigned shared = shared_address(shared_memory);
   const Barriers barriers = {shared + kBarrierOffset};
   if (threadIdx.x == 0) barriers.init();

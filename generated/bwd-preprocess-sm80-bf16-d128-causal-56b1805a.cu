@@ -1,29 +1,30 @@
-// flashgen: attention backward, prepare, fp16-d64-causal-alibi-tensor-slopes-float32-1-true-1dac6007
+// flashgen: attention backward, preprocess, bf16-d128-causal-56b1805a
 // of each row, its LSE to the base 2 and D = rowsum(dO * O) - dLSE
 //
 // mask     causal()
-// score    alibi(Tensor('slopes', 'float32', ndim=1, grad=True)); scale 0.125
+// score    none; scale 0.0883883476
 // dropout  0
-// dims     head 64, value 64; float16, accumulated in float32
+// dims     head 128, value 128; bfloat16, accumulated in float32
 // target   sm_80, family ampere
-// FLOPs    128 * batch * heads_q * len_q
-// HBM      268 * batch * heads_q * len_q bytes, at least
+// FLOPs    256 * batch * heads_q * len_q
+// HBM      1036 * batch * heads_q * len_q bytes, at least
 //
 // Grid: one block per (rows, head, batch). Made by
-//   flashgen show --pass backward --kernel prepare --deterministic --target sm_80 '{"dropout":0.0,"dtype":"float16","head_dim":64,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.125,"score":{"expression":["Add","score",["Mul",["Load",{"capture":"slopes","dtype":"float32","grad":true,"ndim":1},"h"],["Sub","k","q"]]],"name":"alibi(Tensor('"'"'slopes'"'"', '"'"'float32'"'"', ndim=1, grad=True))"},"value_dim":64,"version":1}'
+//   flashgen show --pass backward --kernel preprocess --target sm_80 '{"dropout":0.0,"dtype":"bfloat16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":null,"value_dim":128,"version":1}'
 
-using Element = unsigned short;   // the bits of a float16
+using Element = unsigned short;   // the bits of a bfloat16
 
 struct Strides {   // in elements
   long long batch, head, row;
 };
 
-struct BackwardPrepareArguments {
+struct BackwardPreprocessArguments {
   const Element* o;
   const Element* d_o;
   const float* lse;
   const float* d_lse;   // or null
   float* statistics;
+  float* dq_accum;   // (batch, heads_q, rows, padded head_dim), in the order of the fragments
   Strides o_strides;
   Strides d_o_strides;
   int heads_q;
@@ -33,10 +34,11 @@ struct BackwardPrepareArguments {
 
 // ---- The plan -------------------------------------------------------------------------------------------------------
 
-constexpr int kValueDim = 64;
+constexpr int kValueDim = 128;
+constexpr int kHeadDimPadded = 128;
 constexpr int kThreads = 256;
 constexpr int kRows = 64;            // of a block
-constexpr int kLanes = 8;           // of a row, 8 elements each
+constexpr int kLanes = 16;           // of a row, 8 elements each
 constexpr int kRowsAtOnce = kThreads / kLanes;
 constexpr float kLog2E = 1.44269504f;
 constexpr float kNoLse = 3.40282347e+38f;   // of a row without probabilities: of any score they are 0
@@ -49,10 +51,8 @@ static_assert(kLanes * 8 >= kValueDim && kRows % kRowsAtOnce == 0, "every elemen
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
 // The float that 16 bits stand for.
-__device__ __forceinline__ float unpack_f16(unsigned short bits) {
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-  return value;
+__device__ __forceinline__ float unpack_bf16(unsigned short bits) {
+  return __uint_as_float(static_cast<unsigned>(bits) << 16);
 }
 
 #endif
@@ -67,22 +67,26 @@ __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    sum += unpack_f16(pairs_x[i] & 0xffff) * unpack_f16(pairs_y[i] & 0xffff);
-    sum += unpack_f16(pairs_x[i] >> 16) * unpack_f16(pairs_y[i] >> 16);
+    sum += unpack_bf16(pairs_x[i] & 0xffff) * unpack_bf16(pairs_y[i] & 0xffff);
+    sum += unpack_bf16(pairs_x[i] >> 16) * unpack_bf16(pairs_y[i] >> 16);
   }
   return sum;
 }
 
 // Writes, of each row, its log-sum-exp to the base 2 and D = sum of dO * O: what a probability and its derivative need.
 // Rows beyond the last, and those with nothing to attend to, have no probabilities.
+// Zeroes the sums of dQ.
 extern "C" __global__ void __launch_bounds__(kThreads)
-attention_backward_prepare_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6007(const __grid_constant__ BackwardPrepareArguments arguments) {
+attention_backward_preprocess_bf16_d128_causal_56b1805a(const __grid_constant__ BackwardPreprocessArguments arguments) {
   const int head = blockIdx.y, batch = blockIdx.z;
   const long long first_row = (static_cast<long long>(batch) * arguments.heads_q + head) * arguments.len_q;
   const long long first_statistic = (static_cast<long long>(batch) * arguments.heads_q + head) * arguments.rows;
   const Element* o = arguments.o + batch * arguments.o_strides.batch + head * arguments.o_strides.head;
   const Element* d_o = arguments.d_o + batch * arguments.d_o_strides.batch + head * arguments.d_o_strides.head;
   const int first = blockIdx.x * kRows;
+  uint4* sums = reinterpret_cast<uint4*>(arguments.dq_accum + (first_statistic + first) * kHeadDimPadded);
+#pragma unroll
+  for (int i = threadIdx.x; i < kRows * kHeadDimPadded / 4; i += kThreads) sums[i] = make_uint4(0, 0, 0, 0);
 
   const int lane = threadIdx.x % kLanes;
 #pragma unroll

@@ -1,4 +1,4 @@
-// flashgen: attention backward, prepare, bf16-d256-causal-85c4309b
+// flashgen: attention backward, preprocess, bf16-d256-causal-85c4309b
 // of each row, its LSE to the base 2 and D = rowsum(dO * O) - dLSE
 //
 // mask     causal()
@@ -10,7 +10,7 @@
 // HBM      1036 * batch * heads_q * len_q bytes, at least
 //
 // Grid: one block per (rows, head, batch). Made by
-//   flashgen show --pass backward --kernel prepare --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":256,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.0625,"score":null,"value_dim":256,"version":1}'
+//   flashgen show --pass backward --kernel preprocess --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":256,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.0625,"score":null,"value_dim":256,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16
 
@@ -18,7 +18,7 @@ struct Strides {   // in elements
   long long batch, head, row;
 };
 
-struct BackwardPrepareArguments {
+struct BackwardPreprocessArguments {
   const Element* o;
   const Element* d_o;
   const float* lse;
@@ -74,7 +74,7 @@ __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
 // Writes, of each row, its log-sum-exp to the base 2 and D = sum of dO * O: what a probability and its derivative need.
 // Rows beyond the last, and those with nothing to attend to, have no probabilities.
 extern "C" __global__ void __launch_bounds__(kThreads)
-attention_backward_prepare_bf16_d256_causal_85c4309b(const __grid_constant__ BackwardPrepareArguments arguments) {
+attention_backward_preprocess_bf16_d256_causal_85c4309b(const __grid_constant__ BackwardPreprocessArguments arguments) {
   const int head = blockIdx.y, batch = blockIdx.z;
   const long long first_row = (static_cast<long long>(batch) * arguments.heads_q + head) * arguments.len_q;
   const long long first_statistic = (static_cast<long long>(batch) * arguments.heads_q + head) * arguments.rows;

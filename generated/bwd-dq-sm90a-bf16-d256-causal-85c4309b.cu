@@ -1,5 +1,5 @@
-// flashgen: attention backward, queries, bf16-d256-causal-85c4309b
-// dQ; a block walks the keys of a tile of queries
+// flashgen: attention backward, dq, bf16-d256-causal-85c4309b
+// dQ; a block iterates over the keys of a query tile
 //
 // mask     causal()
 // score    none; scale 0.0625
@@ -11,7 +11,7 @@
 // HBM      1544 * batch * heads_q * len_q + 1024 * batch * heads_kv * len_k bytes, at least
 //
 // Grid: one block per (tile of queries, head, batch). Made by
-//   flashgen show --pass backward --kernel queries --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":256,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.0625,"score":null,"value_dim":256,"version":1}'
+//   flashgen show --pass backward --kernel dq --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":256,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.0625,"score":null,"value_dim":256,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16
 
@@ -19,7 +19,7 @@ struct alignas(64) TensorMap {   // a CUtensorMap: what the copy engine knows of
   unsigned long long words[16];
 };
 
-struct BackwardQueriesArguments {
+struct BackwardDqArguments {
   TensorMap q_map;
   TensorMap k_map;
   TensorMap v_map;
@@ -416,7 +416,7 @@ struct Position {
 };
 
 // Mask: causal()
-__device__ __forceinline__ bool mask_mod(int q, int k, const BackwardQueriesArguments& arguments) {
+__device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDqArguments& arguments) {
   return k <= q + (arguments.len_k - arguments.len_q);
 }
 
@@ -447,7 +447,7 @@ struct KeyTiles {
   __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
 };
 
-__device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const BackwardQueriesArguments& arguments) {
+__device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const BackwardDqArguments& arguments) {
   const int q_first = work.first_query;
   const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;
   // In keys, the ends not included.
@@ -464,7 +464,7 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const Bac
 
 // What the loading thread does: Q and dO; K and V of each step, as soon as there is room.
 __device__ __forceinline__ void load_tiles(const WorkTile& work, unsigned shared, const Barriers& barriers,
-                                           const BackwardQueriesArguments& arguments) {
+                                           const BackwardDqArguments& arguments) {
   const KeyTiles tiles = key_tiles_of(work, arguments);
   if (tiles.count == 0) return;
   // The head of K and V, work.head / heads_per_kv, by a product with 2^31 / heads_per_kv, rounded up.
@@ -494,7 +494,7 @@ __device__ __forceinline__ void load_tiles(const WorkTile& work, unsigned shared
 
 // (LSE to the base 2, D) of this lane's rows.
 __device__ __forceinline__ void load_statistics(float2 (&rows)[2], const Position& position,
-                                                const BackwardQueriesArguments& arguments) {
+                                                const BackwardDqArguments& arguments) {
   const long long head = static_cast<long long>(position.batch) * arguments.heads_q + position.head;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -516,7 +516,7 @@ __device__ __forceinline__ bool has_large_lse(const float2 (&rows)[2]) {
 template <Tests kTests>
 __device__ __forceinline__ void exponentiate(float (&scores)[kKeyTiles * 4],
                                              const float2 (&rows)[2], const Position& position,
-                                             int first_key, const BackwardQueriesArguments& arguments) {
+                                             int first_key, const BackwardDqArguments& arguments) {
 #pragma unroll
   for (int j = 0; j < kKeyTiles; ++j) {
 #pragma unroll
@@ -564,7 +564,7 @@ __device__ __forceinline__ void clear_empty_rows(float (&d_queries)[kHeadDimPadd
 
 // What a warpgroup that computes does: dQ of its queries. While it works on scores, products of the other's run.
 __device__ __forceinline__ void differentiate(const WorkTile& work, int warpgroup, unsigned shared, const Barriers& barriers,
-                                              const BackwardQueriesArguments& arguments) {
+                                              const BackwardDqArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   const unsigned queries = shared + warpgroup * kQueryBytes;
   const unsigned d_outputs = shared + kOutputOffset + warpgroup * kOutputBytes;
@@ -628,7 +628,7 @@ __device__ __forceinline__ void differentiate(const WorkTile& work, int warpgrou
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attention_backward_queries_bf16_d256_causal_85c4309b(const __grid_constant__ BackwardQueriesArguments arguments) {
+attention_backward_dq_bf16_d256_causal_85c4309b(const __grid_constant__ BackwardDqArguments arguments) {
   const unsigned shared = shared_address(shared_memory);
   const Barriers barriers = {shared + kBarrierOffset};
   if (threadIdx.x == 0) barriers.init();

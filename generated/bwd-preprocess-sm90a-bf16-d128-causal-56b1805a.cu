@@ -1,36 +1,66 @@
-{# What the backward pass needs of each row before its main kernels. Context: codegen/backward_kernels.py. #}
-{{ header }}
+// flashgen: attention backward, preprocess, bf16-d128-causal-56b1805a
+// of each row, its LSE to the base 2 and D = rowsum(dO * O) - dLSE
+//
+// mask     causal()
+// score    none; scale 0.0883883476
+// dropout  0
+// dims     head 128, value 128; bfloat16, accumulated in float32
+// target   sm_90a, family hopper
+// FLOPs    256 * batch * heads_q * len_q
+// HBM      524 * batch * heads_q * len_q bytes, at least
+//
+// Grid: one block per (rows, head, batch). Made by
+//   flashgen show --pass backward --kernel preprocess --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":null,"value_dim":128,"version":1}'
 
-{{ types }}
+using Element = unsigned short;   // the bits of a bfloat16
+
+struct Strides {   // in elements
+  long long batch, head, row;
+};
+
+struct BackwardPreprocessArguments {
+  const Element* o;
+  const Element* d_o;
+  const float* lse;
+  const float* d_lse;   // or null
+  float* statistics;
+  unsigned* dq_semaphore;   // (batch, heads_q, rows / tile): the next CTA to add
+  unsigned* dq_added;   // (batch, heads_q): CTAs that have added all of their dQ
+  unsigned* dq_next;   // (1): the next rows of dq to convert
+  Strides o_strides;
+  Strides d_o_strides;
+  int heads_q;
+  int len_q;
+  int rows;   // len_q, rounded up
+};
 
 // ---- The plan -------------------------------------------------------------------------------------------------------
 
-constexpr int kValueDim = {{ spec.value_dim }};
-{% if not dq_apart %}
-constexpr int kHeadDimPadded = {{ head_padded }};
-{% endif %}
-{% if first_stores %}
-constexpr int kTileQ = {{ tile }};   // queries of a tile of dQ
-{% endif %}
-constexpr int kThreads = {{ threads }};
-constexpr int kRows = {{ rows }};            // of a block
-{% if ragged %}
-constexpr int kRowMultiple = {{ row_multiple }};   // where rows of the statistics{{ " and of the sums of dQ" if not dq_apart }} begin, of each sequence
-{% endif %}
-constexpr int kLanes = {{ lanes }};           // of a row, 8 elements each
+constexpr int kValueDim = 128;
+constexpr int kTileQ = 64;   // queries of a tile of dQ
+constexpr int kThreads = 256;
+constexpr int kRows = 64;            // of a block
+constexpr int kLanes = 16;           // of a row, 8 elements each
 constexpr int kRowsAtOnce = kThreads / kLanes;
 constexpr float kLog2E = 1.44269504f;
-constexpr float kNoLse = {{ no_lse | float_literal }};   // of a row without probabilities: of any score they are 0
+constexpr float kNoLse = 3.40282347e+38f;   // of a row without probabilities: of any score they are 0
 static_assert(kLanes * 8 >= kValueDim && kRows % kRowsAtOnce == 0, "every element of every row");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
 
-{{ primitives }}
+#ifndef FLASHGEN_EMULATOR   // the emulator brings its own
 
-{% if ragged %}
-{{ sequences }}
+extern __shared__ __align__(1024) unsigned char shared_memory[];
 
-{% endif %}
+// The float that 16 bits stand for.
+__device__ __forceinline__ float unpack_bf16(unsigned short bits) {
+  return __uint_as_float(static_cast<unsigned>(bits) << 16);
+}
+
+#endif
+
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
 // The dot product of 8 elements each.
@@ -39,57 +69,28 @@ __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    sum += {{ unpack }}(pairs_x[i] & 0xffff) * {{ unpack }}(pairs_y[i] & 0xffff);
-    sum += {{ unpack }}(pairs_x[i] >> 16) * {{ unpack }}(pairs_y[i] >> 16);
+    sum += unpack_bf16(pairs_x[i] & 0xffff) * unpack_bf16(pairs_y[i] & 0xffff);
+    sum += unpack_bf16(pairs_x[i] >> 16) * unpack_bf16(pairs_y[i] >> 16);
   }
   return sum;
 }
 
 // Writes, of each row, its log-sum-exp to the base 2 and D = sum of dO * O: what a probability and its derivative need.
 // Rows beyond the last, and those with nothing to attend to, have no probabilities.
-{% if not dq_apart %}
-// Zeroes the sums of dQ.
-{% elif first_stores %}
-// Nobody has come yet to a tile of dQ{{ ", and no part of a tile of keys has had its turn" if turns }}.
-{% endif %}
+// Nobody has come yet to a tile of dQ.
 extern "C" __global__ void __launch_bounds__(kThreads)
-{{ entry }}(const __grid_constant__ {{ struct }} {{ "launched" if ragged else "arguments" }}) {
-{% if ragged %}
-  const int head = blockIdx.y;
-  const Sequence sequence = uniform(sequence_of(blockIdx.x * kRows / kRowMultiple, launched));
-  const {{ struct }} arguments = of_sequence(launched, sequence);
-  const long long first_row = static_cast<long long>(head) * arguments.total_q;
-  const long long first_statistic = static_cast<long long>(head) * arguments.rows;
-  const Element* o = arguments.o + head * arguments.o_strides.head;
-  const Element* d_o = arguments.d_o + head * arguments.d_o_strides.head;
-  const int first = blockIdx.x * kRows - sequence.first_row;
-{% else %}
+attention_backward_preprocess_bf16_d128_causal_56b1805a(const __grid_constant__ BackwardPreprocessArguments arguments) {
   const int head = blockIdx.y, batch = blockIdx.z;
   const long long first_row = (static_cast<long long>(batch) * arguments.heads_q + head) * arguments.len_q;
   const long long first_statistic = (static_cast<long long>(batch) * arguments.heads_q + head) * arguments.rows;
   const Element* o = arguments.o + batch * arguments.o_strides.batch + head * arguments.o_strides.head;
   const Element* d_o = arguments.d_o + batch * arguments.d_o_strides.batch + head * arguments.d_o_strides.head;
   const int first = blockIdx.x * kRows;
-{% endif %}
-{% if not dq_apart %}
-  uint4* sums = reinterpret_cast<uint4*>(arguments.dq_sums + (first_statistic + first) * kHeadDimPadded);
-#pragma unroll
-  for (int i = threadIdx.x; i < kRows * kHeadDimPadded / 4; i += kThreads) sums[i] = make_uint4(0, 0, 0, 0);
-{% endif %}
-{% if first_stores %}
   if (threadIdx.x == 0 && blockIdx.x * kRows % kTileQ == 0) {
-    arguments.dq_turns[({{ "static_cast<long long>(head) * arguments.rows" if ragged else "first_statistic" }} + blockIdx.x * kRows) / kTileQ] = 0;
+    arguments.dq_semaphore[(first_statistic + blockIdx.x * kRows) / kTileQ] = 0;
   }
-{% endif %}
-{% if finishes %}
   if (threadIdx.x == 0 && blockIdx.x == 0) arguments.dq_added[batch * arguments.heads_q + head] = 0;
   if (threadIdx.x == 0 && blockIdx.x + head + batch == 0) *arguments.dq_next = 0;
-{% endif %}
-{% if turns %}
-  if (blockIdx.x + head + batch == 0) {
-    for (int i = threadIdx.x; i < arguments.turns; i += kThreads) arguments.part_turns[i] = 0;
-  }
-{% endif %}
 
   const int lane = threadIdx.x % kLanes;
 #pragma unroll

@@ -1,5 +1,5 @@
-// flashgen: attention backward, keys, fp16-d64-causal-alibi-tensor-slopes-float32-1-true-1dac6007
-// dK and dV; a block walks the queries of a tile of keys
+// flashgen: attention backward, dkdv, fp16-d64-causal-alibi-tensor-slopes-float32-1-true-1dac6007
+// dK and dV; a block iterates over the queries of a key tile
 //
 // mask     causal()
 // score    alibi(Tensor('slopes', 'float32', ndim=1, grad=True)); scale 0.125
@@ -11,7 +11,7 @@
 // HBM      264 * batch * heads_q * len_q + 512 * batch * heads_kv * len_k bytes, at least
 //
 // Grid: one block per (tile of keys, head of K and V, batch). Made by
-//   flashgen show --pass backward --kernel keys --deterministic --target sm_80 '{"dropout":0.0,"dtype":"float16","head_dim":64,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.125,"score":{"expression":["Add","score",["Mul",["Load",{"capture":"slopes","dtype":"float32","grad":true,"ndim":1},"h"],["Sub","k","q"]]],"name":"alibi(Tensor('"'"'slopes'"'"', '"'"'float32'"'"', ndim=1, grad=True))"},"value_dim":64,"version":1}'
+//   flashgen show --pass backward --kernel dkdv --deterministic --target sm_80 '{"dropout":0.0,"dtype":"float16","head_dim":64,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.125,"score":{"expression":["Add","score",["Mul",["Load",{"capture":"slopes","dtype":"float32","grad":true,"ndim":1},"h"],["Sub","k","q"]]],"name":"alibi(Tensor('"'"'slopes'"'"', '"'"'float32'"'"', ndim=1, grad=True))"},"value_dim":64,"version":1}'
 
 using Element = unsigned short;   // the bits of a float16
 
@@ -19,7 +19,7 @@ struct Strides {   // in elements
   long long batch, head, row;
 };
 
-struct BackwardKeysArguments {
+struct BackwardDkdvArguments {
   const Element* q;
   const Element* k;
   const Element* v;
@@ -205,7 +205,7 @@ struct Position {
 };
 
 // slopes[i0], each index, 0 or more, clamped to the array; strides are in bytes.
-__device__ __forceinline__ float load_slopes(const BackwardKeysArguments& arguments, int i0) {
+__device__ __forceinline__ float load_slopes(const BackwardDkdvArguments& arguments, int i0) {
   i0 = min(static_cast<unsigned>(i0), arguments.slopes_size[0] - 1u);
   const char* element = reinterpret_cast<const char*>(arguments.slopes);
   element += wide_product(i0, static_cast<int>(arguments.slopes_stride[0]));
@@ -213,22 +213,22 @@ __device__ __forceinline__ float load_slopes(const BackwardKeysArguments& argume
 }
 
 // Score function: alibi(Tensor('slopes', 'float32', ndim=1, grad=True))
-__device__ __forceinline__ float score_mod(float score, int h, int q, int k, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ float score_mod(float score, int h, int q, int k, const BackwardDkdvArguments& arguments) {
   return score + load_slopes(arguments, h) * (k - q);
 }
 
 // The place, row-major, of slopes[h] in an array of its shape.
-__device__ __forceinline__ long long gather0_place(int h, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ long long gather0_place(int h, const BackwardDkdvArguments& arguments) {
   return min(static_cast<unsigned>(h), arguments.slopes_size[0] - 1u);
 }
 
 // What the gradient by slopes[h] is of that by the modified score.
-__device__ __forceinline__ float gather0_factor(int q, int k, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ float gather0_factor(int q, int k, const BackwardDkdvArguments& arguments) {
   return static_cast<float>(k - q);
 }
 
 // Mask: causal()
-__device__ __forceinline__ bool mask_mod(int q, int k, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDkdvArguments& arguments) {
   return k <= q + (arguments.len_k - arguments.len_q);
 }
 
@@ -245,7 +245,7 @@ struct QueryTiles {
   __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
 };
 
-__device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int head, const BackwardKeysArguments& arguments) {
+__device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int head, const BackwardDkdvArguments& arguments) {
   const int k_first = work.first_key;
   const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;
   // In queries, the ends not included.
@@ -351,7 +351,7 @@ __device__ __forceinline__ void write_rows(Element* matrix, long long row_stride
 
 // Starts copying K's and V's tiles.
 __device__ __forceinline__ void copy_keys_and_values(const WorkTile& work, unsigned k_tile, unsigned v_tile,
-                                                     const BackwardKeysArguments& arguments) {
+                                                     const BackwardDkdvArguments& arguments) {
   const Element* k = arguments.k + work.batch * arguments.k_strides.batch + work.head_kv * arguments.k_strides.head;
   const Element* v = arguments.v + work.batch * arguments.v_strides.batch + work.head_kv * arguments.v_strides.head;
   copy_tile<kTileK, kHeadDim, kHeadDimPadded>(k_tile, k, arguments.k_strides.row, work.first_key, arguments.len_k);
@@ -478,7 +478,7 @@ __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRow
                                                      const unsigned char* statistics,
                                                      const Position& position, int first_query,
                                                      Gathered& gathered,
-                                                     const BackwardKeysArguments& arguments) {
+                                                     const BackwardDkdvArguments& arguments) {
 #pragma unroll
   for (int j = 0; j < kQueryTiles; ++j) {
     const float4 rows = statistics_of(statistics, j);
@@ -509,7 +509,7 @@ __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRow
 __device__ __forceinline__ void find_score_gradients(
     float (&probabilities)[kRowTiles][kQueryTiles][4], float (&d_scores)[kRowTiles][kQueryTiles][4],
     const unsigned char* statistics, bool full, const WorkTile& work, const Position& position, int first_query,
-    Gathered& gathered, const BackwardKeysArguments& arguments) {
+    Gathered& gathered, const BackwardDkdvArguments& arguments) {
   if (work.first_key + kTileK > arguments.len_k || first_query + kTileQ > arguments.len_q || has_large_lse(statistics)) {
     differentiate_scores<Tests::kAll>(probabilities, d_scores, statistics, position, first_query, gathered, arguments);
   } else if (!full) {
@@ -521,7 +521,7 @@ __device__ __forceinline__ void find_score_gradients(
 
 // Adds the sums of a head to the gradients.
 __device__ __forceinline__ void add_gathered(const Gathered& gathered, const Position& position,
-                                             const BackwardKeysArguments& arguments) {
+                                             const BackwardDkdvArguments& arguments) {
   const float sum0 = warp_sum(gathered.sum0);
   if (threadIdx.x % 32 == 0) {
     add_to_gradient(arguments.d_slopes, gather0_place(position.head, arguments), sum0);
@@ -544,7 +544,7 @@ __device__ __forceinline__ void write_gradients(const float (&gradients)[kRowTil
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
-attention_backward_keys_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6007(const __grid_constant__ BackwardKeysArguments arguments) {
+attention_backward_dkdv_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6007(const __grid_constant__ BackwardDkdvArguments arguments) {
   const WorkTile work = {static_cast<int>(blockIdx.x) * kTileK, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
   const int warp_row = threadIdx.x / 32 / kSplit * kRowsPerWarp, part = threadIdx.x / 32 % kSplit;
   const int lane = threadIdx.x % 32;
