@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashgen.attention.outputs import check_contiguous, check_kind, check_no_overlap, check_writable, result_strides
-from flashgen.attention.problem import Problem, in_layout, row_strides
+from flashgen.attention.problem import Problem, row_strides
 from flashgen.errors import ArgumentError
 from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
@@ -83,7 +83,8 @@ def gradient_argument(name: str) -> str:
 def gradient_shape(spec: AttentionSpec, problem: Problem, name: str) -> tuple[int, ...]:
     """Returns the shape of dq, dk or dv in the spec's layout."""
     heads, length = (problem.heads_q, problem.rows_q) if name == "dq" else (problem.heads_kv, problem.rows_k)
-    return in_layout((problem.batch, heads, length, spec.value_dim if name == "dv" else spec.head_dim), spec.layout)
+    dim = spec.value_dim if name == "dv" else spec.head_dim
+    return spec.batch_layout.from_bhsd((problem.batch, heads, length, dim))
 
 
 def gradient_strides(spec: AttentionSpec, problem: Problem, name: str, views: Mapping[str, View]) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from flashgen.codegen.families import emulated_target, target_of_gpu
 from flashgen.codegen.merge_kernel import MAX_PARTIALS, render_merge
 from flashgen.codegen.sizes import Sizes
 from flashgen.errors import ArgumentError
+from flashgen.language.batch_layout import BATCH_LAYOUTS
 from flashgen.launch.argument_writer import ArgumentWriter
 from flashgen.launch.engines import Emulator, Engine, Gpu, Launch, Place, Runner
 from flashgen.runtime import gpu
@@ -75,7 +76,7 @@ def merge_states(outs: Sequence[Any], lses: Sequence[Any], *, layout: str = "bhs
     first, device = views["out0"], views["out0"].device or 0
     results = {
         "o": library.maker(first.shape, first.dtype, device)(),
-        "lse": library.maker(_lse_shape(first.shape, layout), "float32", device)(),
+        "lse": library.maker(BATCH_LAYOUTS[layout].lse_shape(first.shape), "float32", device)(),
     }
     with engine.on(device):
         place = Place(library.stream(outs[0]), device)
@@ -92,7 +93,7 @@ def _launch(engine: Engine, view: View, count: int, layout: str, arrays: dict[st
     key = (engine, target.name, view.dtype, count, layout)
     kernel, runner = _RUNNERS.get_or_make(key, partial(_build, engine, target, view.dtype, count, layout))
     lane_bits = (dim // _COLUMNS - 1).bit_length()
-    heads, len_q = view.shape[1:3] if layout == "bhsd" else (view.shape[2], view.shape[1])
+    _, heads, len_q = BATCH_LAYOUTS[layout].lse_shape(view.shape)
     grid = kernel.grid(Sizes(0, 0, 0, 0, 0, count=rows << lane_bits))
     if grid[0] > _MOST_BLOCKS:
         raise ArgumentError(f"outs of shape {view.shape} are too large for one launch; merge parts of the batch")
@@ -117,16 +118,11 @@ def _check(views: dict[str, View], count: int, layout: str) -> None:
         check_contiguous(f"outs[{i}]", out)
         if out.pointer % _ALIGNMENT:
             raise ArgumentError(f"outs[{i}] at address {out.pointer:#x}: give one at a multiple of {_ALIGNMENT} bytes")
-        check_kind(f"lses[{i}]", lse, _lse_shape(first.shape, layout), "float32")
+        check_kind(f"lses[{i}]", lse, BATCH_LAYOUTS[layout].lse_shape(first.shape), "float32")
         check_contiguous(f"lses[{i}]", lse)
         for name, view in ((f"outs[{i}]", out), (f"lses[{i}]", lse)):
             if view.device != first.device:
                 raise ArgumentError(f"{name} is on GPU {view.device} and outs[0] on {first.device}; move it there")
-
-
-def _lse_shape(shape: tuple[int, ...], layout: str) -> tuple[int, int, int]:
-    batch, second, third, _ = shape
-    return (batch, second, third) if layout == "bhsd" else (batch, third, second)
 
 
 def _argument(name: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.attention.problem import Problem, check_aligned, of_layout, row_strides
+from flashgen.attention.problem import Problem, check_aligned, row_strides
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import JAX, View, contiguous_strides, library_of, strides_like
@@ -41,7 +41,7 @@ def result_strides(
 ) -> tuple[int, ...]:
     """Returns the strides of a new array of rows, with the axis order of `like`; also adds them to the problem."""
     strides = strides_like(shape, like.strides)
-    problem.strides[name] = of_layout(strides, spec.layout)[:3]
+    problem.strides[name] = spec.batch_layout.to_bhsd(strides)[:3]
     return strides
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from flashgen.codegen.sizes import Sizes
 from flashgen.errors import ArgumentError
+from flashgen.language.batch_layout import BATCH_LAYOUTS, PAGES, BatchLayout
 from flashgen.language.operations import LONGEST, MAX_HEADS
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import View, numpy_dtype
@@ -17,13 +18,7 @@ INT32_MAX = 2**31 - 1
 Bounds = tuple[int | None, int | None]
 """The maximum numbers of queries and keys of a sequence in a varlen batch; None: the total number of tokens."""
 NO_BOUNDS: Bounds = (None, None)
-_AXES = {
-    "bhsd": ("batch", "heads", "length", "dim"),
-    "bshd": ("batch", "length", "heads", "dim"),
-    "thd": ("tokens", "heads", "dim"),
-}
 _MOST_HEADS_PER_KV = 8192  # up to which the kernel's division by a reciprocal is exact
-_SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 _PAGES, _SCALES = ("page_table", "seqused_k"), ("k_scale", "v_scale")
 CACHE = (*_PAGES, *_SCALES)
 """The arrays that locate the keys of a sequence and scale keys and values."""
@@ -42,58 +37,40 @@ class Problem(Sizes):
 
     strides: in elements, (batch, head, row) in any layout. With pages, len_k is the maximum length of a sequence.
     pages: the number of pages of k and v. table_pitch: elements between rows of the page table. scales: of k and of v,
-    1 if each head has its own scale, 0 if all share one. varlen: the batch has layout "thd".
+    1 if each head has its own scale, 0 if all share one. layout: the layout of q. rows_q, rows_k: the rows of q, and of
+    k and v: those of a sequence, or of all sequences of a varlen batch.
     """
 
     strides: dict[str, tuple[int, int, int]]
     scales: tuple[int, int] = field(default=(0, 0), kw_only=True)
     pages: int = field(default=0, kw_only=True)
     table_pitch: int = field(default=0, kw_only=True)
-    varlen: bool = False
+    layout: BatchLayout = field(default=BATCH_LAYOUTS["bhsd"], kw_only=True)
 
     def output_shape(self, spec: AttentionSpec) -> tuple[int, ...]:
-        return in_layout((self.batch, self.heads_q, self.rows_q, spec.value_dim), spec.layout)
+        return self.layout.from_bhsd((self.batch, self.heads_q, self.rows_q, spec.value_dim))
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        return (self.heads_q, self.total_q) if self.varlen else (self.batch, self.heads_q, self.len_q)
+        return self.layout.rows_shape(self.batch, self.heads_q, self.rows_q)
 
     @property
     def rows_q(self) -> int:
-        """The rows of q: those of a sequence, or of all sequences of a varlen batch."""
-        return int(self.total_q if self.varlen else self.len_q)
+        return int(self.total_q if self.layout.is_varlen else self.len_q)
 
     @property
     def rows_k(self) -> int:
-        """The rows of k and v: those of a sequence, or of all sequences of a varlen batch."""
-        return int(self.total_k if self.varlen else self.len_k)
+        return int(self.total_k if self.layout.is_varlen else self.len_k)
 
     @property
     def is_empty(self) -> bool:
         """Whether the output has no element."""
-        return not ((self.batch or self.varlen) and self.heads_q and self.rows_q)
+        return not all(self.lse_shape)
 
     @property
     def has_scores(self) -> bool:
         """Whether the call has any score; for a varlen batch, whether it may have any."""
         return bool(self.rows_k) and not self.is_empty
-
-
-def in_layout(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    """Converts a (batch, heads, length, dim) tuple of sizes or strides to the order of the layout."""
-    first, second, third, last = shape
-    if layout == "thd":
-        return third, second, last
-    return (first, second, third, last) if layout == "bhsd" else (first, third, second, last)
-
-
-def of_layout(shape: tuple[int, ...], layout: str, batch: int = 0) -> tuple[int, int, int, int]:
-    """Converts a tuple in the order of the layout to (batch, heads, length, dim); `batch` is used for "thd"."""
-    if layout == "thd":
-        length, heads, dim = shape
-        return batch, heads, length, dim
-    first, second, third, last = shape
-    return (first, second, third, last) if layout == "bhsd" else (first, third, second, last)
 
 
 class Shaped(Protocol):
@@ -118,10 +95,10 @@ def problem_of(
     strides = {name: row_strides(spec, name, views[name]) for name in "qkv"}
     pages = (views["k"].shape[0], views["page_table"].strides[0]) if spec.page_size else (0, 0)
     scales = tuple(_scales(name, views[name], sizes) for name in _SCALES) if spec.kv_dtype else (0, 0)
-    others: Any = {"multiprocessors": multiprocessors, "pages": pages[0], "table_pitch": pages[1], "scales": scales}
-    if spec.is_ragged:
-        return _varlen_problem(sizes, views, bounds, strides, **others)
-    return Problem(sizes.batch, sizes.heads_q, sizes.heads_kv, sizes.len_q, sizes.len_k, strides, **others)
+    if spec.is_varlen:
+        sizes = _varlen_sizes(sizes, views, bounds)
+    others: Any = {"pages": pages[0], "table_pitch": pages[1], "scales": scales, "layout": spec.batch_layout}
+    return Problem(**vars(sizes) | {"multiprocessors": multiprocessors}, strides=strides, **others)
 
 
 def _scales(name: str, view: View, sizes: Sizes) -> int:
@@ -134,29 +111,15 @@ def _scales(name: str, view: View, sizes: Sizes) -> int:
     return int(view.shape[0] > 1)
 
 
-def _varlen_problem(
-    sizes: Sizes,
-    views: Mapping[str, View],
-    bounds: Bounds,
-    strides: dict[str, tuple[int, int, int]],
-    **others: Any,
-) -> Problem:
-    """Returns the sizes of a varlen batch. The lengths of its sequences are known on the device only."""
-    batch = checked_sequences(views)
-    for name in _SEQUENCES:
+def _varlen_sizes(rows: Sizes, views: Mapping[str, View], bounds: Bounds) -> Sizes:
+    """Returns the sizes of a varlen batch, whose lengths only the device knows. rows: its sizes as of one sequence."""
+    for name in BATCH_LAYOUTS["thd"].sequence_arrays:
         if name in views:
             _check_contiguous(name, views[name])
-    total_q, total_k = sizes.len_q, sizes.len_k
-    len_q, len_k = (
-        total if bound is None else min(bound, total) for bound, total in zip(bounds, (total_q, total_k), strict=True)
-    )
-    return Problem(
-        *(batch, sizes.heads_q, sizes.heads_kv, len_q, len_k, strides),
-        varlen=True,
-        total_q=total_q,
-        total_k=total_k,
-        **others,
-    )
+    totals = rows.len_q, rows.len_k
+    len_q, len_k = (total if bound is None else min(bound, total) for bound, total in zip(bounds, totals, strict=True))
+    batch = checked_sequences(views)
+    return replace(rows, batch=batch, len_q=len_q, len_k=len_k, total_q=totals[0], total_k=totals[1])
 
 
 def checked_sequences(arrays: Mapping[str, Shaped]) -> int:
@@ -195,7 +158,7 @@ def checked_sizes(spec: AttentionSpec, arrays: Mapping[str, Shaped]) -> Sizes:
     shapes = {name: _shape(spec, name, arrays[name]) for name in "qkv"}
     (batch, heads_q, len_q, _), (_, heads_kv, len_k, _) = shapes["q"], shapes["k"]
     if spec.page_size:
-        sequences = checked_sequences(arrays) if spec.is_ragged else batch
+        sequences = checked_sequences(arrays) if spec.is_varlen else batch
         len_k = check_pages(spec, arrays, sequences) * spec.page_size
     for name in "" if spec.page_size else "kv":
         if shapes[name][0] != batch:
@@ -209,7 +172,7 @@ def checked_sizes(spec: AttentionSpec, arrays: Mapping[str, Shaped]) -> Sizes:
     if heads_q and (not heads_kv or heads_q % heads_kv):
         raise ArgumentError(
             f"q has {heads_q} heads, no multiple of the {heads_kv} heads of k and v (GQA, MQA), in arrays "
-            f"({', '.join(_AXES[spec.layout])}), as layout={spec.layout!r} of the spec says"
+            f"({', '.join(spec.batch_layout.axes)}), as layout={spec.layout!r} of the spec says"
         )
     if max(batch, heads_q) > MAX_HEADS or heads_q > _MOST_HEADS_PER_KV * max(heads_kv, 1):
         raise ArgumentError(
@@ -223,8 +186,8 @@ def checked_sizes(spec: AttentionSpec, arrays: Mapping[str, Shaped]) -> Sizes:
 
 def _shape(spec: AttentionSpec, name: str, view: Shaped) -> tuple[int, int, int, int]:
     """Returns (batch, heads, length, dim) of q, k or v. Raises ArgumentError if its shape or dtype does not fit."""
-    paged = spec.page_size is not None and name in "kv"
-    axes = ("pages", "page_size", "heads", "dim") if paged else _AXES[spec.layout]
+    layout = spec.array_layout(name)
+    axes = layout.axes
     dim = spec.value_dim if name == "v" else spec.head_dim
     if len(view.shape) != len(axes):
         raise ArgumentError(f"{name} has shape {view.shape}; give {len(axes)} dimensions ({', '.join(axes)})")
@@ -234,17 +197,12 @@ def _shape(spec: AttentionSpec, name: str, view: Shaped) -> tuple[int, int, int,
     dtype = spec.kv_dtype if spec.kv_dtype and name in "kv" else spec.dtype
     if view.dtype != dtype:
         raise ArgumentError(f"{name} has dtype {view.dtype}; the spec was compiled for {dtype}: convert it")
-    if paged and view.shape[1] != spec.page_size:
+    if layout is PAGES and view.shape[1] != spec.page_size:
         raise ArgumentError(
             f"{name} has shape {view.shape}; its second dimension must be page_size={spec.page_size}: give (pages, "
             "page_size, heads, dim), of other orders a view such as array.swapaxes(1, 2)"
         )
-    return of_layout(view.shape, layout_of_rows(spec, name), batch=1)
-
-
-def layout_of_rows(spec: AttentionSpec, name: str) -> str:
-    """Returns the layout of q, k or v. Pages have the layout "bshd", with a page in place of a sequence."""
-    return "bshd" if spec.page_size and name in "kv" else spec.layout
+    return layout.to_bhsd(view.shape, batch=1)
 
 
 def check_pages(spec: AttentionSpec, arrays: Mapping[str, Shaped], batch: int) -> int:
@@ -264,8 +222,8 @@ def row_strides(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, i
 
     Raises ArgumentError if rows are not contiguous or not aligned.
     """
-    layout = layout_of_rows(spec, name)
-    batch, head, row, last = of_layout(view.strides, layout)
+    layout = spec.array_layout(name)
+    batch, head, row, last = layout.to_bhsd(view.strides)
     elements = math.prod(view.shape)
     if elements and last != 1:
         raise ArgumentError(
@@ -276,7 +234,7 @@ def row_strides(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, i
     aligned = _ROW_ALIGNMENT if cached else _ROW_ALIGNMENT // 2
     misaligned = [
         s
-        for s, n in zip((batch, head, row), of_layout(view.shape, layout, batch=1), strict=False)
+        for s, n in zip((batch, head, row), layout.to_bhsd(view.shape, batch=1), strict=False)
         if n > 1 and s % aligned
     ]
     if elements and (misaligned or view.pointer % _ROW_ALIGNMENT):

@@ -126,7 +126,7 @@ class TileLister:
         The cache is not used on a stream that is being captured, because lists and memory belong to the graph.
         operands: the arrays of the call; the arrays of lists in its own workspace are added.
         """
-        if self._captures or self.spec.is_ragged or self.engine.is_captured(place):
+        if self._captures or self.spec.is_varlen or self.engine.is_captured(place):
             prepared.workspace.take(operands, place.stream)
             self._launch(prepared.launch, operands, numbers, place)
             return {member: operands[name] for name, member in _MEMBERS.items()}
@@ -217,7 +217,7 @@ class TileLister:
 
     def without_layouts(self, captures: Mapping[str, Any], q: View, k: View) -> dict[str, Any]:
         """Returns the captures of a call with each BlockLayout replaced by its array on the device of q."""
-        axis = {"bhsd": 2, "bshd": 1, "thd": 0}[self.spec.layout]
+        axis = self.spec.batch_layout.rows_axis
         if len(q.shape) == len(k.shape) == 4:  # other shapes raise later; lengths of varlen batches are not known here
             self._check_layouts(captures, q.shape[axis], k.shape[axis])
         return {name: _plain(value, q.device) for name, value in captures.items()}

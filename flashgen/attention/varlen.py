@@ -9,11 +9,11 @@ import numpy as np
 
 from flashgen.attention.problem import NO_BOUNDS, Bounds
 from flashgen.errors import ArgumentError, UnsupportedError
+from flashgen.language.batch_layout import BATCH_LAYOUTS
 from flashgen.language.operations import LONGEST
-from flashgen.language.spec import VARLEN_ARGUMENTS, AttentionSpec
+from flashgen.language.spec import AttentionSpec
 
-_ARRAYS, _BOUNDS = VARLEN_ARGUMENTS[:3], VARLEN_ARGUMENTS[3:]
-_AXES = 3  # tokens, heads, dim
+_VARLEN = BATCH_LAYOUTS["thd"]
 _NO_ARRAYS: Mapping[str, Any] = {}
 
 
@@ -25,13 +25,13 @@ def split_varlen_arguments(
     Raises ArgumentError if varlen arguments are given to a spec of another layout, or if a varlen call lacks
     cu_seqlens_q, or cu_seqlens_k for a k with another number of tokens.
     """
-    if not spec.is_ragged:
-        named = [name for name in VARLEN_ARGUMENTS if name in given] if given else []
+    if not spec.is_varlen:
+        named = [name for name in _VARLEN.arguments if name in given] if given else []
         unknown = [name for name in named if all(capture.name != name for capture in spec.captures)]
         if unknown:
             raise ArgumentError(f"{unknown[0]} is of varlen batches: make the spec with layout='thd', or leave it out")
         return _NO_ARRAYS, NO_BOUNDS, given
-    arrays = {name: given[name] for name in _ARRAYS if given.get(name) is not None}
+    arrays = {name: given[name] for name in _VARLEN.sequence_arrays if given.get(name) is not None}
     if "cu_seqlens_q" not in arrays:
         raise ArgumentError("cu_seqlens_q is missing: give int32 (sequences + 1,), where each sequence begins in q")
     if spec.page_size:
@@ -40,8 +40,9 @@ def split_varlen_arguments(
     else:
         check_shared_offsets(arrays, q, k)
         arrays.setdefault("cu_seqlens_k", arrays["cu_seqlens_q"])
-    captures = {name: value for name, value in given.items() if name not in VARLEN_ARGUMENTS}
-    return arrays, (_bound(given, "max_seqlen_q"), _bound(given, "max_seqlen_k")), captures
+    captures = {name: value for name, value in given.items() if name not in _VARLEN.arguments}
+    max_q, max_k = (_max_length(given, name) for name in _VARLEN.max_lengths)
+    return arrays, (max_q, max_k), captures
 
 
 def check_shared_offsets(given: Mapping[str, Any], q: Any, k: Any) -> None:
@@ -50,7 +51,11 @@ def check_shared_offsets(given: Mapping[str, Any], q: Any, k: Any) -> None:
     Without it the offsets of q are used for k as well, which is right only for equal numbers of tokens.
     """
     shape_q, shape_k = (tuple(getattr(array, "shape", ())) for array in (q, k))
-    if given.get("cu_seqlens_k") is None and len(shape_q) == len(shape_k) == _AXES and shape_q[0] != shape_k[0]:
+    if (
+        given.get("cu_seqlens_k") is None
+        and len(shape_q) == len(shape_k) == len(_VARLEN.axes)
+        and shape_q[0] != shape_k[0]
+    ):
         raise ArgumentError(
             f"cu_seqlens_k is missing: q has {shape_q[0]} tokens and k {shape_k[0]}; give int32 (sequences + 1,), "
             "where each sequence begins in k and v"
@@ -59,11 +64,11 @@ def check_shared_offsets(given: Mapping[str, Any], q: Any, k: Any) -> None:
 
 def refuse_varlen(spec: AttentionSpec, what: str, remedy: str) -> None:
     """Raises UnsupportedError if the spec is varlen. what: a feature without varlen support."""
-    if spec.is_ragged:
+    if spec.is_varlen:
         raise UnsupportedError(f"{what} is not supported for layout='thd': {remedy}")
 
 
-def _bound(given: Mapping[str, Any], name: str) -> int | None:
+def _max_length(given: Mapping[str, Any], name: str) -> int | None:
     value = given.get(name)
     if value is None:
         return None

@@ -181,7 +181,7 @@ def _arrays(spec: AttentionSpec, size: DecodeSize) -> Arrays:
         (size.heads, size.len_q, spec.value_dim),
     )
     axes = [(size.batch, *side) for side in sides]
-    shapes = axes if spec.layout == "bhsd" else [(batch, length, heads, dim) for batch, heads, length, dim in axes]
+    shapes = [spec.batch_layout.from_bhsd(each) for each in axes]
     q, k, v, d_out = random_arrays(shapes, spec.dtype, seed=0)
     return q, k, v, d_out
 

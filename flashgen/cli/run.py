@@ -26,11 +26,7 @@ flashgen run "document()" --dropout 0.1 --seed 7 --lse --input qkv.safetensors -
 """
 
 INPUTS = ("q", "k", "v")
-_VARLEN, _PAGES, _SCALES = (
-    ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
-    ("page_table", "seqused_k"),
-    ("k_scale", "v_scale"),
-)
+_PAGES, _SCALES = ("page_table", "seqused_k"), ("k_scale", "v_scale")
 
 
 @with_spec_options_of(dtype="that of q", head_dim="that of q", value_dim="that of v")
@@ -125,7 +121,7 @@ def captures_of(spec: AttentionSpec, given: arrays.Arrays, path: Path) -> dict[s
         raise ArgumentError(
             f"--input {path} lacks the captures {', '.join(missing)}; it holds {', '.join(sorted(given))}"
         )
-    own = (*_VARLEN * spec.is_ragged, *_PAGES * bool(spec.page_size), *_SCALES * bool(spec.kv_dtype))
+    own = (*spec.batch_layout.sequence_arrays, *_PAGES * bool(spec.page_size), *_SCALES * bool(spec.kv_dtype))
     found: dict[str, Any] = {name: given[name] for name in own if name in given}
     for capture in (capture for capture in spec.captures if capture.name in given):
         array = given[capture.name]

@@ -83,7 +83,7 @@ def common_context(
     return {
         "spec": spec,
         "target": target,
-        "ragged": spec.is_ragged,
+        "ragged": spec.is_varlen,
         "mixed": False,
         "struct": struct,
         "types": types.strip(),

@@ -114,7 +114,7 @@ def varlen_context(
         slot: Name of the constant with the rows of a tile slot.
         of_keys, moves_rows: As for `sequences_text`.
     """
-    if not spec.is_ragged:
+    if not spec.is_varlen:
         return {}
     text = sequences_text(struct, layout, slot, of_keys, "kRowMultiple", moves_rows)
     return {"row_multiple": row_multiple(multiple), "sequences": text}
@@ -132,7 +132,7 @@ def numbers(*names: str) -> list[Field]:
 
 def rows_shape(spec: AttentionSpec, rows: Rows, *columns: int) -> Callable[[Sizes], tuple[int, ...]]:
     """Returns the shape of a workspace with `rows` rows of `columns` for every query head."""
-    if spec.is_ragged:
+    if spec.is_varlen:
         return lambda sizes: (sizes.heads_q, rows(sizes), *columns)
     return lambda sizes: (sizes.batch, sizes.heads_q, rows(sizes), *columns)
 
@@ -185,8 +185,8 @@ def preprocess(
     counts = (DQ_SEMAPHORE, DQ_ADDED, DQ_NEXT) if finishes else (DQ_SEMAPHORE,)
     fields += () if dq_apart else counts if first_stores else (DQ_ACCUM,)
     fields += [PART_TURNS, Field("int", "turns", comment="elements of part_turns")] if turns else []
-    fields += [*strides("o", "d_o"), *(() if spec.is_ragged else numbers("heads_q")), *numbers("len_q"), ROWS]
-    layout = ordered([*fields, *(varlen_fields(keys=False) if spec.is_ragged else ())])
+    fields += [*strides("o", "d_o"), *(() if spec.is_varlen else numbers("heads_q")), *numbers("len_q"), ROWS]
+    layout = ordered([*fields, *(varlen_fields(keys=False) if spec.is_varlen else ())])
     lanes = max(1 << (spec.value_dim // 8 - 1).bit_length(), _PREPROCESS_THREADS // PREPROCESS_ROWS)
     context: dict[str, Any] = {
         "threads": _PREPROCESS_THREADS,
@@ -220,7 +220,7 @@ def preprocess(
 
 
 def _blocks_of_rows(spec: AttentionSpec, rows: Rows, rows_per_block: int, sizes: Sizes) -> Grid:
-    return rows(sizes) // rows_per_block, sizes.heads_q, 1 if spec.is_ragged else sizes.batch
+    return rows(sizes) // rows_per_block, sizes.heads_q, 1 if spec.is_varlen else sizes.batch
 
 
 def row_values(rows: Rows, sizes: Sizes) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def postprocess_dq(
         *strides("dq"),
         *numbers("len_q"),
     ]
-    layout = ordered([*fields, ROWS, *(varlen_fields(keys=False) if spec.is_ragged else ())])
+    layout = ordered([*fields, ROWS, *(varlen_fields(keys=False) if spec.is_varlen else ())])
     context: dict[str, Any] = {
         "plan": plan,
         "gradient_of": "q",
@@ -315,7 +315,7 @@ def sink_sums(spec: AttentionSpec, target: Target, rows: Rows) -> tuple[Rendered
     if capture is None or not capture.grad:
         return ()
     gradient = Field(f"{ELEMENT_TYPES[capture.dtype]}*", "gradient", comment=f"of {capture.name}, {capture.dtype}")
-    sizes = [] if spec.is_ragged else numbers("batch", "heads_q")
+    sizes = [] if spec.is_varlen else numbers("batch", "heads_q")
     layout = ordered([STATISTICS, gradient, *sizes, ROWS, *capture_fields((capture,))])
     context: dict[str, Any] = {"deterministic": False, "threads": _SINK_THREADS}
     context |= {"sink": f"load_{capture.name}", "round": _ROUNDS.get(capture.dtype)}
@@ -401,7 +401,7 @@ def backward_kernel(
         optional: Members that are left out of the struct if the text does not read them.
         reads: The texts of the variant that a plain kernel contains nevertheless.
     """
-    layout = _with_varlen_comments(layout) if spec.is_ragged else layout
+    layout = _with_varlen_comments(layout) if spec.is_varlen else layout
     struct, entry = f"Backward{part.title()}Arguments", entry_name(f"attention_backward_{part}{of and f'_{of}'}", spec)
     shown = (f"postprocess_{of}" if part == "postprocess" else f"d_{of}") if of else part
     plan, dq_apart = context.get("plan"), context.get("dq_apart", False)

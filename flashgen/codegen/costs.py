@@ -21,14 +21,14 @@ def forward_cost(spec: AttentionSpec) -> Cost:
     """Returns the cost of the forward kernel, without the reads of tile lists and captures."""
     width = spec.head_dim + spec.value_dim
     rows = f"{ELEMENT_BYTES} * batch * (heads_q * len_q * {width} + heads_kv * len_k * {width}) bytes"
-    if spec.is_ragged:
+    if spec.is_varlen:
         rows = f"{ELEMENT_BYTES} * (heads_q * total_q * {width} + heads_kv * total_k * {width}) bytes"
     return _in_sizes_of(spec, Cost(f"{2 * width} * {_SCORES}", f"{rows}, at least; + {_SUM} * {_QUERIES} for the LSE"))
 
 
 def _in_sizes_of(spec: AttentionSpec, cost: Cost) -> Cost:
     """Returns the cost with the sizes of a varlen batch, if the layout of the spec is varlen."""
-    if not spec.is_ragged:
+    if not spec.is_varlen:
         return cost
     flops, hbm = cost.flops, cost.hbm
     for plain, varlen in _VARLEN_SIZES.items():

@@ -62,7 +62,7 @@ def forward_context(
         "plan": plan,
         "entry": entry_name("attention_forward", spec),
         "key_tiles": visited_tiles(
-            tiles, struct, variant.mask is not None, ends=ends, ragged=spec.is_ragged, any_size=any_size
+            tiles, struct, variant.mask is not None, ends=ends, ragged=spec.is_varlen, any_size=any_size
         ),
         "memory": shared,
         "layouts": {"shared_constants": shared},

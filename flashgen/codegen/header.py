@@ -85,7 +85,7 @@ def header(
         options: Options of the `flashgen show` command, in addition to those of the plan.
     """
     cost = cost or forward_cost(spec)
-    grid = _BLOCK_PER_SLOT if spec.is_ragged and grid == _BLOCK_PER_TILE else grid
+    grid = _BLOCK_PER_SLOT if spec.is_varlen and grid == _BLOCK_PER_TILE else grid
     method = [f"method   {_ONLINE_SOFTMAX}", *([f"         {beside}"] if beside else [])]
     return _comment(
         [f"flashgen: {title}, {spec.name}"],
@@ -126,7 +126,7 @@ def backward_header(
         [f"flashgen: attention backward, {part}, {spec.name}", does],
         [*_facts(spec, target, target.backward_family), *divided],
         [f"FLOPs    {cost.flops}", f"HBM      {cost.hbm} bytes, at least"],
-        f"{per} {_VARLEN_GRIDS.get(kind, _GRIDS[kind]) if spec.is_ragged else _GRIDS[kind]}",
+        f"{per} {_VARLEN_GRIDS.get(kind, _GRIDS[kind]) if spec.is_varlen else _GRIDS[kind]}",
         f"flashgen show --pass backward {which} --target {target.name} {shlex.quote(spec.to_json())}",
     )
 

@@ -42,14 +42,14 @@ def slots(total: Any, sizes: Sizes, tile: int) -> Any:
 
 def tiles_of_queries(spec: AttentionSpec, tile: int, sizes: Sizes) -> Grid:
     """Returns the grid of one block per tile of queries, query head and sequence; per slot and head if varlen."""
-    if spec.is_ragged:
+    if spec.is_varlen:
         return slots(sizes.total_q, sizes, tile), sizes.heads_q, 1
     return ceil_div(sizes.len_q, tile), sizes.heads_q, sizes.batch
 
 
 def tiles_of_keys(spec: AttentionSpec, tile: int, sizes: Sizes) -> Grid:
     """Returns the grid of one block per tile of keys, KV head and sequence; per slot and head if varlen."""
-    if spec.is_ragged:
+    if spec.is_varlen:
         return slots(sizes.total_k, sizes, tile), sizes.heads_kv, 1
     return ceil_div(sizes.len_k, tile), sizes.heads_kv, sizes.batch
 

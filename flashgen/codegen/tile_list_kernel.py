@@ -91,8 +91,8 @@ def list_shape(spec: AttentionSpec, plan: Tiles, direction: Direction, sizes: Si
     """Returns the shape of the lists of a call for the tiles of a plan."""
     tiles = ceil_div(sizes.len_q, plan.tile_q), ceil_div(sizes.len_k, plan.tile_k)
     rows, listed = tiles if direction == "keys" else tiles[::-1]
-    by_head, by_batch = depends_on_head(spec), depends_on_batch(spec) and not spec.is_ragged
-    if spec.is_ragged:
+    by_head, by_batch = depends_on_head(spec), depends_on_batch(spec) and not spec.is_varlen
+    if spec.is_varlen:
         total, tile = (sizes.total_q, plan.tile_q) if direction == "keys" else (sizes.total_k, plan.tile_k)
         rows = slots(total, sizes, tile)
     batch_stride = sizes.heads_q * rows if by_head else rows
@@ -104,7 +104,7 @@ def list_layout(spec: AttentionSpec) -> ArgumentLayout:
     """Returns the argument struct of the list kernel."""
     fields = [Field("int*", "counts"), Field("long long*", "offsets"), Field("int*", "entries")]
     fields += [Field("int", name) for name in ("len_q", "len_k")]
-    fields += varlen_fields() if spec.is_ragged else []
+    fields += varlen_fields() if spec.is_varlen else []
     fields.append(Field("int", "spacing", comment="entries from list to list; 0 where `offsets` says"))
     return ordered(fields + capture_fields(captures_read(spec, score=False)))
 
@@ -131,9 +131,9 @@ def render_lists(spec: AttentionSpec, target: Target, plan: Tiles, direction: Di
         .render(struct=_STRUCT, variant=variant, position=False)
         .strip(),
         "bounds": _bounds(spec.mask.expression, direction),
-        "ragged": spec.is_ragged,
+        "ragged": spec.is_varlen,
     }
-    if spec.is_ragged:
+    if spec.is_varlen:
         size = "kTileQ" if direction == "keys" else "kTileK"
         context["sequences"] = sequences_text(_STRUCT, layout, size, of_keys=direction == "queries")
     context |= _names(spec, direction) | _mask(variant) | _within(spec, variant, plan)

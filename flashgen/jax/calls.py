@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
-from flashgen.attention.problem import in_layout
 from flashgen.errors import ArgumentError
 from flashgen.jax.compiled import CompiledSpec
 from flashgen.runtime.arrays import numpy_dtype
@@ -24,9 +23,10 @@ _BIT_DTYPES = {"bfloat16": jnp.uint16}  # dtypes that the buffer interfaces lack
 
 def forward(entry: CompiledSpec, numbers: Numbers, q: Any, k: Any, v: Any, seed: Any, captures: Sequence[Any]) -> Any:
     """Returns the output and the LSE, (out, lse)."""
-    batch, heads, length, _ = in_layout(q.shape, entry.spec.layout)
-    out = in_layout((batch, heads, length, entry.spec.value_dim), entry.spec.layout)
-    shapes = [(out, q.dtype), ((batch, heads, length), jnp.float32)]
+    shapes = [
+        ((*q.shape[:-1], entry.spec.value_dim), q.dtype),
+        (entry.spec.batch_layout.lse_shape(q.shape), jnp.float32),
+    ]
     inputs = [q, k, v, *captures, *_seed_words(seed)]
     return _call(partial(_forward, entry, numbers), entry, shapes, inputs)
 

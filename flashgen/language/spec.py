@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import warnings
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 
 from flashgen.errors import SpecError
 from flashgen.language import well_formed
+from flashgen.language.batch_layout import BATCH_LAYOUTS, PAGES, BatchLayout
 from flashgen.language.bound import Bound, merge_bound
 from flashgen.language.captures import Tensor
 from flashgen.language.dtypes import CACHED, ELEMENTS, dtype_name
@@ -22,9 +24,6 @@ from flashgen.language.operations import SCORE, Capture, captures_of
 from flashgen.language.serialize import fields_from_json, fields_to_json
 from flashgen.language.shards import SHARD_NUMBERS, shard_mask, shard_score
 
-LAYOUTS = ("bhsd", "bshd", "thd")
-VARLEN_ARGUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k")
-"""The arguments of a call with layout "thd" beside q, k and v. Captures of such a spec may not have these names."""
 MAX_NAME = 96
 MAX_PAGE_SIZE = 256
 CACHED_DIM = 32  # head_dim and value_dim are multiples of this where k and v have 8 bits
@@ -125,9 +124,9 @@ class AttentionSpec:
             raise SpecError(f"sink: the mask or the score function reads {self.sink.name!r} too; give one another name")
         for capture in self.captures:
             well_formed.check_same_capture(seen.setdefault(capture.name, capture), capture)
-            if self.is_ragged and capture.name in VARLEN_ARGUMENTS:
+            if capture.name in self.batch_layout.arguments:
                 raise SpecError(
-                    f"capture {capture.name!r}: with layout='thd' that is an argument of each call; "
+                    f"capture {capture.name!r}: with layout={self.layout!r} that is an argument of each call; "
                     "give it another name"
                 )
 
@@ -146,9 +145,24 @@ class AttentionSpec:
         return self._bound  # type: ignore[attr-defined]
 
     @property
+    def batch_layout(self) -> BatchLayout:
+        """The order of the axes, and what a call says about its sequences, by `layout`."""
+        return BATCH_LAYOUTS[self.layout]
+
+    @property
+    def is_varlen(self) -> bool:
+        """Whether sequences of different lengths are packed along the token dimension, layout "thd"."""
+        return self.batch_layout.is_varlen
+
+    @property
     def is_ragged(self) -> bool:
-        """Whether the batch is varlen: sequences are packed along the token dimension, layout "thd"."""
-        return self.layout == "thd"
+        """The former name of `is_varlen`."""
+        warnings.warn("AttentionSpec.is_ragged is named is_varlen now", DeprecationWarning, stacklevel=2)
+        return self.is_varlen
+
+    def array_layout(self, name: str) -> BatchLayout:
+        """Returns the layout of q, k, v or the output; K and V may be in pages."""
+        return PAGES if self.page_size and name in ("k", "v") else self.batch_layout
 
     def shard(self) -> AttentionSpec:
         """Returns the same variant with `sharded=True`, for calls on parts of q and k."""
@@ -285,17 +299,17 @@ def _sink(value: Any) -> Capture:
 
 
 def _layout(value: Any) -> str:
-    if value not in LAYOUTS:
+    if not isinstance(value, str) or value not in BATCH_LAYOUTS:
         raise SpecError(
             f"layout={value!r} must be 'bhsd' (batch, heads, length, dim), 'bshd' (batch, length, heads, dim) or 'thd' "
             "(tokens, heads, dim; a varlen batch)"
         )
-    return str(value)
+    return value
 
 
 def _check_cache(values: dict[str, Any]) -> None:
     """Raises SpecError if page_size or kv_dtype cannot be combined with the other fields."""
-    if values["kv_dtype"] and values["layout"] == "thd" and not values["page_size"]:
+    if values["kv_dtype"] and BATCH_LAYOUTS[values["layout"]].is_varlen and not values["page_size"]:
         raise SpecError(
             f"kv_dtype={values['kv_dtype']!r} is not supported for layout='thd' without pages: declare page_size=..."
         )
@@ -315,8 +329,8 @@ def _shard_modifiers(values: dict[str, Any]) -> dict[str, Any]:
 
     Raises SpecError for layouts in which only the device knows the lengths.
     """
-    name = "layout" if values["layout"] == "thd" else "page_size"
-    if values["layout"] == "thd" or values["page_size"]:
+    name = "layout" if BATCH_LAYOUTS[values["layout"]].is_varlen else "page_size"
+    if name == "layout" or values["page_size"]:
         given = values[name]
         raise SpecError(f"sharded=True is not supported with {name}={given!r}, whose lengths only the device knows")
     score = values["score"]

@@ -92,7 +92,7 @@ def map_shapes(
     """
     packed, shapes = kernel.plan.packed_heads > 1, {}
     for name, box in kernel.boxes.items():
-        if spec.is_ragged and (name in QUERY_ARRAYS or not spec.page_size):
+        if spec.is_varlen and (name in QUERY_ARRAYS or not spec.page_size):
             shapes[name] = _varlen_shape(spec, kernel, sizes, name, strides[name])
             continue
         extents, steps = _map_axes(spec, sizes, name, strides[name], pages)

@@ -255,7 +255,7 @@ def plan_of(
     """
     if scheme not in SCHEMES:
         raise ArgumentError(f"scheme={scheme!r} must be one of {', '.join(SCHEMES)}")
-    if spec.is_ragged or spec.of_cache or spec.sharded:
+    if spec.is_varlen or spec.of_cache or spec.sharded:
         raise ArgumentError(f"{spec!r}: give a spec without layout 'thd', pages, 8-bit keys and sharded=True")
     heads = {"ulysses": ranks, "ulysses_ring": heads}.get(scheme, 1)
     if ranks % heads:

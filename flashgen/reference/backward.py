@@ -75,7 +75,7 @@ def _call_gradients(
     *options: Any,
 ) -> Gradients:
     """Returns the gradients of a call. for_problem computes those of one problem; options: seed, offset, captures."""
-    if spec.is_ragged:
+    if spec.is_varlen:
         return varlen_gradients(qkv, varlen_sequences(spec, *qkv, *options), *cotangents, for_problem)
     problem = prepare(spec, *qkv, *options)
     return for_problem(problem, prepare_cotangents(problem, *cotangents))

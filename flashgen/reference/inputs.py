@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float64]
 
-_AXES = {"bhsd": ("batch", "heads", "length", "dim"), "bshd": ("batch", "length", "heads", "dim")}
-
 
 @dataclass(frozen=True, eq=False)
 class Problem:
@@ -82,7 +80,7 @@ class Problem:
 
     def in_layout(self, out: Array) -> Array:
         """Returns O in the layout of the spec."""
-        return out if self.spec.layout == "bhsd" else np.ascontiguousarray(out.swapaxes(1, 2))
+        return np.ascontiguousarray(self.spec.batch_layout.swap_heads(out))
 
 
 def prepare(
@@ -106,8 +104,8 @@ def prepare_for_papers(
     spec: AttentionSpec, q: Any, k: Any, v: Any, seed: int | None, offset: int, captures: Mapping[str, Any]
 ) -> Problem:
     """Does the same as `prepare` for the papers' algorithms. Raises ArgumentError also for varlen batches and sinks."""
-    if spec.is_ragged or spec.sink:
-        what = "layout='thd'" if spec.is_ragged else "sink"
+    if spec.is_varlen or spec.sink:
+        what = "layout='thd'" if spec.is_varlen else "sink"
         raise ArgumentError(f"{what} is not in the papers' algorithms; use flashgen.reference.attention")
     return prepare(spec, q, k, v, seed, offset, captures)
 
@@ -116,9 +114,10 @@ def heads_first(spec: AttentionSpec, name: str, given: Any) -> Array:
     """Converts an array of 4 dimensions to float64 with heads before lengths. Raises ArgumentError."""
     array = floats(name, given, spec.dtype)
     if array.ndim != 4:
-        axes = ", ".join(_AXES[spec.layout])
+        axes = ", ".join(spec.batch_layout.axes)
         raise ArgumentError(f"{name} has shape {array.shape}; layout {spec.layout!r} needs 4 dimensions ({axes})")
-    return array if spec.layout == "bhsd" else array.swapaxes(1, 2)
+    swapped: Array = spec.batch_layout.swap_heads(array)
+    return swapped
 
 
 def floats(name: str, given: Any, best: str) -> Array:

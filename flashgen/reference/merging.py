@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from flashgen.language.batch_layout import BATCH_LAYOUTS
+
 
 def merge_states(outs: Sequence[Any], lses: Sequence[Any], layout: str = "bhsd") -> tuple[Any, Any]:
     """Returns the merged output and LSE in float64: LSE = log sum_i exp(LSE_i), O = sum_i exp(LSE_i - LSE) O_i.
@@ -24,6 +26,6 @@ def merge_states(outs: Sequence[Any], lses: Sequence[Any], layout: str = "bhsd")
     weights = exponentials / np.where(total == 0, 1.0, total)
     out = np.zeros(np.shape(outs[0]), np.float64)
     for partial, weight in zip(outs, weights, strict=True):
-        factor = (weight if layout == "bhsd" else weight.swapaxes(1, 2))[..., None]
+        factor = BATCH_LAYOUTS[layout].swap_heads(weight[..., None])
         out += np.where(factor > 0, np.asarray(partial, np.float64), 0.0) * factor
     return out, lse

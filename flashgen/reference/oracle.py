@@ -71,10 +71,10 @@ def _call_outputs(
     captures: Mapping[str, Any],
 ) -> tuple[Array, Array]:
     """Returns the output and LSE of a call. for_problem computes them for one problem."""
-    if spec.is_ragged and spec.page_size:
+    if spec.is_varlen and spec.page_size:
         paged = paged_sequences(spec, arrays, cache, seed, offset, captures)
         return varlen_outputs(spec, arrays[0], paged, for_problem)
-    if spec.is_ragged:
+    if spec.is_varlen:
         check_varlen(cache)
         given = {**captures, "seqused_k": cache.seqused_k}
         return varlen_outputs(spec, arrays[0], varlen_sequences(spec, *arrays, seed, offset, given), for_problem)

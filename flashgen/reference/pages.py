@@ -39,7 +39,7 @@ def gather_pages(pages: Any, page_table: Any, length: Any) -> Any:
 
 def dequantize(spec: AttentionSpec, name: str, array: Any, scale: Any) -> Any:
     """Returns 8-bit keys or values as float64, multiplied by their scale: one, or one per head of k and v."""
-    given, axis = np.asarray(array), 1 if spec.layout == "bhsd" and not spec.page_size else 2
+    given, axis = np.asarray(array), spec.array_layout(name).heads_axis
     if given.dtype.name != spec.kv_dtype:
         raise ArgumentError(f"{name} has dtype {given.dtype}; the spec has kv_dtype={spec.kv_dtype!r}")
     if scale is None:
@@ -94,5 +94,5 @@ def build_problems(
 
 def _expand_batch(spec: AttentionSpec, rows: Any, batch: int) -> Any:
     """Repeats the rows (length, heads, dim) of one sequence over a batch, in the layout of the spec."""
-    array = rows.swapaxes(0, 1) if spec.layout == "bhsd" else rows
+    array = rows.swapaxes(0, 1) if spec.batch_layout.heads_axis == 1 else rows
     return np.broadcast_to(array, (batch, *array.shape))

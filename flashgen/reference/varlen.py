@@ -17,8 +17,6 @@ from flashgen.reference.pages import Cache, build_problems
 if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
 
-_VARLEN_ARGUMENTS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k")
-
 
 @dataclass(frozen=True)
 class Sequence:
@@ -39,7 +37,7 @@ def varlen_sequences(
     """
     from flashgen.language import AttentionSpec
 
-    captures = {name: value for name, value in given.items() if name not in _VARLEN_ARGUMENTS}
+    captures = {name: value for name, value in given.items() if name not in spec.batch_layout.arguments}
     if given.get("cu_seqlens_q") is None:
         raise ArgumentError("cu_seqlens_q is missing; give integers (sequences + 1,)")
     q, k, v = (floats(name, array, spec.dtype) for name, array in (("q", q), ("k", k), ("v", v)))
@@ -84,7 +82,7 @@ def paged_sequences(
         raise ArgumentError(f"page_size={spec.page_size} needs page_table and seqused_k")
     if not len(cache.page_table) == len(cache.seqused_k) == len(starts) - 1:
         raise ArgumentError(f"page_table and seqused_k must have {len(starts) - 1} sequences, as cu_seqlens_q has")
-    captures = {name: value for name, value in given.items() if name not in _VARLEN_ARGUMENTS}
+    captures = {name: value for name, value in given.items() if name not in spec.batch_layout.arguments}
     problems = build_problems(replace(spec, layout="bshd"), arrays, cache, seed, offset, captures, starts)
     for number, problem in enumerate(problems):
         queries = slice(int(starts[number]), int(starts[number + 1]))

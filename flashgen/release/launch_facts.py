@@ -141,7 +141,7 @@ def _member_meanings(spec: AttentionSpec) -> dict[str, str]:
     meanings |= {"offset": "offset of the dropout counter"}
     meanings |= {"heads_q": "query heads", "heads_kv": "heads of k and v", "heads_per_kv": "query heads per head of k"}
     meanings |= {"batch": "sequences", "len_q": "queries", "len_k": "keys", "count": "elements of the captured array"}
-    meanings |= _varlen_meanings(rows, head, value) if spec.is_ragged else {}
+    meanings |= _varlen_meanings(rows, head, value) if spec.is_varlen else {}
     if spec.page_size:
         of_page = f"(pages, {spec.page_size}, heads_kv"
         meanings |= {"k": f"pages of keys, {of_page}, {head})", "v": f"pages of values, {of_page}, {value})"}
@@ -206,7 +206,7 @@ def _map(name: str, kernel: RenderedKernel, spec: AttentionSpec) -> dict[str, An
             "sizes": [str(columns), str(spec.page_size), heads, "pages"],
             "strides": ["row", "head", "page"],
         }
-    if spec.is_ragged:
+    if spec.is_varlen:
         total = "total_q" if name in QUERY_ARRAYS else "total_k"
         return {
             **_map_facts(name, spec, box),

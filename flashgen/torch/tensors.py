@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from flashgen.attention.problem import checked_sequences, checked_sizes, in_layout
+from flashgen.attention.problem import checked_sequences, checked_sizes
 from flashgen.errors import ArgumentError, UnsupportedError
 from flashgen.language.bound import BoundArray
 from flashgen.language.spec import AttentionSpec
@@ -132,7 +132,7 @@ def _check_shapes(entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: 
     own = {each.name: tensor for each, tensor in zip(entry.own_arrays, captures[captured:], strict=False)}
     given = {name: _Shaped(tuple(x.shape), dtype_of(x)) for name, x in {"q": q, "k": k, "v": v, **own}.items()}
     checked_sizes(entry.spec, given)
-    if entry.spec.is_ragged:
+    if entry.spec.is_varlen:
         checked_sequences(given)
 
 
@@ -229,11 +229,7 @@ def to_tensor(array: np.ndarray[Any, Any]) -> Tensor:
 
 def output_shapes(spec: AttentionSpec, q: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the shapes of the output and the LSE."""
-    if spec.is_ragged:
-        tokens, heads, _ = q.shape
-        return (tokens, heads, spec.value_dim), (heads, tokens)
-    batch, heads, length, _ = in_layout(tuple(q.shape), spec.layout)
-    return in_layout((batch, heads, length, spec.value_dim), spec.layout), (batch, heads, length)
+    return (*q.shape[:-1], spec.value_dim), spec.batch_layout.lse_shape(tuple(q.shape))
 
 
 def bound_tensor(bound: BoundArray, device: torch.device) -> Tensor:

@@ -26,9 +26,9 @@ def random_gradients(
     Equal seeds give equal gradients. A fully masked row gets a dLSE too, which must not affect any gradient.
     """
     random = np.random.default_rng((seed, _STREAM))
-    axes = rows_of(spec, shape, seed)
-    rows = axes if spec.layout == "bhsd" else (*axes[:-2], axes[-1], axes[-2])
-    d_out = random.standard_normal((*axes, spec.value_dim), dtype=np.float32).astype(numpy_dtype(spec.dtype))
+    out_shape = (*rows_of(spec, shape, seed), spec.value_dim)
+    rows = spec.batch_layout.lse_shape(out_shape)
+    d_out = random.standard_normal(out_shape, dtype=np.float32).astype(numpy_dtype(spec.dtype))
     return d_out, random.standard_normal(rows, dtype=np.float32) if of_lse else None
 
 

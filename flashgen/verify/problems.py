@@ -79,7 +79,7 @@ def random_inputs(
     """
     random = np.random.default_rng(seed)
     dtype = numpy_dtype(spec.dtype)
-    ragged = offsets(shape, seed) if spec.is_ragged else {}
+    ragged = offsets(shape, seed) if spec.is_varlen else {}
 
     def array(heads: int, of_keys: bool, dim: int) -> Array:
         axes = _axes(spec, shape, seed, heads, of_keys)
@@ -132,11 +132,11 @@ def rows_of(spec: AttentionSpec, shape: Shape, seed: int) -> tuple[int, ...]:
 
 def _axes(spec: AttentionSpec, shape: Shape, seed: int, heads: int, of_keys: bool) -> tuple[int, ...]:
     """Returns the shape of q, or of k and v if `of_keys`, without its last axis."""
-    if spec.is_ragged:
+    if spec.is_varlen:
         begins = offsets(shape, seed)["cu_seqlens_k" if of_keys else "cu_seqlens_q"]
         return int(begins[-1]) + _OUTSIDE, heads
     length = shape.len_k if of_keys else shape.len_q
-    return (shape.batch, heads, length) if spec.layout == "bhsd" else (shape.batch, length, heads)
+    return spec.batch_layout.from_bhsd((shape.batch, heads, length, 1))[:-1]
 
 
 def replace_kv_dtype(spec: AttentionSpec) -> AttentionSpec:
@@ -154,7 +154,7 @@ def narrowed(spec: AttentionSpec, shape: Shape, plain: Inputs, random: np.random
     """
     assert spec.kv_dtype is not None
     dtype, max_value = numpy_dtype(spec.kv_dtype), 127.0 if spec.kv_dtype == "int8" else 448.0
-    axis = 1 if spec.layout == "bhsd" and not spec.page_size else 2
+    axis = spec.array_layout("k").heads_axis
     scales = {
         "k_scale": (random.uniform(3.0, 4.0, shape.heads_kv) / max_value).astype(np.float32),
         "v_scale": np.array([3.5 / max_value], np.float32),
@@ -202,9 +202,8 @@ def random_pages(
 
 def poisoned_outputs(spec: AttentionSpec, q: Array, v: Array) -> tuple[Array, Array]:
     """Returns arrays for the output and its LSE, full of NaN, so that an element that is not written is detected."""
-    *batch, heads, length = q.shape[:-1] if spec.layout == "bhsd" else (*q.shape[:-3], q.shape[-2], q.shape[-3])
     out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, q.dtype)
-    return out, np.full((*batch, heads, length), np.nan, np.float32)
+    return out, np.full(spec.batch_layout.lse_shape(q.shape), np.nan, np.float32)
 
 
 def random_captures(spec: AttentionSpec, shape: Shape, random: np.random.Generator) -> dict[str, Any]:

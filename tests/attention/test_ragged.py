@@ -296,7 +296,7 @@ def test_a_pullback_knows_where_sequences_begin_and_closures_are_captured() -> N
 def test_a_spec_goes_through_json() -> None:
     spec = spec_of(mask=fg.causal())
     assert fg.AttentionSpec.from_json(spec.to_json()) == spec and "-thd-" in spec.name
-    assert spec.is_ragged and not spec_of("bshd").is_ragged
+    assert spec.is_varlen and not spec_of("bshd").is_varlen
 
 
 @pytest.mark.gpu

@@ -113,9 +113,9 @@ def test_formulas_are_what_calls_launch(
     parts = {launched.part for launched in made}
     listed = spec.mask.name not in ("causal()", "full()")
     own = target == "sm_90a"
-    in_turns = own and not listed and not spec.is_ragged
+    in_turns = own and not listed and not spec.is_varlen
     apart = (deterministic and not in_turns) or (own and spec.head_dim > 128)  # a kernel of its own makes dQ
-    finishes = own and not apart and not spec.is_ragged  # the main kernel itself
+    finishes = own and not apart and not spec.is_varlen  # the main kernel itself
     assert {"forward", "preprocess", "dkdv", *(["dq"] if apart else [] if finishes else ["postprocess"])} <= parts
     lists = {"lists", "query_lists", *(["backward_lists"] if apart else [])} if listed else set()
     assert {part for part in parts if part.endswith("lists")} == lists
@@ -140,7 +140,7 @@ def test_formulas_over_pages(layout: Any, recorded: list[Any]) -> None:
 
 def sizes_of(spec: fg.AttentionSpec, shape: Shape) -> dict[str, int]:
     """Those of a call with `random_inputs`."""
-    if not spec.is_ragged:
+    if not spec.is_varlen:
         return asdict(shape)
     inputs = random_inputs(spec, shape)
     batch = len(inputs.ragged["cu_seqlens_q"]) - 1

@@ -82,7 +82,7 @@ def render_hopper_backward(
         raise UnsupportedError(
             f"{plan}: the deterministic mode cannot accumulate dK and dV of query heads: leave out heads_apart"
         )
-    rows = rows_of(plan.tile_q, spec.is_ragged)
+    rows = rows_of(plan.tile_q, spec.is_varlen)
     if isinstance(plan, HopperWidePlan):
         dq_apart, by_mode, converts_dq, semaphores = True, False, False, None
         keys = _wide_keys(spec, target, plan, rows, deterministic)
@@ -123,15 +123,15 @@ def _keys(
     fields += numbers("batch") if finishes else []
     fields += [Field("float*", f"d{array}_sums") for array, _ in _row_widths(spec, plan) if plan.heads_apart]
     fields += _gather_fields(_gathers(spec), deterministic)
-    fields += [*numbers(*(() if spec.is_ragged else ("heads_q",)), "heads_per_kv", "len_q", "len_k"), ROWS]
-    fields += [*([KEYS] if plan.heads_apart else []), *(varlen_fields() if spec.is_ragged else [])]
+    fields += [*numbers(*(() if spec.is_varlen else ("heads_q",)), "heads_per_kv", "len_q", "len_k"), ROWS]
+    fields += [*([KEYS] if plan.heads_apart else []), *(varlen_fields() if spec.is_varlen else [])]
     layout = layout_of(spec, fields, lists=tiles is None)
     context = _keys_context(spec, plan, layout, deterministic) | {
         "mask_alone": _mask_alone(spec, deterministic),
         "deterministic": deterministic,
         "dq_apart": dq_apart,
         "keys_early": plan.loads_early(dq_apart),
-        "places_anew": (plan.early_scores or spec.is_ragged) and not (plan.heads_apart or in_turns or spec.dropout),
+        "places_anew": (plan.early_scores or spec.is_varlen) and not (plan.heads_apart or in_turns or spec.dropout),
         "finishes": finishes,
         "divides": backward_scheduler.splits_tiles(spec, plan, dq_apart),
         "rotates": backward_scheduler.rotates_start(spec, plan, dq_apart),
@@ -189,7 +189,7 @@ def _keys_context(
             struct,
             is_masked(spec),
             queries=True,
-            ragged=spec.is_ragged,
+            ragged=spec.is_varlen,
             in_turns=plan.in_turns,
         ),
         "map_rows": MAP_ROWS,
@@ -241,10 +241,10 @@ def _wide_keys(
     tiles, shared = query_range(spec.mask.expression), plan.shared_memory(spec)
     gathers = _gathers(spec)
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dk", "dv")]
-    heads = () if spec.is_ragged else ("heads_q",)
+    heads = () if spec.is_varlen else ("heads_q",)
     fields += [STATISTICS, *_gather_fields(gathers, deterministic)]
     fields += [*numbers(*heads, "heads_per_kv", "len_q", "len_k"), ROWS]
-    fields += varlen_fields() if spec.is_ragged else []
+    fields += varlen_fields() if spec.is_varlen else []
     layout = layout_of(spec, fields, lists=tiles is None)
     context = _keys_context(spec, plan, layout, deterministic) | {
         "mask_alone": _mask_alone(spec, bool(gathers) and deterministic),
@@ -284,8 +284,8 @@ def _queries(
     """
     tiles, shared = key_range(spec.mask.expression), plan.shared_memory(spec)
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dq")]
-    fields += [STATISTICS, *numbers(*(() if spec.is_ragged else ("heads_q",)), "len_q", "len_k"), ROWS]
-    fields += varlen_fields() if spec.is_ragged else []
+    fields += [STATISTICS, *numbers(*(() if spec.is_varlen else ("heads_q",)), "len_q", "len_k"), ROWS]
+    fields += varlen_fields() if spec.is_varlen else []
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
     head, value = plan.head_panel(spec), panel_columns(spec.value_dim)
     context = {
@@ -301,7 +301,7 @@ def _queries(
         "head_panel": head,
         "value_panel": value,
         "suffix": suffix_of(spec),
-        "key_tiles": visited_tiles(tiles, "BackwardDqArguments", is_masked(spec), ragged=spec.is_ragged),
+        "key_tiles": visited_tiles(tiles, "BackwardDqArguments", is_masked(spec), ragged=spec.is_varlen),
         "longest_first": longest_last(tiles),
         "map_rows": MAP_ROWS,
     }

@@ -106,7 +106,7 @@ class HopperBackwardPlan(Checked):
 
     def finishes(self, spec: AttentionSpec, dq_apart: bool) -> bool:
         """Whether idle warps convert the dQ accumulator. With `dq_apart` another kernel computes dQ without one."""
-        return not (self.finish_apart or spec.is_ragged or dq_apart or spec.head_dim % _COLUMNS)
+        return not (self.finish_apart or spec.is_varlen or dq_apart or spec.head_dim % _COLUMNS)
 
     def head_columns(self, spec: AttentionSpec) -> int:
         """Returns the columns of a row of Q, K and dQ, padded so that each half consists of full panels."""
@@ -151,7 +151,7 @@ class HopperBackwardPlan(Checked):
         queries, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
         head, value = Extent("kHeadDimPadded", self.head_columns(spec)), value_extent(spec)
         stages, score_stages = Extent("kStages", self.stages), Extent("kScoreStages", _SCORE_STAGES)
-        work_bytes = literal(_RAGGED_WORK_BYTES if spec.is_ragged else _WORK_BYTES)
+        work_bytes = literal(_RAGGED_WORK_BYTES if spec.is_varlen else _WORK_BYTES)
         barriers = key_barriers(stages, score_stages, dq_apart)
         panels, own_parts = "a panel of 64 keys for each warpgroup", "the parts of the warps side by side"
         summed = (
@@ -194,7 +194,7 @@ class HopperBackwardPlan(Checked):
             )
         if self.tile_q not in (_ROWS, 2 * _ROWS) or self.stages < 2:
             return f"tile_q={self.tile_q} must be 64 or 128, and stages={self.stages} at least 2"
-        if self.heads_apart and spec.is_ragged:
+        if self.heads_apart and spec.is_varlen:
             return "heads_apart=True: in varlen batches query heads that share a head of k and v share blocks"
         if self.in_turns and (unordered := self._unordered(spec)):
             return f"in_turns=True: {unordered}"
@@ -209,7 +209,7 @@ class HopperBackwardPlan(Checked):
         """Returns why a CTA cannot know which CTAs accumulate to a tile of dQ before it; None if it can."""
         if self.heads_apart:
             return "with heads_apart=True dK and dV are accumulated in any order: leave out one of the two"
-        if spec.is_ragged:  # with decreasing offsets a CTA would wait for CTAs that do not exist
+        if spec.is_varlen:  # with decreasing offsets a CTA would wait for CTAs that do not exist
             return "blocks of varlen batches add to dQ in any order"
         visited = query_range(spec.mask.expression)
         if visited is None or not visitors_are_contiguous(visited):
@@ -238,7 +238,7 @@ def choose_hopper_backward_plan(
     """
     demand, plain = demand_of(spec), _FULL if spec.mask.expression == sympy.true else _MASKED
     narrow = max(spec.head_dim, spec.value_dim) <= _NARROW_DIM and takes_two_steps(spec)
-    narrow &= demand.weight < Weight.HEAVY and not (spec.is_ragged and spec.score)
+    narrow &= demand.weight < Weight.HEAVY and not (spec.is_varlen and spec.score)
     loads = demand.weight == Weight.HEAVY
     loads |= demand.weight == Weight.LOADING and not demand.mask_axes and (deterministic or _reads_many(spec))
     preferred: tuple[HopperBackwardPlan, ...] = (_HEAVY,) if loads else (plain, _FULL)

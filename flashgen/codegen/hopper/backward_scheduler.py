@@ -54,7 +54,7 @@ class TileSplit(NamedTuple):
 
 def rotates_start(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> bool:
     """Whether the loops of a head's work tiles, which all have the same iterations, start at different queries."""
-    return not (dq_apart or plan.in_turns or is_masked(spec) or spec.is_ragged)
+    return not (dq_apart or plan.in_turns or is_masked(spec) or spec.is_varlen)
 
 
 def splits_tiles(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> bool:
@@ -68,12 +68,12 @@ def interleaves(spec: AttentionSpec, plan: HopperBackwardPlan) -> bool:
     It interleaves all tiles if they accumulate dQ in a fixed order, and the last tiles if masks make some of them
     longer than others.
     """
-    return plan.in_turns or (is_masked(spec) and not spec.is_ragged)
+    return plan.in_turns or (is_masked(spec) and not spec.is_varlen)
 
 
 def scheduler_fields(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> list[Field]:
     """Returns the struct members that the scheduler reads."""
-    fields = [_NEXT_TILE, _TILES, _TILES_OF_HEAD, *([] if spec.is_ragged else [_HEADS])]
+    fields = [_NEXT_TILE, _TILES, _TILES_OF_HEAD, *([] if spec.is_varlen else [_HEADS])]
     fields += [_HEADS_AT_ONCE] if interleaves(spec, plan) else []
     return [*fields, *(_PARTS if splits_tiles(spec, plan, dq_apart) else ())]
 
@@ -142,7 +142,7 @@ def _grid(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, dq_apart: b
 def _values(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, dq_apart: bool, sizes: Sizes) -> dict[str, Any]:
     tiles, heads, _ = _tile_grid(spec, plan, sizes)
     values = row_values(rows, sizes) | {"tiles": _work_tiles(spec, plan, dq_apart, sizes), "tiles_k": tiles}
-    values |= {} if spec.is_ragged else {"heads": heads}
+    values |= {} if spec.is_varlen else {"heads": heads}
     if interleaves(spec, plan):
         values["heads_at_once"] = ceil_div(sizes.multiprocessors, maximum(tiles, 1))
     if splits_tiles(spec, plan, dq_apart):

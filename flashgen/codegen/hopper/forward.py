@@ -52,7 +52,7 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
     fields.append(
         Field("unsigned*", "next_tile", comment="0, before and after; null: no tiles beside each block's first")
     )
-    ragged = spec.is_ragged
+    ragged = spec.is_varlen
     if ragged:
         fields[-2] = Field("float*", "lse", comment="(heads_q, total_q), or null")
         fields += varlen_fields(keys=not spec.page_size)
@@ -86,7 +86,7 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     layout, longest_first = hopper_layout(spec, tiles is None, packed), longest_last(tiles)
     bounds = _tile_bounds(longest_first)
     producer_registers, consumer_registers = plan.warpgroup_registers(spec)
-    mixed = spec.is_ragged and spec.page_size is not None
+    mixed = spec.is_varlen and spec.page_size is not None
     cost = prefill_cost(spec) if mixed else forward_cost(spec)
     details: dict[str, Any] = {"title": "attention forward of mixed batches, prompts", "cost": cost} if mixed else {}
     details["options"] = smaller_option(plan, spec, target)
@@ -108,7 +108,7 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         "box_keys": box_keys(spec, plan.tile_k),
         "joined": {name: _joined(spec, name) > 1 for name in "kv"},
     }
-    if spec.is_ragged and not mixed:
+    if spec.is_varlen and not mixed:
         context["sequences"] = sequences_text(context["struct"], layout, "kTileQ")
     sizes = {"shared_forms": [(plan.tile_k, "false")], "register_forms": [(padded(spec.value_dim), "true")]}
     kernel = forward_kernel(
@@ -131,25 +131,25 @@ def _head_groups(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Any:
 
     In a varlen batch it is the number of one sequence, as the tiles of a head cover all sequences.
     """
-    if spec.is_ragged:
+    if spec.is_varlen:
         return sizes.heads_q
     return sizes.batch * (sizes.heads_q // plan.packed_heads) if plan.packed_heads > 1 else sizes.batch * sizes.heads_q
 
 
 def _grid(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Grid:
     blocks = minimum(_tiles(spec, plan, sizes), sizes.multiprocessors)
-    return blocks if spec.is_ragged and spec.page_size else maximum(blocks, 1), 1, 1
+    return blocks if spec.is_varlen and spec.page_size else maximum(blocks, 1), 1, 1
 
 
 def _tiles(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Any:
     """Returns the number of tiles of queries; in a mixed batch the maximum for prompts, 0 if none can be a prompt."""
-    if spec.is_ragged and spec.page_size:
+    if spec.is_varlen and spec.page_size:
         return minimum(sizes.len_q // PROMPT_QUERIES, 1) * (sizes.total_q // PROMPT_QUERIES) * sizes.heads_q
     return _head_groups(spec, plan, sizes) * _tiles_per_head(spec, plan, sizes)
 
 
 def _tiles_per_head(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Any:
-    return slots(sizes.total_q, sizes, plan.tile_q) if spec.is_ragged else ceil_div(sizes.len_q, plan.tile_q)
+    return slots(sizes.total_q, sizes, plan.tile_q) if spec.is_varlen else ceil_div(sizes.len_q, plan.tile_q)
 
 
 def _values(spec: AttentionSpec, plan: HopperPlan, longest_first: bool, sizes: Sizes) -> dict[str, Any]:

@@ -178,7 +178,7 @@ class HopperPlan(Checked):
         of_rows = (Buffer("Query", "Q", (rows, head)), Buffer("Output", "O", (rows, value)))
         consumers, label = Extent("kConsumers", self.consumers), "rows of warpgroups"
         barriers = forward_barriers(stages, paged=bool(spec.page_size))
-        index_bytes = literal(_WORK_BYTES if spec.is_ragged else _INDEX_BYTES)
+        index_bytes = literal(_WORK_BYTES if spec.is_varlen else _INDEX_BYTES)
         return SharedMemoryLayout(
             (
                 Buffer("Rows", label, copies=consumers, parts=of_rows, union=not output_apart),
@@ -208,7 +208,7 @@ class HopperPlan(Checked):
             return f"consumers={self.consumers} must be 1, 2 or 3, and not 1 for taking turns"
         if not _DEPTH <= self.tile_k <= _MAX_COLUMNS or self.tile_k % (DROPOUT_COLUMNS if spec.dropout else _DEPTH):
             return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout, up to {_MAX_COLUMNS}"
-        if spec.is_ragged and self.packed_heads != 1:
+        if spec.is_varlen and self.packed_heads != 1:
             return f"packed_heads={self.packed_heads} must be 1 with layout='thd'"
         if why := cache_problem(spec):
             return why

@@ -30,7 +30,7 @@ def smaller_plan(spec: AttentionSpec, target: Target) -> HopperPlan | None:
 
     Masks with tile lists have other default plans, for whose tiles the lists are built in advance.
     """
-    if spec.is_ragged or spec.kv_dtype:
+    if spec.is_varlen or spec.kv_dtype:
         return None
     return _SMALLER if choose_hopper_plan(spec, target) == _LARGER else None
 

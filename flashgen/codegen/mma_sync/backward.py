@@ -62,7 +62,7 @@ def render_mma_sync_backward(
     check_spec(spec, target)
     plan = plan or choose_backward_plan(spec, target, deterministic)
     plan.check(spec, target, deterministic)
-    rows = rows_of(plan.tile_q, spec.is_ragged)
+    rows = rows_of(plan.tile_q, spec.is_varlen)
     kernels = [
         preprocess(spec, target, plan, rows, deterministic, deterministic),
         _keys(spec, target, plan, rows, deterministic),
@@ -83,8 +83,8 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
     gathers = gradient.gathers if gradient else ()
     sums = "long long*" if deterministic else "float*"
     fields += [Field(sums, f"d_{member}") for member in dict.fromkeys(gather.member for gather in gathers)]
-    fields += [*numbers(*(() if spec.is_ragged else ("heads_q",)), "heads_per_kv", "len_q", "len_k"), ROWS]
-    fields += varlen_fields() if spec.is_ragged else []
+    fields += [*numbers(*(() if spec.is_varlen else ("heads_q",)), "heads_per_kv", "len_q", "len_k"), ROWS]
+    fields += varlen_fields() if spec.is_varlen else []
     layout = layout_of(spec, fields, lists=tiles is None)
     context = {
         "plan": plan,
@@ -99,7 +99,7 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
         "exact_sums": deterministic,
         "limbs": EXACT_LIMBS,
         "query_tiles": visited_tiles(
-            tiles, "BackwardDkdvArguments", is_masked(spec), queries=True, ragged=spec.is_ragged
+            tiles, "BackwardDkdvArguments", is_masked(spec), queries=True, ragged=spec.is_varlen
         ),
     }
     context |= varlen_context(spec, "BackwardDkdvArguments", layout, plan.tile_q, "kTileK", of_keys=True)
@@ -115,9 +115,9 @@ def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows,
     fields += [
         Field("Element*", "dq"),
         *strides("q", "k", "v", "d_o", "dq"),
-        *numbers(*(() if spec.is_ragged else ("heads_q",)), "len_q", "len_k"),
+        *numbers(*(() if spec.is_varlen else ("heads_q",)), "len_q", "len_k"),
         ROWS,
-        *(varlen_fields() if spec.is_ragged else ()),
+        *(varlen_fields() if spec.is_varlen else ()),
     ]
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
     context = {
@@ -128,7 +128,7 @@ def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows,
         "divides_columns": divides_tiles(spec, plan.tile_k),
         "gradient": score_gradient(spec, with_gathers=False),
         "gathers": (),
-        "key_tiles": visited_tiles(tiles, "BackwardDqArguments", is_masked(spec), ragged=spec.is_ragged),
+        "key_tiles": visited_tiles(tiles, "BackwardDqArguments", is_masked(spec), ragged=spec.is_varlen),
         "longest_first": longest_last(tiles),
     }
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "keys" if tiles is None else None}

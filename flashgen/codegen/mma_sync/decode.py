@@ -121,7 +121,7 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
         UnsupportedError: the target or the plan does not support the spec.
     """
     check_spec(spec, target)
-    if spec.is_ragged:
+    if spec.is_varlen:
         raise UnsupportedError("layout='thd': the decode kernel takes no varlen batches; take layout='bshd'")
     plan = plan or choose_decode_plan(spec, target)
     plan.check(spec, target)

@@ -24,8 +24,8 @@ def forward_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
     fields[-1] = Field("float*", "lse", comment="(batch, heads_q, len_q), or null")
     fields += page_fields(spec)
     fields += [Field("Strides", f"{name}_strides") for name in "qkvo"]
-    fields += [Field("int", name) for name in (*(() if spec.is_ragged else ("heads_q",)), "len_q", "len_k")]
-    if spec.is_ragged:
+    fields += [Field("int", name) for name in (*(() if spec.is_varlen else ("heads_q",)), "len_q", "len_k")]
+    if spec.is_varlen:
         fields[4] = Field("float*", "lse", comment="(heads_q, total_q), or null")
         fields += varlen_fields()
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
@@ -44,7 +44,7 @@ def render_mma_sync(spec: AttentionSpec, target: Target, plan: ForwardPlan | Non
     layout = forward_layout(spec, demand_of(spec).listed)
     context = forward_context(spec, target, plan, layout, "scores[i][j][e]")
     context |= {"header": header(spec, target, plan), "page_size": spec.page_size, "alike": uniform_text(spec)}
-    if spec.is_ragged:
+    if spec.is_varlen:
         context["sequences"] = sequences_text(context["struct"], layout, "kTileQ")
     source = assemble("mma_sync/forward.cu.jinja", context, target)
     kernel = forward_kernel(

@@ -23,7 +23,7 @@ def local_tensors(
         return q, k, v, group, _unchanged
     if not (isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor)):
         raise ArgumentError("q, k and v: some are DTensors and some are not; give all or none as DTensors")
-    axis, mesh = 2 if spec.layout == "bhsd" else 1, q.device_mesh
+    axis, mesh = spec.batch_layout.rows_axis, q.device_mesh
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.device_mesh != mesh or any(placement != Shard(axis) for placement in tensor.placements):
             raise ArgumentError(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashgen.language.batch_layout import BATCH_LAYOUTS
 from flashgen.ranks import Layout
 from flashgen.torch.context_parallel.collectives import all_to_all, permute_rows
 from flashgen.torch.tensors import Tensor
@@ -56,4 +57,5 @@ def _to_rows(exchange: Exchange, positions: Layout, heads: Tensor) -> Tensor:
 
 
 def _axes(layout: str) -> tuple[int, int]:
-    return (1, 2) if layout == "bhsd" else (2, 1)
+    """Returns the positions of the heads and of the rows."""
+    return BATCH_LAYOUTS[layout].heads_axis, BATCH_LAYOUTS[layout].rows_axis

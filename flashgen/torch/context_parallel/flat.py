@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
+from flashgen.language.batch_layout import BATCH_LAYOUTS
 from flashgen.torch.tensors import Tensor
 
 Pair = tuple[Tensor, Tensor]
@@ -21,8 +23,9 @@ def pairs_in(flat: Tensor, counts: Iterable[int], like: Pair, layout: str) -> li
     for rows in counts:
         pair = []
         for each in like:
-            batch, second, third, dim = shape = _shape(each, layout, rows)
-            size = batch * second * third * dim
+            shape = list(each.shape)
+            shape[BATCH_LAYOUTS[layout].rows_axis] = rows
+            size = math.prod(shape)
             pair.append(flat.narrow(0, offset, size).view(shape))
             offset += size
         pairs.append((pair[0], pair[1]))
@@ -59,18 +62,13 @@ class PackedRows:
             target.copy_(each)
 
     def _view(self, columns: Tensor, like: Tensor) -> Tensor:
-        batch, second, third, dim = like.shape
-        if self._layout == "bhsd":
-            return columns.unflatten(1, (batch, second, dim)).permute(1, 2, 0, 3)
-        return columns.unflatten(1, (batch, third, dim)).transpose(0, 1)
+        layout = BATCH_LAYOUTS[self._layout]
+        batch, heads, _, dim = layout.to_bhsd(tuple(like.shape))
+        rows: Tensor = layout.swap_heads(columns.unflatten(1, (batch, heads, dim)).permute(1, 2, 0, 3))
+        return rows
 
 
 def elements_of_row(like: Tensor, layout: str) -> int:
     """Returns the number of elements of a row, over all sequences and heads."""
-    batch, second, third, dim = _shape(like, layout, 1)
-    return batch * second * third * dim
-
-
-def _shape(like: Tensor, layout: str, rows: int) -> tuple[int, int, int, int]:
-    batch, second, third, dim = like.shape
-    return (batch, second, rows, dim) if layout == "bhsd" else (batch, rows, third, dim)
+    batch, heads, _, dim = BATCH_LAYOUTS[layout].to_bhsd(tuple(like.shape))
+    return batch * heads * dim

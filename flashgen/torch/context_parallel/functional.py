@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from flashgen.errors import ArgumentError
+from flashgen.language.batch_layout import BATCH_LAYOUTS
 from flashgen.language.spec import AttentionSpec
 from flashgen.ranks import SCHEMES, Layout, Plan, Sizes, plan_of
 from flashgen.ranks.plan import replace_fields
@@ -151,7 +152,7 @@ class _PreparedCall:
         self.emulate, self.deterministic = options.emulate, options.deterministic
         if not self.spec.captures:  # calls with captures are checked each time
             check_call(registered(self.spec, emulate=self.emulate), q, k, v, [], None)
-        self.axis, self.head_axis = (2, 1) if self.spec.layout == "bhsd" else (1, 2)
+        self.axis, self.head_axis = self.spec.batch_layout.rows_axis, self.spec.batch_layout.heads_axis
         self.lengths = [tensor.shape[self.axis] * ranks.size for tensor in (q, k)]
         self.sizes = Sizes(q.shape[0], q.shape[self.head_axis], k.shape[self.head_axis])
         self.shards = options.shards or _default_shards(self.lengths, ranks.size)
@@ -201,7 +202,7 @@ class _PreparedCall:
             rows = self.layouts[0]
             results = [(to_rows(each, exchange._replace(layout=layout), rows), layout) for each, layout in results]
         if path is not None:
-            results = [(returned(each, path, 2 if layout == "bhsd" else 1), layout) for each, layout in results]
+            results = [(returned(each, path, BATCH_LAYOUTS[layout].rows_axis), layout) for each, layout in results]
         return [results[0][0], *(each[..., 0] for each, _ in results[1:])]
 
     def _route(self, ranks: Ranks, positions: Tensor) -> Any:
@@ -241,8 +242,8 @@ def _default_shards(lengths: list[int], ranks: int) -> str:
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     """Adds the sinks, one extra score per row, to an output and its LSE, by operations of torch."""
     both = torch.logaddexp(lse, sinks.float()[None, :, None])
-    weight = torch.exp(lse - both)[..., None]
-    return (out.float() * (weight if layout == "bhsd" else weight.transpose(1, 2))).to(out.dtype), both
+    weight = BATCH_LAYOUTS[layout].swap_heads(torch.exp(lse - both)[..., None])
+    return (out.float() * weight).to(out.dtype), both
 
 
 def _common_seed(spec: AttentionSpec, seed: Any, ranks: Ranks, device: torch.device) -> Tensor | None:

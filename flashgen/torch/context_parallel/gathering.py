@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from flashgen.language.batch_layout import BATCH_LAYOUTS
 from flashgen.ranks import Layout, Plan
 from flashgen.torch.context_parallel.collectives import all_gather, reduce_scatter
 from flashgen.torch.context_parallel.partials import CaptureSums, Outputs, Sums
@@ -64,7 +65,8 @@ def gather_rows(rows: Tensor, keys: Layout, layout: str, group: Any) -> Tensor:
         return rows
     parts = all_gather(rows, group)
     return torch.cat(
-        [rows_of(parts[owner], layout, first, keys.chunk) for owner, first in keys.in_order()], _axis(layout)
+        [rows_of(parts[owner], layout, first, keys.chunk) for owner, first in keys.in_order()],
+        BATCH_LAYOUTS[layout].rows_axis,
     )
 
 
@@ -73,11 +75,9 @@ def reduce_rows(tensor: Tensor, keys: Layout, layout: str, group: Any) -> Tensor
     if keys.ranks == 1:
         return tensor
     chunks = [
-        torch.cat([rows_of(tensor, layout, start, keys.chunk) for start in keys.starts(rank)], _axis(layout))
+        torch.cat(
+            [rows_of(tensor, layout, start, keys.chunk) for start in keys.starts(rank)], BATCH_LAYOUTS[layout].rows_axis
+        )
         for rank in range(keys.ranks)
     ]
     return reduce_scatter(torch.stack(chunks), group)
-
-
-def _axis(layout: str) -> int:
-    return 2 if layout == "bhsd" else 1

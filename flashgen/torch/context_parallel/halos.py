@@ -159,7 +159,7 @@ def _rows_without_block(plan: Plan, halo: Halo) -> list[tuple[int, int]]:
 def _joined_lse(plan: Plan, halo: Halo, lses: Sequence[Tensor], q: Tensor) -> Tensor:
     """Joins the LSE of all blocks, with -inf for rows that no block computes."""
     parts = {block.q: lse for block, lse in zip(halo.blocks, lses, strict=True)}
-    batch, heads = q.shape[0], q.shape[1 if plan.spec.layout == "bhsd" else 2]
+    batch, heads = q.shape[0], q.shape[plan.spec.batch_layout.heads_axis]
     for first, end in _rows_without_block(plan, halo):
         parts[first] = torch.full((batch, heads, end - first), -torch.inf, dtype=torch.float32, device=q.device)
     return torch.cat([parts[first] for first in sorted(parts)], 2) if len(parts) > 1 else parts[0]

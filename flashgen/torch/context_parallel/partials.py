@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from flashgen.language.batch_layout import BATCH_LAYOUTS
 from flashgen.ranks import Block
 from flashgen.ranks.blocks import gaps, joined_ranges
 from flashgen.torch.context_parallel.programs import Programs, rows_like, rows_of
@@ -29,7 +30,7 @@ class Outputs:
         spec = programs.plan.spec
         self._programs, self._layout = programs, spec.layout
         self._shape = (*q.shape[:-1], spec.value_dim)
-        self._rows = q.shape[2 if spec.layout == "bhsd" else 1]
+        self._rows = q.shape[spec.batch_layout.rows_axis]
         self._like = q
         self._slots: list[tuple[Tensor, Tensor, list[Range]]] = []
         self._boundaries: list[tuple[Range, Tensor, Tensor]] = []
@@ -80,9 +81,7 @@ class Outputs:
         self._slots = [(out, lse, [(0, self._rows)])]
 
     def _empty(self) -> tuple[Tensor, Tensor]:
-        batch, second, third, _ = self._shape
-        heads = second if self._layout == "bhsd" else third
-        shape = (batch, heads, self._rows)
+        shape = BATCH_LAYOUTS[self._layout].lse_shape(self._shape)
         lse = torch.full(shape, -torch.inf, dtype=torch.float32, device=self._like.device)
         return self._like.new_empty(self._shape), lse
 
@@ -97,7 +96,7 @@ class Sums:
 
     def __init__(self, layout: str, *like: Tensor) -> None:
         self._layout, self._like = layout, like
-        self._rows = like[0].shape[2 if layout == "bhsd" else 1]
+        self._rows = like[0].shape[BATCH_LAYOUTS[layout].rows_axis]
         self._first: Sequence[Tensor] | None = None
         self._written: list[Range] = []  # the rows of `_first` that blocks have written
         self._added: list[tuple[Range, Sequence[Tensor]]] = []

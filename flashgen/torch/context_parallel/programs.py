@@ -9,6 +9,7 @@ import torch
 
 from flashgen.analysis.intervals.evaluation import PARTIAL
 from flashgen.attention.merging import merge_states
+from flashgen.language.batch_layout import BATCH_LAYOUTS
 from flashgen.language.shards import SHARD_NUMBERS
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.engines import Numbers
@@ -22,7 +23,7 @@ from flashgen.torch.tensors import Tensor, in_rows, to_array, to_tensor
 
 def rows_of(tensor: Tensor, layout: str, first: int, count: int) -> Tensor:
     """Returns rows of q, k, v or an output along its length: a view, or the tensor if these are all rows."""
-    axis = 2 if layout == "bhsd" else 1
+    axis = BATCH_LAYOUTS[layout].rows_axis
     return tensor if count == tensor.shape[axis] else tensor.narrow(axis, first, count)
 
 
@@ -78,7 +79,7 @@ class Programs:
             out.copy_(to_tensor(result))
             return to_tensor(lse)
         attention = call.entry.on(q.get_device())
-        into = (out, torch.empty(_lse_shape(self.plan.spec, q), dtype=torch.float32, device=q.device))
+        into = (out, torch.empty(self.plan.spec.batch_layout.lse_shape(q.shape), dtype=torch.float32, device=q.device))
         if call.numbers is not None and direct.forward(attention, q, k, v, True, into, call.numbers):
             return into[1]
         q, k, v = in_rows(q), in_rows(k), in_rows(v)
@@ -178,8 +179,3 @@ def captured_names(spec: AttentionSpec) -> list[str]:
     """Returns the names of captures in order, without the sink and the positions of shards."""
     sink = spec.sink.name if spec.sink else None
     return [each.name for each in spec.captures if each.name not in SHARD_NUMBERS and each.name != sink]
-
-
-def _lse_shape(spec: AttentionSpec, q: Tensor) -> tuple[int, ...]:
-    batch, second, third, _ = q.shape
-    return (batch, second, third) if spec.layout == "bhsd" else (batch, third, second)
