@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "flashgen"
 
 # The ground, for everybody: the errors, files and JSON as strangers leave them, what to type where a part is missing,
 # and where the templates stand.
-GROUND = {"errors", "files", "remedies", "strict_json", "templates_path"}
+GROUND = {"dtypes", "errors", "files", "remedies", "strict_json", "templates_path"}
 # Each part, and the parts that it may see besides itself and the ground.
 BELOW_ATTENTION = {"language", "build", "analysis", "reference", "codegen", "runtime", "launch"}
 MAY_SEE: dict[str, set[str]] = {
@@ -151,4 +151,4 @@ def test_import_costs_little_beyond_numpy_and_sympy() -> None:
     others = {name.split(".")[0] for name in modules} - sys.stdlib_module_names
     assert others == {"flashgen"}
     parts = {name.split(".")[1] for name in modules if name.startswith("flashgen.")}
-    assert parts == {"errors", "language", "strict_json"}
+    assert parts == {"dtypes", "errors", "language", "strict_json"}

@@ -13,6 +13,7 @@ from flashgen.attention.sharing import Sharing
 from flashgen.codegen.append_kernel import render_append
 from flashgen.codegen.families import emulated_target, target_of_gpu
 from flashgen.codegen.sizes import Sizes
+from flashgen.dtypes import ELEMENTS
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import MAX_PAGE_SIZE
 from flashgen.launch.argument_writer import ArgumentWriter
@@ -21,7 +22,6 @@ from flashgen.runtime import gpu
 from flashgen.runtime.arrays import View
 from flashgen.runtime.caching import Cache
 
-_DTYPES = ("float16", "bfloat16")
 _MOST_BATCH, _MOST_BLOCKS = 65535, 2**31 - 1
 _MAX_PREPARED = 256
 _ROW_ALIGNMENT = 16  # bytes of one copy
@@ -150,7 +150,7 @@ def _row_strides(view: View) -> tuple[int, int, int]:
 def _check(views: dict[str, View]) -> None:
     for name in ("k_new", "v_new", "k", "v"):
         view = views[name]
-        if len(view.shape) != 4 or view.dtype not in _DTYPES or view.dtype != views["k"].dtype:
+        if len(view.shape) != 4 or view.dtype not in ELEMENTS or view.dtype != views["k"].dtype:
             what = f"{name} is {view.dtype} {view.shape}"
             axes = "(batch, new keys, heads_kv, dim)" if name.endswith("_new") else "(pages, page_size, heads_kv, dim)"
             raise ArgumentError(f"{what}; give {axes}, all of one dtype, float16 or bfloat16")

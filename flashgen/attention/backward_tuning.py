@@ -16,8 +16,8 @@ from flashgen.attention.trials import Bench, Progress, Timer, Trial, Tuning
 from flashgen.attention.tuning import GIVEN, check_measures, check_sizes
 from flashgen.codegen.backward_candidates import backward_candidates
 from flashgen.codegen.stages import Kernels
+from flashgen.dtypes import numpy_dtype
 from flashgen.errors import ArgumentError
-from flashgen.runtime.arrays import numpy_dtype
 from flashgen.runtime.timing import medians_ms
 
 

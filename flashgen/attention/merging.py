@@ -10,6 +10,7 @@ from flashgen.attention.outputs import check_contiguous, check_kind
 from flashgen.codegen.families import emulated_target, target_of_gpu
 from flashgen.codegen.merge_kernel import MAX_PARTIALS, render_merge
 from flashgen.codegen.sizes import Sizes
+from flashgen.dtypes import ELEMENTS
 from flashgen.errors import ArgumentError
 from flashgen.language.batch_layout import BATCH_LAYOUTS
 from flashgen.launch.argument_writer import ArgumentWriter
@@ -18,7 +19,7 @@ from flashgen.runtime import gpu
 from flashgen.runtime.arrays import View, give_back
 from flashgen.runtime.caching import Cache
 
-_DTYPES = ("float16", "bfloat16", "float32")
+_DTYPES = (*ELEMENTS, "float32")
 _COLUMNS, _WIDEST = 8, 256  # columns of a thread; the maximum of a row
 _ALIGNMENT = 16
 _MOST_BLOCKS = 2**31 - 1

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from flashgen.codegen.sizes import Sizes
+from flashgen.dtypes import numpy_dtype
 from flashgen.errors import ArgumentError
 from flashgen.language.batch_layout import BATCH_LAYOUTS, PAGES, BatchLayout
 from flashgen.language.operations import LONGEST, MAX_HEADS
 from flashgen.language.spec import AttentionSpec
-from flashgen.runtime.arrays import View, numpy_dtype
+from flashgen.runtime.arrays import View
 
 INT32_MAX = 2**31 - 1
 Bounds = tuple[int | None, int | None]

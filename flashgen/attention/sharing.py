@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from flashgen.dtypes import numpy_dtype
 from flashgen.errors import ArgumentError
-from flashgen.runtime.arrays import View, numpy_dtype
+from flashgen.runtime.arrays import View
 from flashgen.runtime.caching import Cache
 
 _MAX_WORK = 100_000  # of the search for a common element: a few ms, and more than slices of packed buffers need

@@ -18,6 +18,7 @@ from flashgen.attention.tuned_plans import LengthClass, TunedPlan, TunedPlans, i
 from flashgen.build.cache import default_cache
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.workload import Workload
+from flashgen.dtypes import DTYPES
 from flashgen.errors import BuildError
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.engines import Engine, build
@@ -33,7 +34,6 @@ _MAX_THREADS = 16
 _WARNED = re.compile(r"\(C75\d\d\)[^\n]*")
 _ROUNDINGS = 8  # rounding errors of the largest element by which the results of two plans may differ
 _NAN = 0x7FFF  # a NaN in float16 and in bfloat16
-_EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 class Timer(Protocol):
@@ -278,5 +278,5 @@ def _difference(expected: Any, found: Any, dtype: str) -> str:
     same = (expected == found) | (module.isnan(expected) & module.isnan(found))
     error = float(abs(module.where(same, 0, expected) - module.where(same, 0, found)).max())
     largest = float(module.where(module.isfinite(expected), abs(expected), 0).max())
-    bound = _ROUNDINGS * _EPSILON[dtype] * largest + 1e-5
+    bound = _ROUNDINGS * DTYPES[dtype].epsilon * largest + 1e-5
     return "" if error <= bound else f"is {error:.3g} from the default plan's, of at most {largest:.3g}"

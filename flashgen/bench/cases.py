@@ -81,7 +81,7 @@ def random_arrays(shapes: Sequence[tuple[int, ...]], dtype: str, seed: int) -> l
     except ImportError:
         import cupy
 
-        from flashgen.runtime.arrays import numpy_dtype
+        from flashgen.dtypes import numpy_dtype
 
         generator = cupy.random.default_rng(seed)
         return [generator.standard_normal(shape, cupy.float32).astype(numpy_dtype(dtype)) for shape in shapes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashgen.dtypes import DTYPES
 from flashgen.language.operations import Capture
 
 # C type -> (format of Python's struct module, size in bytes). Strides holds three long long: batch, head, row.
@@ -18,19 +19,6 @@ _SCALARS = {
 }
 _POINTER = ("Q", 8)
 _MAP_ALIGNMENT = 64
-
-# NumPy dtype of a capture -> the C type of its elements in the kernel.
-ELEMENT_TYPES = {
-    "bool": "unsigned char",
-    "int8": "signed char",
-    "uint8": "unsigned char",
-    "int16": "short",
-    "int32": "int",
-    "int64": "long long",
-    "float16": "unsigned short",
-    "bfloat16": "unsigned short",
-    "float32": "float",
-}
 
 # Arrays with tensor maps: those with rows of value_dim elements (others have head_dim), and those with rows per query
 # (others have rows per key).
@@ -163,7 +151,7 @@ def capture_fields(captures: tuple[Capture, ...]) -> list[Field]:
             fields.append(Field("float" if capture.kind == "float" else "int", name))
             continue
         fields += [
-            Field(f"const {ELEMENT_TYPES[capture.dtype]}*", name),
+            Field(f"const {DTYPES[capture.dtype].c_type}*", name),
             Field("long long", f"{name}_stride", capture.ndim),
             Field("int", f"{name}_size", capture.ndim),
         ]

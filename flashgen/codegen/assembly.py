@@ -18,6 +18,7 @@ from flashgen.codegen.shared_memory import SharedMemoryLayout
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import padded
 from flashgen.codegen.variant import Variant
+from flashgen.dtypes import DTYPES
 from flashgen.errors import UnsupportedError
 from flashgen.language.operations import BATCH
 from flashgen.language.spec import AttentionSpec
@@ -25,7 +26,6 @@ from flashgen.language.well_formed import FLOAT32_MAX
 
 LOG2_E = math.log2(math.e)
 _MAX_OFFSET = 2.0**24  # float32 rounds values up to this by less than 1
-_SUFFIXES = {"float16": "f16", "bfloat16": "bf16"}
 
 
 def assemble(template: str, context: Mapping[str, Any], target: Target, sizes: Mapping[str, Any] | None = None) -> str:
@@ -57,7 +57,7 @@ def check_spec(spec: AttentionSpec, target: Target) -> None:
 
 def suffix_of(spec: AttentionSpec) -> str:
     """Returns the suffix of the primitives for the spec's dtype."""
-    return _SUFFIXES[spec.dtype]
+    return DTYPES[spec.dtype].suffix
 
 
 def common_context(
@@ -79,7 +79,7 @@ def common_context(
     options = {"struct": struct, "variant": variant, "position": position, "gradient": gradient}
     declared = environment().get_template("variant.cuh.jinja").render(options)
     suffix = suffix_of(spec)
-    factors = _SUFFIXES["float16"] if spec.kv_dtype else suffix  # float16 holds 8-bit values exactly
+    factors = DTYPES["float16"].suffix if spec.kv_dtype else suffix  # float16 holds 8-bit values exactly
     return {
         "spec": spec,
         "target": target,

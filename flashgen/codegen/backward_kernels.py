@@ -24,7 +24,6 @@ from typing import Any, Literal, Protocol
 import sympy
 
 from flashgen.codegen.arguments import (
-    ELEMENT_TYPES,
     ArgumentLayout,
     Field,
     capture_fields,
@@ -43,6 +42,7 @@ from flashgen.codegen.sizes import Sizes, ceil_div
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import WARP
 from flashgen.codegen.variant import Variant, variant_of
+from flashgen.dtypes import DTYPES
 from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 from flashgen.language.well_formed import FLOAT32_MAX
@@ -53,7 +53,6 @@ _PREPROCESS_THREADS, PREPROCESS_ROWS = 256, 64
 _POSTPROCESS_THREADS = 256
 _CAPTURE_THREADS = 256
 _SINK_THREADS = 1024
-_ROUNDS = {"float16": "pack_f16", "bfloat16": "pack_bf16"}
 EXACT_LIMBS = 10
 """int64 values of the exact sum of one element's gradient in deterministic mode (device function `add_exactly`)."""
 
@@ -314,11 +313,11 @@ def sink_sums(spec: AttentionSpec, target: Target, rows: Rows) -> tuple[Rendered
     capture = spec.sink
     if capture is None or not capture.grad:
         return ()
-    gradient = Field(f"{ELEMENT_TYPES[capture.dtype]}*", "gradient", comment=f"of {capture.name}, {capture.dtype}")
+    gradient = Field(f"{DTYPES[capture.dtype].c_type}*", "gradient", comment=f"of {capture.name}, {capture.dtype}")
     sizes = [] if spec.is_varlen else numbers("batch", "heads_q")
     layout = ordered([STATISTICS, gradient, *sizes, ROWS, *capture_fields((capture,))])
     context: dict[str, Any] = {"deterministic": False, "threads": _SINK_THREADS}
-    context |= {"sink": f"load_{capture.name}", "round": _ROUNDS.get(capture.dtype)}
+    context |= {"sink": f"load_{capture.name}", "round": _rounding(capture)}
     launch: dict[str, Any] = {
         "grid": lambda sizes: (sizes.heads_q, 1, 1),
         "values": partial(row_values, rows),
@@ -336,14 +335,20 @@ def sink_sums(spec: AttentionSpec, target: Target, rows: Rows) -> tuple[Rendered
     )
 
 
+def _rounding(capture: Capture) -> str | None:
+    """Returns the primitive that rounds a gradient to the dtype of the captured array; None for float32."""
+    dtype = DTYPES[capture.dtype]
+    return dtype.pack if dtype.suffix else None
+
+
 def _capture(spec: AttentionSpec, target: Target, capture: Capture, deterministic: bool) -> RenderedKernel:
     summed = Field("const long long*" if deterministic else "const float*", "sums")
-    gradient = Field(f"{ELEMENT_TYPES[capture.dtype]}*", "gradient", comment=f"of {capture.name}, {capture.dtype}")
+    gradient = Field(f"{DTYPES[capture.dtype].c_type}*", "gradient", comment=f"of {capture.name}, {capture.dtype}")
     context = {
         "deterministic": deterministic,
         "exact_sums": deterministic,
         "threads": _CAPTURE_THREADS,
-        "round": _ROUNDS.get(capture.dtype),
+        "round": _rounding(capture),
     }
     context["limbs"] = EXACT_LIMBS
     layout = ordered([summed, gradient, Field("long long", "count")])

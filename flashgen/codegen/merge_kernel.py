@@ -8,12 +8,12 @@ from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.shared_memory import NO_SHARED_MEMORY
 from flashgen.codegen.sizes import ceil_div
 from flashgen.codegen.targets import Target
+from flashgen.dtypes import DTYPES
 from flashgen.errors import UnsupportedError
 
 MAX_PARTIALS = 16
 _THREADS = 256
 _STRUCT = "MergeArguments"
-_SUFFIXES = {"float16": "f16", "bfloat16": "bf16"}
 
 
 def render_merge(dtype: str, parts: int, layout: str, target: Target) -> RenderedKernel:
@@ -27,7 +27,7 @@ def render_merge(dtype: str, parts: int, layout: str, target: Target) -> Rendere
     """
     if dtype != "float32" and dtype not in target.dtypes:
         raise UnsupportedError(f"dtype={dtype!r} is not supported on {target.name} (family {target.family})")
-    bshd, suffix = layout == "bshd", _SUFFIXES.get(dtype, "")
+    bshd, element = layout == "bshd", DTYPES[dtype]
     fields = [Field("const Element*", f"out{i}") for i in range(parts)]
     fields += [Field("const float*", f"lse{i}") for i in range(parts)]
     fields += [Field("Element*", "o"), Field("float*", "lse"), Field("long long", "rows")]
@@ -36,7 +36,7 @@ def render_merge(dtype: str, parts: int, layout: str, target: Target) -> Rendere
     struct, entry = ordered(fields), f"merge_states_{parts}_{dtype}_{layout}"
     context = {
         "header": f"// flashgen: outputs of {parts} parts of the keys, merged by their LSE; {dtype}, {layout}",
-        "element": "float" if dtype == "float32" else "unsigned short",
+        "element": element.c_type,
         "dtype": dtype,
         "layout": struct,
         "struct": _STRUCT,
@@ -44,8 +44,8 @@ def render_merge(dtype: str, parts: int, layout: str, target: Target) -> Rendere
         "threads": _THREADS,
         "parts": parts,
         "bshd": bshd,
-        "pack": f"pack_{suffix}",
-        "unpack": f"unpack_{suffix}",
+        "pack": element.pack,
+        "unpack": element.unpack,
     }
     return RenderedKernel(
         f"merge-{target.name.replace('_', '')}-{parts}-{dtype}-{layout}",

@@ -9,7 +9,6 @@ import sympy
 
 from flashgen.codegen.arguments import (
     DROPOUT_FIELDS,
-    ELEMENT_TYPES,
     LIST_FIELDS,
     ArgumentLayout,
     Field,
@@ -21,6 +20,7 @@ from flashgen.codegen.expressions.derivative_text import ScoreGradient
 from flashgen.codegen.expressions.function_text import FunctionText, indices_in
 from flashgen.codegen.expressions.printer import C_TYPES, statements
 from flashgen.codegen.expressions.scale_folding import folded_products
+from flashgen.dtypes import DTYPES
 from flashgen.language.operations import Capture
 from flashgen.language.shards import SHARD_B, SHARD_H, SHARD_K, SHARD_Q
 from flashgen.language.spec import AttentionSpec
@@ -61,11 +61,11 @@ def _score(name: str, expression: sympy.Basic, scale: float) -> FunctionText:
 
 
 def _array(capture: Capture) -> ArrayText:
-    converts = {"float16": "unpack_f16", "bfloat16": "unpack_bf16"}
     result = "long long" if capture.dtype == "int64" else C_TYPES[capture.kind]
     indices = tuple(f"i{axis}" for axis in range(capture.ndim))
-    convert = converts.get(capture.dtype, f"static_cast<{result}>")
-    return ArrayText(capture.name, member_name(capture), indices, ELEMENT_TYPES[capture.dtype], result, convert)
+    dtype = DTYPES[capture.dtype]
+    convert = dtype.unpack if dtype.suffix else f"static_cast<{result}>"
+    return ArrayText(capture.name, member_name(capture), indices, dtype.c_type, result, convert)
 
 
 def arrays_of(captures: Iterable[Capture]) -> tuple[ArrayText, ...]:

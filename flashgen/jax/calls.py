@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
+from flashgen.dtypes import numpy_dtype
 from flashgen.errors import ArgumentError
 from flashgen.jax.compiled import CompiledSpec
-from flashgen.runtime.arrays import numpy_dtype
 
 Numbers = tuple[tuple[str, int | float], ...]
 _DLPACK_CPU = 1

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import sympy
 
+from flashgen.dtypes import CAPTURES, numpy_dtype, written_name
 from flashgen.errors import SpecError
 from flashgen.language.declarations import MAX_NDIM
-from flashgen.language.dtypes import CAPTURES, written_name
 from flashgen.language.operations import Capture, captures_of
 
 # Arrays of other dtypes than kernels read are converted if their values allow it.
@@ -68,9 +68,7 @@ class BoundArray:
         if hasattr(array, "detach"):
             array = array.detach().cpu()
             if self.dtype == "bfloat16":
-                import ml_dtypes
-
-                return np.asarray(array.view(sys.modules["torch"].int16).numpy().view(ml_dtypes.bfloat16))
+                return np.asarray(array.view(sys.modules["torch"].int16).numpy().view(numpy_dtype(self.dtype)))
         return np.asarray(array.get() if hasattr(array, "get") else array)
 
     def moved(self, device: Hashable, copy: Callable[[np.ndarray[Any, Any], Any], Any]) -> Any:

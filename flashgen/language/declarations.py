@@ -5,8 +5,8 @@ from __future__ import annotations
 import keyword
 from typing import Any
 
+from flashgen.dtypes import CAPTURES, SCALARS, dtype_name
 from flashgen.errors import SpecError
-from flashgen.language.dtypes import CAPTURES, SCALARS, dtype_name
 from flashgen.language.operations import Capture
 
 MAX_NDIM = 8

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import sympy
 
+from flashgen.dtypes import numpy_dtype
 from flashgen.errors import ArgumentError
 from flashgen.language import operations as ops
 from flashgen.language.decisive import deciding_steps
@@ -141,16 +142,8 @@ class _Evaluation:
             raise ArgumentError(
                 f"capture {capture.name!r} has {array.ndim} dimensions, declared with ndim={capture.ndim}"
             )
-        rounded = array.astype(_dtype(capture.dtype), copy=False)
+        rounded = array.astype(numpy_dtype(capture.dtype), copy=False)
         return rounded if capture.ndim else rounded.astype(_WIDE[capture.kind])
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    if name == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
 
 
 def _load(array: Array, *indices: Any) -> Array:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from flashgen.dtypes import written_name
 from flashgen.errors import SpecError
 from flashgen.language import elementary as f
 from flashgen.language import pointwise
 from flashgen.language.bound import dtype_read, is_array, wants_gradient
 from flashgen.language.captures import array_leaf, element
-from flashgen.language.dtypes import written_name
 from flashgen.language.rows import ROW_ANSWERS, ComputedRow, Row, dot, map_columns, reduce_columns
 from flashgen.language.trace import ANSWERS, HANDLED, Traced, detach, lift, literal_float, negate, number_of
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from flashgen.dtypes import CACHED, DTYPES, ELEMENTS, dtype_name
 from flashgen.errors import SpecError
 from flashgen.language import well_formed
 from flashgen.language.batch_layout import BATCH_LAYOUTS, PAGES, BatchLayout
 from flashgen.language.bound import Bound, merge_bound
 from flashgen.language.captures import Tensor
-from flashgen.language.dtypes import CACHED, ELEMENTS, dtype_name
 from flashgen.language.masks import full
 from flashgen.language.modifiers import Mask, MaskFunction, Score, ScoreFunction, as_mask, as_score
 from flashgen.language.operations import SCORE, Capture, captures_of
@@ -185,14 +185,14 @@ class AttentionSpec:
         It ends with the digest, which makes it unique.
         """
         dim = f"d{self.head_dim}" + ("" if self.value_dim == self.head_dim else f"v{self.value_dim}")
-        parts = ["bf16" if self.dtype == "bfloat16" else "fp16", dim, _slug(self.mask.name)]
+        parts = [DTYPES[self.dtype].short_name, dim, _slug(self.mask.name)]
         parts += [_slug(self.score.name)] if self.score else []
         parts += [f"dropout{self.dropout:g}"] if self.dropout else []
         parts += ["sink"] if self.sink else []
         parts += ["shard"] if self.sharded else []
         parts += [self.layout] if self.layout != "bhsd" else []
         parts += [f"pages{self.page_size}"] if self.page_size else []
-        parts += [{"float8_e4m3fn": "fp8"}.get(self.kv_dtype, self.kv_dtype)] if self.kv_dtype else []
+        parts += [DTYPES[self.kv_dtype].short_name] if self.kv_dtype else []
         return f"{'-'.join(parts)[:MAX_NAME].rstrip('-._')}-{self.digest}"
 
     @property

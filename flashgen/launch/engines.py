@@ -12,11 +12,12 @@ import numpy as np
 
 from flashgen.build.cache import Entry, default_cache
 from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.dtypes import numpy_dtype
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.launch.argument_writer import Addresses, ArgumentWriter
 from flashgen.launch.memory import Block, Memory, SeparateArrays, Workspace
 from flashgen.runtime import gpu
-from flashgen.runtime.arrays import NUMPY, Library, byte_strides, inverse, library_of, nesting, numpy_dtype, on_gpu
+from flashgen.runtime.arrays import NUMPY, Library, byte_strides, inverse, library_of, nesting, on_gpu
 from flashgen.runtime.caching import locked_cached_property
 from flashgen.runtime.counters import counters
 from flashgen.runtime.schedule import Schedule

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from flashgen.dtypes import numpy_dtype
 from flashgen.launch.argument_writer import Addresses
 from flashgen.runtime import gpu
-from flashgen.runtime.arrays import Library, numpy_dtype, of_graph
+from flashgen.runtime.arrays import Library, of_graph
 
 _ALIGNMENT = 256  # bytes: the alignment of the driver's allocations, and more than any copy needs
 

@@ -24,10 +24,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike
 
+from flashgen.dtypes import numpy_dtype
 from flashgen.reference.elementwise import HeadTiles
 from flashgen.reference.gradients import Cotangents, Gradients, GradientSums, prepare_cotangents
 from flashgen.reference.inputs import Array, Problem, prepare
@@ -141,8 +141,8 @@ def low_precision_backward(
         found = _call_gradients(rounded, spec, (q, k, v), (d_out, d_lse), seed, offset, captures)
         for capture in spec.captures:
             if capture.grad:  # sums over the sequences of a varlen batch too
-                dtype = ml_dtypes.bfloat16 if capture.dtype == "bfloat16" else capture.dtype
-                found.captures[capture.name] = rounding(found.captures[capture.name]).astype(dtype).astype(np.float64)
+                rounded_sum = rounding(found.captures[capture.name]).astype(numpy_dtype(capture.dtype))
+                found.captures[capture.name] = rounded_sum.astype(np.float64)
     return found
 
 

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from flashgen.dtypes import numpy_dtype
 from flashgen.errors import ArgumentError
 from flashgen.language.operations import Capture
 from flashgen.reference.dropout import check_counter, threshold
@@ -178,7 +179,7 @@ def _check_captures(spec: AttentionSpec, given: Mapping[str, Any], nothing_read:
 
 def _check_capture(capture: Capture, given: Any) -> NDArray[Any]:
     """Returns a capture as the kernel sees it. Arrays must have the declared dtype; numbers are converted to it."""
-    dtype = np.dtype(ml_dtypes.bfloat16 if capture.dtype == "bfloat16" else capture.dtype)
+    dtype = numpy_dtype(capture.dtype)
     array = np.asarray(given)
     if array.ndim != capture.ndim:
         raise ArgumentError(

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike
 
+from flashgen.dtypes import numpy_dtype
 from flashgen.reference.elementwise import HeadTiles
 from flashgen.reference.inputs import Array, Problem
 from flashgen.reference.pages import Cache, build_problems, check_varlen
@@ -159,7 +159,7 @@ def softmax(scores: Any, sink: float | None = None) -> tuple[Any, Any]:
 def round_to(dtype: str, array: Any) -> Array:
     """Rounds an array to float16 or bfloat16, to nearest even, and returns it as float64."""
     with np.errstate(over="ignore", invalid="ignore"):
-        rounded = np.asarray(array).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        rounded = np.asarray(array).astype(numpy_dtype(dtype))
     return rounded.astype(np.float64)
 
 

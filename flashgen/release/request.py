@@ -43,10 +43,10 @@ from flashgen.codegen.merge_kernel import MAX_PARTIALS, render_merge
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import PARTS, Part
 from flashgen.codegen.targets import Target, target_named
+from flashgen.dtypes import ELEMENTS, dtype_name
 from flashgen.errors import FlashgenError, SpecError
 from flashgen.files import read_text
 from flashgen.language import AttentionSpec, Tensor, full, parse_mask, parse_score
-from flashgen.language.dtypes import ELEMENTS, dtype_name
 from flashgen.strict_json import parse_json
 
 _PARSERS: dict[str, Callable[[Any], Any]] = {

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from flashgen.dtypes import numpy_dtype
 from flashgen.errors import ArgumentError
 
 
@@ -106,16 +107,6 @@ def _view_interface(array: Any, argument: str) -> View:
         raise ArgumentError(f"{argument} of type {type(array).__name__} is not readable on the GPU: {error}") from error
     view = _view_cupy(wrapped, argument)
     return View(view.pointer, view.shape, view.strides, view.dtype, view.device, (array, wrapped))
-
-
-@cache
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Returns NumPy's dtype of that name; bfloat16 and the float8 types come from ml_dtypes."""
-    if name.startswith(("bfloat16", "float8")):
-        import ml_dtypes
-
-        return np.dtype(getattr(ml_dtypes, name))
-    return np.dtype(name)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

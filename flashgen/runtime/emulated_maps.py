@@ -5,12 +5,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
+from flashgen.dtypes import DTYPES
 from flashgen.errors import LaunchError
 
 # The same as TensorMapLayout in templates/emulator/tensor_map.h; change both together.
 _EMULATED = struct.Struct("<QQ 4I 5I 5H 2x 4q q 24x")
 _EMULATED_MAGIC = 0x3150414D54455247
-_ELEMENTS = {"float16": (0, 2), "bfloat16": (1, 2), "float32": (2, 4)}  # number, bytes
+_ELEMENTS = ("float16", "bfloat16", "float32")  # in the order of the emulator's numbers
 _SWIZZLES = (0, 32, 64, 128)
 _MAX_RANK, _LONGEST_BOX, _LINE = 5, 256, 16
 
@@ -35,7 +36,7 @@ def encode_map(
     """
     if dtype not in _ELEMENTS:
         raise LaunchError(f"tensor map: the dtype must be one of {', '.join(_ELEMENTS)}, got {dtype!r}")
-    element, itemsize = _ELEMENTS[dtype]
+    element, itemsize = _ELEMENTS.index(dtype), DTYPES[dtype].bytes
     _check_shape(sizes, byte_strides, box)
     _check_row(box[0] * itemsize, swizzle)
     rank = len(sizes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from flashgen.dtypes import DTYPES
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.runtime.caching import Cache
 from flashgen.runtime.driver import driver
@@ -14,14 +15,12 @@ from flashgen.runtime.emulated_maps import encode_map
 
 MAP_BYTES = 128
 _ALIGNMENT = 64  # bytes: that of the memory that a map is encoded into
-_ELEMENT_BYTES = 2
 _ROW_ALIGNMENT = 16  # bytes
 _STRIDE_LIMIT = 2**40  # bytes
 _MAX_CACHED = 64  # maps of one shape, each of another address
 _REMEDY = "copy it to a contiguous array, or compile for target='sm_90'"
 
 # Values of the driver's enumerations (cuda.h).
-_DATA_TYPES = {"float16": 6, "bfloat16": 9}
 _SWIZZLES = {32: 1, 64: 2, 128: 3}  # by the bytes of a row of the box
 _NO_INTERLEAVE, _PROMOTE_256_BYTES, _FILL_WITH_ZEROS = 0, 3, 0
 
@@ -60,7 +59,7 @@ class MapShape:
 
     @property
     def swizzle_bytes(self) -> int:
-        return self.box[0] * _ELEMENT_BYTES
+        return self.box[0] * DTYPES[self.dtype].bytes
 
     @cached_property
     def _driver_arguments(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -73,7 +72,7 @@ class MapShape:
             (ctypes.c_uint32 * rank)(*[1] * rank),
             *(_NO_INTERLEAVE, _SWIZZLES[self.swizzle_bytes], _PROMOTE_256_BYTES, _FILL_WITH_ZEROS),
         )
-        return (_DATA_TYPES[self.dtype], rank), after
+        return (DTYPES[self.dtype].tensor_map, rank), after
 
 
 def map_shape(
@@ -92,13 +91,14 @@ def map_shape(
     Raises:
         ArgumentError: TMA does not support a stride, because it is negative, or 2**40 bytes or more.
     """
-    dense, byte_strides = -(-sizes[0] * _ELEMENT_BYTES // _ROW_ALIGNMENT) * _ROW_ALIGNMENT, []
+    itemsize = DTYPES[dtype].bytes
+    dense, byte_strides = -(-sizes[0] * itemsize // _ROW_ALIGNMENT) * _ROW_ALIGNMENT, []
     for stride, size in zip(strides, sizes[1:], strict=True):
-        in_bytes = stride * _ELEMENT_BYTES if size > 1 else dense  # TMA also checks strides of dimensions of size 1
+        in_bytes = stride * itemsize if size > 1 else dense  # TMA also checks strides of dimensions of size 1
         if not 0 <= in_bytes < _STRIDE_LIMIT:
             raise ArgumentError(
-                f"{name} has strides (row, head, batch) of {strides} elements; TMA takes those from 0 to 2**39: "
-                f"{_REMEDY}"
+                f"{name} has strides (row, head, batch) of {strides} elements; TMA takes those from 0 to "
+                f"2**{(_STRIDE_LIMIT // itemsize).bit_length() - 1}: {_REMEDY}"
             )
         byte_strides.append(in_bytes)
     columns, rows, heads, batch = (max(size, 1) for size in sizes)
@@ -128,7 +128,7 @@ def panel_map_shape(
     plain = map_shape(name, dtype, sizes, strides, box[:2])
     row, _, page = plain.strides
     map_sizes = (panel, group, (heads - 1) * head_panels + columns // panel, rows // group, pages)
-    return MapShape(dtype, map_sizes, (row, panel * _ELEMENT_BYTES, group * row, page), box)
+    return MapShape(dtype, map_sizes, (row, panel * DTYPES[dtype].bytes, group * row, page), box)
 
 
 def panels_between_heads(

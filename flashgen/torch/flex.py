@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from flashgen.dtypes import ELEMENTS
 from flashgen.errors import ArgumentError
 from flashgen.language.modifiers import Score
 from flashgen.torch.autocast import converted
@@ -69,7 +70,7 @@ def flex_attention(
     _check_options(kernel_options, return_lse, return_aux)
     query, key, value = converted(query, key, value)
     element = dtype_of(query)
-    if element not in ("float16", "bfloat16"):
+    if element not in ELEMENTS:
         raise ArgumentError(
             f"query is {element}; flashgen computes in float16 and bfloat16: convert it, or call under torch.autocast"
         )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashgen.dtypes import ELEMENTS
 from flashgen.errors import ArgumentError
 from flashgen.language.captures import Tensor as Captured
 from flashgen.language.masks import causal
@@ -200,7 +201,7 @@ def _build_spec(
     captures: tuple[tuple[str, str, bool], ...],
 ) -> AttentionSpec:
     """Builds the spec of a call. captures: (name, dtype, requires gradient) of the mask and the scale."""
-    if dtype not in ("float16", "bfloat16"):
+    if dtype not in ELEMENTS:
         raise ArgumentError(
             f"query is {dtype}; flashgen computes in float16 and bfloat16: convert it, or call under torch.autocast"
         )

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flashgen.attention.problem import checked_sequences, checked_sizes
+from flashgen.dtypes import numpy_dtype
 from flashgen.errors import ArgumentError, UnsupportedError
 from flashgen.language.bound import BoundArray
 from flashgen.language.spec import AttentionSpec
@@ -210,13 +211,9 @@ def to_array(tensor: Tensor) -> Any:
     """Copies a CPU tensor to an array of NumPy. FSDP could not free memory that NumPy shares."""
     tensor = tensor.detach().clone(memory_format=torch.preserve_format)
     if tensor.dtype == torch.bfloat16:
-        import ml_dtypes
-
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return tensor.view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
     if tensor.dtype == torch.float8_e4m3fn:
-        import ml_dtypes
-
-        return tensor.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
+        return tensor.view(torch.uint8).numpy().view(numpy_dtype("float8_e4m3fn"))
     return tensor.numpy()
 
 

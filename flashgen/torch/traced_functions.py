@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from flashgen.dtypes import CAPTURES
 from flashgen.errors import SpecError
 from flashgen.language.bound import BoundArray, dtype_read
 from flashgen.language.calls import call_traced, check_signature
 from flashgen.language.captures import Leaf, array_leaf, element
 from flashgen.language.closures import StandIns
-from flashgen.language.dtypes import CAPTURES
 from flashgen.language.elementary import where
 from flashgen.language.modifiers import MASK_SYMBOLS, SCORE_SYMBOLS, Mask, Score, name_of
 from flashgen.language.protocols import DTYPES

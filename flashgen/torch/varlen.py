@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from flashgen.dtypes import ELEMENTS
 from flashgen.errors import ArgumentError
 from flashgen.language import functions as f
 from flashgen.language import masks, scores
@@ -202,7 +203,7 @@ def _build_spec(
     page_size: int | None,
 ) -> AttentionSpec:
     """Builds the spec of a call. captures: (name, dtype, dimensions, requires gradient) of the arrays of the call."""
-    if dtype not in ("float16", "bfloat16"):
+    if dtype not in ELEMENTS:
         raise ArgumentError(
             f"q is {dtype}; flashgen computes in float16 and bfloat16: convert it, or call under torch.autocast"
         )

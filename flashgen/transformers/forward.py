@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from flashgen.dtypes import ELEMENTS
 from flashgen.errors import ArgumentError, UnsupportedError
 from flashgen.language.captures import Tensor as Captured
 from flashgen.language.masks import causal, sliding_window
@@ -192,7 +193,7 @@ def _spec(
     scaling: float | None,
     dropout: float,
 ) -> AttentionSpec:
-    if dtype not in ("float16", "bfloat16"):
+    if dtype not in ELEMENTS:
         raise ArgumentError(
             f"the model is of {dtype}; attn_implementation='flashgen' computes in float16 and bfloat16: load it with "
             "dtype='bfloat16', or run it under torch.autocast"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashgen import reference
+from flashgen.dtypes import numpy_dtype
 from flashgen.reference import Verdict, judge
-from flashgen.runtime.arrays import numpy_dtype
 from flashgen.verify.problems import Array, Inputs, Shape, rows_of
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import sympy
 
+from flashgen.dtypes import numpy_dtype
 from flashgen.language.evaluate import evaluate
 from flashgen.language.indexed_sizes import distance_of
 from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY, Capture, Load
 from flashgen.language.shards import BLOCK_K
-from flashgen.runtime.arrays import numpy_dtype
 
 if TYPE_CHECKING:
     from flashgen.language import AttentionSpec

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 import flashgen.language as fg
+from flashgen.dtypes import ELEMENTS
 from flashgen.language import AttentionSpec, Mask, Score, Tensor, masks, scores
 from flashgen.language.operations import Capture
 from flashgen.verify.problems import ENOUGH, CaptureMaker, Shape
 
 HEAD_DIMS = (64, 128, 40, 96, 32, 256, 80, 192, 8, 160)
 VALUE_DIMS = {40: 64, 96: 32, 192: 128, 8: 24}  # by head dim; for other head dims the value dim is the head dim
-DTYPES = ("float16", "bfloat16")
+DTYPES = ELEMENTS
 HEADS = ((2, 2), (4, 2), (3, 1))  # (heads_q, heads_kv): MHA, GQA, MQA
 
 SMALL_LENGTHS = ((113, 203), (64, 128), (1, 1), (128, 217), (3, 3), (239, 1), (65, 65), (64, 32), (1, 339), (129, 256))

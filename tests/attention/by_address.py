@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.dtypes import numpy_dtype
 from flashgen.launch.argument_writer import Addresses
 from flashgen.launch.engines import Emulator, EmulatorRunner, Gpu, Launch, Numbers, Place
 from flashgen.launch.memory import Block, Memory
-from flashgen.runtime.arrays import NUMPY, Library, numpy_dtype
+from flashgen.runtime.arrays import NUMPY, Library
 
 
 class AddressRunner:

@@ -12,8 +12,9 @@ import flashgen.language as fg
 from flashgen import attention
 from flashgen.attention.launches import workspaces
 from flashgen.attention.problem import Problem
+from flashgen.dtypes import numpy_dtype
 from flashgen.launch.memory import Memory
-from flashgen.runtime.arrays import View, numpy_dtype
+from flashgen.runtime.arrays import View
 from flashgen.runtime.schedule import schedules
 from flashgen.verify import Shape, gradients_by_name, random_gradients, random_inputs
 from flashgen.verify.gradients import expected_gradients, judged_by_name

@@ -17,8 +17,8 @@ from flashgen.attention.launches import workspaces
 from flashgen.attention.problem import Problem
 from flashgen.build import host
 from flashgen.codegen.backward_kernels import PREPROCESS_ROWS
+from flashgen.dtypes import numpy_dtype
 from flashgen.launch.engines import EmulatorRunner
-from flashgen.runtime.arrays import numpy_dtype
 from flashgen.verify import Shape, random_gradients, random_inputs
 
 CAUSAL = fg.AttentionSpec(32, mask=fg.causal())

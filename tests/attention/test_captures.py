@@ -10,9 +10,8 @@ import pytest
 
 import flashgen.language as fg
 from flashgen import attention
+from flashgen.dtypes import CAPTURES, numpy_dtype
 from flashgen.errors import ArgumentError
-from flashgen.language.dtypes import CAPTURES
-from flashgen.runtime.arrays import numpy_dtype
 from flashgen.verify import Inputs, Shape, random_inputs
 
 SHAPE = Shape(40, 70, 2, 4, 2)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.runtime.arrays import numpy_dtype
+from flashgen.dtypes import numpy_dtype
 from flashgen.verify.problems import Shape
 from random_variants.constants import FINITE, INT32_MAX
 from random_variants.definitions import walk_defined

@@ -12,8 +12,8 @@ import numpy as np
 
 import flashgen.language as fg
 from flashgen import reference
+from flashgen.dtypes import numpy_dtype
 from flashgen.language import AttentionSpec, Mask
-from flashgen.runtime.arrays import numpy_dtype
 from flashgen.verify.gradients import gradients_by_name, poisoned_gradients, random_gradients, same_bits
 from flashgen.verify.problems import Inputs, poisoned_outputs
 from random_variants.cases import SINKS, Case

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flashgen import reference
-from flashgen.runtime.arrays import numpy_dtype
+from flashgen.dtypes import numpy_dtype
 from flashgen.verify.problems import Inputs
 from random_variants.meaning import Array, Meaning, Sizes
 from random_variants.predicates import in_four

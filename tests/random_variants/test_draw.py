@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import random_variants.cases
 from flashgen.codegen.candidates import MAX_CANDIDATES
 from flashgen.codegen.targets import TARGETS
-from flashgen.language.dtypes import CACHED, CAPTURES, SCALARS
+from flashgen.dtypes import CACHED, CAPTURES, SCALARS
 from flashgen.language.operations import OPERATIONS
 from random_variants.captures import VIEWS, WAYS, Fill
 from random_variants.cases import GPU_CALLS, Case, Options, cases, draw_kernels, draw_serving, targets_of_gpu

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flashgen.dtypes import numpy_dtype
 from flashgen.runtime import arrays
-from flashgen.runtime.arrays import CUPY, JAX, OTHER, TORCH, Library, numpy_dtype
+from flashgen.runtime.arrays import CUPY, JAX, OTHER, TORCH, Library
 
 
 class MadeUpCuPy:
