@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from fnmatch import fnmatch
 from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,3 +114,11 @@ def test_the_commit_is_git_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not found or (len(found) >= 40 and set(found) <= set("0123456789abcdef"))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert rotation.commit() == ""
+
+
+def test_no_folder_is_left_out_of_collection(pytestconfig: pytest.Config) -> None:
+    """By default pytest does not look into folders with names such as "build"."""
+    folders = {path.parent for path in Path(__file__).parent.rglob("test_*.py")}
+    patterns = pytestconfig.getini("norecursedirs")
+    left_out = [folder for folder in folders for pattern in patterns if fnmatch(folder.name, pattern)]
+    assert len(folders) > 20 and not left_out
