@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -32,7 +32,7 @@ from flashgen.runtime.arrays import Library, View
 from flashgen.runtime.caching import Cache
 
 _MAX_PREPARED = 1024  # lengths grow with every call in decoding
-_MAX_CACHED_LAUNCHES = 8  # a look-up compares with all of them, one after the other
+_MAX_RECENT_LAUNCHES = 8  # a look-up compares with all of them, one after the other
 _ROW_ALIGNMENT, _LARGEST_ELEMENT = 16, 8  # bytes
 _ARGUMENTS = {
     "o": "out",
@@ -78,7 +78,7 @@ class Pass(Generic[AnyPrepared]):
 
     in_rows: the arrays that kernels copy 16 bytes at a time; all others are read and written element by element.
     listers: create the tile lists; None if closed forms give the tiles to visit.
-    launch_cache: the entries that callers added with `cache_launch`, the newest first.
+    recent_launches: the entries that callers added with `remember_launch`, the newest first.
     """
 
     listers: Listers | None = None
@@ -91,7 +91,7 @@ class Pass(Generic[AnyPrepared]):
         self._distances = captured_distances(spec)
         self._takes_numbers = bool(self._numbers or spec.dropout)
         self._prepared: Cache[Any, AnyPrepared] = Cache(_MAX_PREPARED)
-        self.launch_cache: tuple[Any, ...] = ()
+        self.recent_launches: tuple[Any, ...] = ()
 
     def __call__(self, call: Call) -> Mapping[str, Any]:
         """Returns the results of a call by name. Raises ArgumentError if an argument does not fit the spec."""
@@ -139,29 +139,32 @@ class Pass(Generic[AnyPrepared]):
         check_captures(self.spec, captures)
         return self._call_numbers(captures, None, 0)
 
-    def prepare(self, key: Hashable, arrays: Mapping[str, Any]) -> AnyPrepared:
-        """Checks the arrays of a call and caches its shared state under the caller's own key, for `launch_prepared`.
+    def lookup(self, arrays: Mapping[str, Any], numbers: Numbers = _NO_NUMBERS) -> AnyPrepared | None:
+        """Returns the shared state of calls with arrays like these, for `launch_prepared`; None on a miss.
 
         Args:
-            key: everything that the library says of the arrays except their addresses, and the addresses modulo 16.
-            arrays: the inputs, and the results if the caller gives them; the spec has no captured arrays.
+            arrays: the inputs, then the results if the caller gives them, in the order of calls of the attention. The
+                spec has no captured arrays, and the call neither maximum lengths nor a number of splits.
+            numbers: the captured numbers, by their names in the structs.
 
         Raises:
-            ArgumentError: an array does not fit the spec.
+            ArgumentError: a shard is not within the full range that the numbers give.
         """
-        library = self._library("q", arrays["q"])
-        arrays = dict(arrays)
-        return self._prepared.get_or_make(key, lambda: self._lookup_or_prepare(arrays, library, NO_BOUNDS, None)[0])
+        key, _ = self._cache_key(arrays, self._library("q", arrays["q"]), NO_BOUNDS, None)
+        prepared = self._prepared.get(key)
+        if prepared is not None and self.spec.sharded:
+            check_shard(self.spec, {c.name: numbers[member] for c, member in self._numbers}, prepared.problem)
+        return prepared
 
-    def cache_launch(self, entry: Any, generation: int) -> None:
-        """Puts a caller's own entry in front of the launch cache, which holds the last few.
+    def remember_launch(self, entry: Any, generation: int) -> None:
+        """Puts a caller's own entry in front of `recent_launches`, which holds the last few.
 
         generation: the value of `generation` when the caller looked up the shared state. If the cache was cleared
             since, the entry is stale and is not kept.
         """
-        self.launch_cache = (entry, *self.launch_cache[: _MAX_CACHED_LAUNCHES - 1])
+        self.recent_launches = (entry, *self.recent_launches[: _MAX_RECENT_LAUNCHES - 1])
         if self._prepared.generation != generation:
-            self.launch_cache = ()
+            self.recent_launches = ()
 
     @property
     def generation(self) -> int:
@@ -171,11 +174,7 @@ class Pass(Generic[AnyPrepared]):
     def clear_cache(self) -> None:
         """Removes the shared state of all calls: the next call of any shape prepares its launches again."""
         self._prepared.clear()
-        self.launch_cache = ()
-
-    def lookup(self, key: Hashable) -> AnyPrepared | None:
-        """Returns what `prepare` cached under a key; None on a miss."""
-        return self._prepared.get(key)
+        self.recent_launches = ()
 
     def launch_prepared(
         self,
@@ -283,10 +282,25 @@ class Pass(Generic[AnyPrepared]):
     def _lookup_or_prepare(
         self, arrays: dict[str, Any], library: Library, bounds: Bounds, splits: Splits
     ) -> tuple[AnyPrepared, Addresses]:
-        """Returns the cached state of a call, which a miss checks and prepares, and the addresses of the arrays.
+        """Returns the cached state of a call, which a miss checks and prepares, and the addresses of the arrays."""
+        cache_key, addresses = self._cache_key(arrays, library, bounds, splits)
+        prepared = self._prepared.get(cache_key)
+        if prepared is None:
+            libraries = {name: self._library(name, array) for name, array in arrays.items()}
+            views = {name: libraries[name].view(array, _argument(name)) for name, array in arrays.items()}
+            if "seed" in views:
+                check_seed_in_memory(views["seed"])
+            make = partial(self._prepare, views, libraries, bounds, splits)
+            prepared = self._prepared.get_or_make(cache_key, make)
+        return prepared, addresses
 
-        The cache key holds the arguments, what the libraries say of each array, and how the addresses are aligned.
-        library: the library of q, and of all arrays of the same type.
+    def _cache_key(
+        self, arrays: Mapping[str, Any], library: Library, bounds: Bounds, splits: Splits
+    ) -> tuple[tuple[Any, ...], Addresses]:
+        """Returns the key of the launch cache for a call, and the addresses of its arrays.
+
+        The key holds the arguments, what the libraries say of each array, and how the addresses are aligned. library:
+        the library of q, and of all arrays of the same type.
         """
         q_type, look = type(arrays["q"]), library.look
         key: list[Any] = [bounds, splits]
@@ -302,16 +316,7 @@ class Pass(Generic[AnyPrepared]):
             else:
                 key.append(address % _LARGEST_ELEMENT)
         key.append(misaligned % _ROW_ALIGNMENT)
-        cache_key = tuple(key)
-        prepared = self._prepared.get(cache_key)
-        if prepared is None:
-            libraries = {name: self._library(name, array) for name, array in arrays.items()}
-            views = {name: libraries[name].view(array, _argument(name)) for name, array in arrays.items()}
-            if "seed" in views:
-                check_seed_in_memory(views["seed"])
-            make = partial(self._prepare, views, libraries, bounds, splits)
-            prepared = self._prepared.get_or_make(cache_key, make)
-        return prepared, addresses
+        return tuple(key), addresses
 
     def _library(self, name: str, array: Any) -> Library:
         """Returns the library of an array. Raises ArgumentError if the engine does not take arrays of its type."""

@@ -1,8 +1,8 @@
 """The launch cache of calls with tensors of torch on a GPU, which keeps the host time of a repeated call low.
 
-An attention checks all arrays and arguments of a call. Operators pass tensors only, so that shapes, strides, dtypes,
-devices and alignment identify an earlier call that passed the same checks, and its launches are replayed. For the last
-few calls torch compares these properties itself, which is faster than reading them in Python.
+An attention checks all arrays and arguments of a call, and caches its prepared launches by the properties of the arrays
+(`Pass.lookup`). A call of an operator that hits that cache is launched without further checks. For the last few calls
+torch compares these properties itself, which is faster than reading them in Python.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OUTPUT, _BOTH = (Call({}, {}, None, 0, wanted) for wanted in (("o",), ("o", "ls
 _GRADIENTS = Call({}, {}, None, 0, ("dq", "dk", "dv"))
 # The names of a call's tensors in argument structs: the inputs, and inputs with given results.
 _READ = ("q", "k", "v")
-_READ_BACK = ("d_o", "q", "k", "v", "o", "lse")
+_READ_BACK = ("q", "k", "v", "o", "d_o", "lse")
 _READ_BACK_WITH_LSE = (*_READ_BACK, "d_lse")
 _WITH_RESULTS = {
     _READ: (*_READ, *_BOTH.wanted),
@@ -51,8 +51,8 @@ class _Kind(NamedTuple):
     numbers: Numbers
 
 
-class _CachedCall(NamedTuple):
-    """An entry of the launch cache: a call hits it if it has the `kind` and `fits` accepts its tensors."""
+class _RecentLaunch(NamedTuple):
+    """A recent launch: a call repeats it if it has the `kind` and `fits` accepts its tensors."""
 
     kind: _Kind
     fits: Callable[..., bool]
@@ -69,7 +69,7 @@ def forward(
     into: tuple[Tensor, Tensor] | None = None,
     numbers: Numbers = NO_NUMBERS,
 ) -> Any:
-    """Returns the output, or a pair with the LSE, by replaying a call that `learn_forward` cached; None on a miss.
+    """Returns the output, or a pair with the LSE, if the launch cache has a call like this one; None on a miss.
 
     into: an output and an LSE to write to, only with with_lse. numbers: captured numbers, by `numbers_of`.
     """
@@ -78,18 +78,6 @@ def forward(
     if results is None:
         return None
     return tuple(results) if with_lse else results[0]
-
-
-def learn_forward(
-    attention: Attention,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    into: tuple[Tensor, Tensor] | None = None,
-    numbers: Numbers = NO_NUMBERS,
-) -> None:
-    """Caches a call with these tensors and numbers, which the attention ran without copies, for `forward`."""
-    _cache(attention.forward, *_forward_tensors(q, k, v, into), numbers)
 
 
 Read = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -102,19 +90,9 @@ def backward(
     into: tuple[Tensor, Tensor, Tensor] | None = None,
     numbers: Numbers = NO_NUMBERS,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Returns the gradients of q, k and v by replaying a call that `learn_backward` cached; None on a miss."""
+    """Returns the gradients of q, k and v if the launch cache has a call like this one; None on a miss."""
     results = _replay(attention.backward_pass, *_backward_tensors(read, into), _GRADIENTS, into, numbers)
     return None if results is None else (results[0], results[1], results[2])
-
-
-def learn_backward(
-    attention: Attention,
-    read: Read,
-    into: tuple[Tensor, Tensor, Tensor] | None = None,
-    numbers: Numbers = NO_NUMBERS,
-) -> None:
-    """Caches a call with these tensors and numbers, which the attention ran without copies, for `backward`."""
-    _cache(attention.backward_pass, *_backward_tensors(read, into), numbers)
 
 
 def numbers_of(attention: Attention, captures: Mapping[str, Any]) -> Numbers:
@@ -129,7 +107,7 @@ def _forward_tensors(q: Tensor, k: Tensor, v: Tensor, into: tuple[Tensor, Tensor
 def _backward_tensors(read: Read, into: tuple[Tensor, Tensor, Tensor] | None) -> tuple[Names, Tensors]:
     d_out, d_lse, q, k, v, out, lse = read
     names: Names = _READ_BACK
-    tensors: Tensors = (d_out, q, k, v, out, lse)
+    tensors: Tensors = (q, k, v, out, d_out, lse)
     if d_lse is not None:
         names, tensors = _READ_BACK_WITH_LSE, (*tensors, d_lse)
     return (_WITH_RESULTS[names], (*tensors, *into)) if into else (names, tensors)
@@ -138,16 +116,16 @@ def _backward_tensors(read: Read, into: tuple[Tensor, Tensor, Tensor] | None) ->
 def _replay(
     pass_: Pass[Any], names: Names, tensors: Tensors, call: Call, into: Tensors | None, numbers: Numbers
 ) -> Sequence[Tensor] | None:
-    """Returns the results of a call by replaying a cached one; None on a miss."""
+    """Returns the results of a call that hits the launch cache; None on a miss."""
     addresses = [*map(_address, tensors)]
     kind = _Kind(names, call, reduce(or_, addresses) % _ALIGNMENT, numbers)
-    for each in pass_.launch_cache:
+    for each in pass_.recent_launches:
         if each.kind == kind and each.fits(*tensors):
             shared, replay = each.shared, each.replay
             break
     else:
         generation = pass_.generation
-        shared = pass_.lookup(_cache_key(names, tensors, kind.misaligned, numbers))
+        shared = pass_.lookup(dict(zip(names, tensors, strict=True)), numbers)
         if shared is None:
             return None
         replay = _remember(pass_, kind, tensors, shared, generation)
@@ -160,17 +138,11 @@ def _replay(
     return None if results is None else [results[name] for name in call.wanted]
 
 
-def _cache(pass_: Pass[Any], names: Names, tensors: Tensors, numbers: Numbers) -> None:
-    """Adds a call to the launch cache of a pass."""
-    misaligned = reduce(or_, map(_address, tensors)) % _ALIGNMENT
-    pass_.prepare(_cache_key(names, tensors, misaligned, numbers), dict(zip(names, tensors, strict=True)))
-
-
 def _remember(pass_: Pass[Any], kind: _Kind, tensors: Tensors, shared: Any, generation: int) -> Replay | None:
     """Lets torch recognise calls like this one. Returns a replay of its launches, or None if it does more than launch.
 
     torch compares tensors by the guards of compiled graphs, which are not documented. If they are missing, each call
-    computes its cache key in Python.
+    looks its arrays up in the launch cache.
     """
     guards = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
     if guards is None:
@@ -180,13 +152,5 @@ def _remember(pass_: Pass[Any], kind: _Kind, tensors: Tensors, shared: Any, gene
     fits = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     has_given_results = kind.names not in _WITH_RESULTS
     replay = None if has_given_results else pass_.create_replay(shared, kind.names, kind.call.wanted, _address)
-    pass_.cache_launch(_CachedCall(kind, fits, shared, replay), generation)
+    pass_.remember_launch(_RecentLaunch(kind, fits, shared, replay), generation)
     return replay
-
-
-def _cache_key(names: Names, tensors: Tensors, misaligned: int, numbers: Numbers) -> tuple[Any, ...]:
-    """The cache key of a call: shapes, strides, dtypes and devices of its tensors, misalignment and numbers."""
-    key: list[Any] = [names, misaligned, *numbers.values()]
-    for tensor in tensors:
-        key += tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-    return tuple(key)

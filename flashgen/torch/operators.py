@@ -85,7 +85,7 @@ def run_forward(
     """Runs the forward. Returns the output, or the pair (output, LSE) with `with_lse`."""
     if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, *captures)
-    if entry.is_direct and q.is_cuda:
+    if entry.is_direct and not integers and q.is_cuda:
         results = direct.forward(entry.on(q.get_device()), q, k, v, with_lse)
         if results is not None:
             return results
@@ -101,10 +101,7 @@ def run_forward(
             results = run_forward(entry, *rows, captures, integers, floats, seed, with_lse)
             return _in_order_of_q(q, results, with_lse)
         try:
-            results = entry.on(q.get_device())(q, k, v, return_lse=with_lse, **options)
-            if entry.is_direct:
-                direct.learn_forward(entry.on(q.get_device()), q, k, v)
-            return results
+            return entry.on(q.get_device())(q, k, v, return_lse=with_lse, **options)
         except ArgumentError as error:
             aligned = _in_rows(entry, q, k, v)
             check = partial(check_call, entry, q, k, v, captures, seed)
@@ -220,10 +217,6 @@ def run_backward(
             return _in_order_of_inputs(entry, (q, k, v), captures, results)
         try:
             results = entry.on(q.get_device()).backward(d_out, q, k, v, out, lse, **options)
-            if entry.is_direct:
-                read = (d_out, options.get("d_lse"), q, k, v, out, lse)
-                direct.learn_backward(entry.on(q.get_device()), read)
-                return results
         except ArgumentError as error:
             rows = (d_out, q, k, v, out)
             d_out, q, k, v, out = _copy_if_misaligned(rows, [in_rows(each) for each in rows], error)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import flashgen as fg
+from flashgen.attention.call_pass import Pass
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch import engines
@@ -96,7 +97,6 @@ def test_launches_are_those_of_the_attention_itself(target: str, launched: Launc
             assert direct.forward(attention, q, k, v, with_lse) is None, "nothing is known yet"
         memory.again()
         made = attention(q, k, v, return_lse=with_lse)
-        direct.learn_forward(attention, q, k, v)
         memory.again()
         again = direct.forward(attention, q, k, v, with_lse)
         assert len(launched) == 2 and launched[0] == launched[1] and launched[0][2] == 7
@@ -108,7 +108,6 @@ def test_launches_are_those_of_the_attention_itself(target: str, launched: Launc
         assert direct.backward(attention, given) is None
         memory.again()
         gradients = attention.backward(d_out, q, k, v, *made, d_lse=d_lse)
-        direct.learn_backward(attention, given)
         memory.again()
         again = direct.backward(attention, given)
         half = len(launched) // 2
@@ -150,8 +149,6 @@ def test_launches_of_kernels_of_every_kind(
         return (*made, *gradients), launched.copy()
 
     wanted, of_attention = calls(lambda: attention(q, k, v, return_lse=True), attention.backward)
-    direct.learn_forward(attention, q, k, v)
-    direct.learn_backward(attention, (d_out, None, q, k, v, *wanted[:2]))
     for _ in range(2):
         made, again = calls(
             lambda: direct.forward(attention, q, k, v, True),
@@ -163,7 +160,7 @@ def test_launches_of_kernels_of_every_kind(
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 def test_launches_into_given_memory_with_numbers(target: str, launched: Launched, memory: _Memory) -> None:
-    """Of shards, whose places are numbers: calls of other places are others."""
+    """Shards with positions that are numbers, which every call of the same shapes passes anew."""
     attention, (q, k, v, d_out, out, *into) = _compiled(target, sharded=True), _tensors(8)
     lse = torch.zeros(SHAPE[:3])
     places = {"shard_b": 0, "shard_h": 0, "shard_q": 128, "shard_k": 96, "whole_q": 512, "whole_k": 512}
@@ -173,32 +170,29 @@ def test_launches_into_given_memory_with_numbers(target: str, launched: Launched
     assert direct.forward(attention, q, k, v, True, (out, lse), numbers) is None
     assert direct.backward(attention, read, tuple(into), numbers) is None
     attention(q, k, v, return_lse=True, out=(out, lse), **places)
-    direct.learn_forward(attention, q, k, v, (out, lse), numbers)
     attention.backward(d_out, q, k, v, out, lse, into=tuple(into), **places)
-    direct.learn_backward(attention, read, tuple(into), numbers)
     wanted = launched.copy()
     launched.clear()
     memory.again()
     assert direct.forward(attention, q, k, v, True, (out, lse), numbers) == (out, lse)
     assert direct.backward(attention, read, tuple(into), numbers) == tuple(into)
     assert launched == wanted and len(wanted) > 2
-    assert direct.forward(attention, q, k, v, True, (out, lse), other_numbers) is None
-    assert direct.backward(attention, read, tuple(into), other_numbers) is None
     assert direct.forward(attention, q, k, v, True, None, numbers) is None
-    direct.learn_forward(attention, q, k, v, (out, lse), other_numbers)
-    launched.clear()
-    direct.forward(attention, q, k, v, True, (out, lse), other_numbers)
-    assert launched[0][1] != wanted[0][1], "its places are its own"
+    for _ in range(2):  # looked up, then recognised by torch
+        launched.clear()
+        assert direct.forward(attention, q, k, v, True, (out, lse), other_numbers) == (out, lse)
+        assert launched[0][1] != wanted[0][1]
+    outside = direct.numbers_of(attention, places | {"shard_k": 512})
+    with pytest.raises(ArgumentError, match="shard_k=512 and whole_k=512"):
+        direct.forward(attention, q, k, v, True, (out, lse), outside)
     with pytest.raises(ArgumentError, match="shares memory"):
-        shared = (out, d_out, into[0])
-        direct.learn_backward(attention, read, shared, numbers)
-        direct.backward(attention, read, shared, numbers)
+        direct.backward(attention, read, (out, d_out, into[0]), numbers)
 
 
 def test_only_calls_like_them(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other shapes, strides, dtypes, places within 16 bytes and devices are looked at by the attention itself."""
     attention, (q, k, v) = _compiled("sm_90a"), _tensors(3)
-    direct.learn_forward(attention, q, k, v)
+    attention(q, k, v)
     assert direct.forward(attention, *_tensors(3), True) is not None
     swapped = k.transpose(1, 2).contiguous().transpose(1, 2)
     off = torch.zeros(q.numel() + 1, dtype=torch.float16)[1:].view(SHAPE)
@@ -213,60 +207,59 @@ def test_only_calls_like_them(launched: Launched, monkeypatch: pytest.MonkeyPatc
     monkeypatch.undo()
 
 
-def test_what_does_not_fit_is_not_learned(launched: Launched) -> None:
+def test_a_call_that_raises_is_not_cached(launched: Launched) -> None:
     attention, (q, k, v) = _compiled("sm_90a"), _tensors(3)
     with pytest.raises(ArgumentError, match="k has dtype float32"):
-        direct.learn_forward(attention, q, k.float(), v)
+        attention(q, k.float(), v)
     assert direct.forward(attention, q, k.float(), v, True) is None
 
 
-def test_what_is_forgotten_is_worked_out_anew(launched: Launched) -> None:
-    """As after tuning, which may have found another plan for such calls."""
+def test_a_cleared_cache_has_no_launches(launched: Launched) -> None:
+    """Tuning clears it, since it may have found another plan."""
     attention, (q, k, v) = _compiled("sm_90a"), _tensors(3)
-    direct.learn_forward(attention, q, k, v)
+    attention(q, k, v)
     attention.forward.clear_cache()
     assert direct.forward(attention, q, k, v, True) is None
 
 
-def test_calls_like_the_last_ones_are_told_by_torch(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody asks their tensors in Python, and what torch tells apart is looked up once."""
+def test_torch_recognises_recent_launches(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No property of their tensors is read in Python."""
     attention, (q, k, v, d_out) = _compiled("sm_90a"), _tensors(4)
     out, lse = attention(q, k, v, return_lse=True)
-    direct.learn_forward(attention, q, k, v)
-    direct.learn_backward(attention, (d_out, None, q, k, v, out, lse))
+    attention.backward(d_out, q, k, v, out, lse)
     learned, read = q.clone().requires_grad_(), (d_out, None, q, k, v, out, lse)
     for each in (q, learned):
         assert direct.forward(attention, each, k, v, True) is not None
     assert direct.backward(attention, read) is not None
-    monkeypatch.delattr(direct, "_cache_key")
+    monkeypatch.delattr(Pass, "lookup")
     for _ in range(2):
         for each in (q, learned):
             assert direct.forward(attention, each, k, v, True) is not None
         assert direct.backward(attention, read) is not None
-    assert len(attention.forward.launch_cache) == 2 and len(attention.backward_pass.launch_cache) == 1
-    with pytest.raises(NameError, match="_cache_key"):
+    assert len(attention.forward.recent_launches) == 2 and len(attention.backward_pass.recent_launches) == 1
+    with pytest.raises(AttributeError, match="lookup"):
         direct.forward(attention, *_tensors(3, 2, 4, 80, 64), True)
     attention.backward_pass.clear_cache()
-    assert not attention.backward_pass.launch_cache
+    assert not attention.backward_pass.recent_launches
 
 
-def test_a_torch_that_tells_nothing_is_asked_the_long_way(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_guards_of_torch_calls_are_looked_up(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     attention, (q, k, v) = _compiled("sm_90a"), _tensors(3)
     monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
-    direct.learn_forward(attention, q, k, v)
+    attention(q, k, v)
     launched.clear()
     assert direct.forward(attention, q, k, v, True) is not None
-    assert len(launched) == 1 and not attention.forward.launch_cache
+    assert len(launched) == 1 and not attention.forward.recent_launches
 
 
-def test_what_was_forgotten_meanwhile_is_not_kept(launched: Launched) -> None:
+def test_a_launch_found_before_the_cache_was_cleared_is_not_kept(launched: Launched) -> None:
     attention = _compiled("sm_90a")
     for before, kept in ((0, 1), (-1, 0)):
-        attention.forward.cache_launch("an entry", before)
-        assert len(attention.forward.launch_cache) == kept
+        attention.forward.remember_launch("an entry", before)
+        assert len(attention.forward.recent_launches) == kept
     for number in range(20):
-        attention.forward.cache_launch(number, 0)
-    assert attention.forward.launch_cache == tuple(range(19, 11, -1)), "the last ones, the newest first"
+        attention.forward.remember_launch(number, 0)
+    assert attention.forward.recent_launches == tuple(range(19, 11, -1)), "the last ones, the newest first"
 
 
 @pytest.mark.gpu
@@ -297,3 +290,19 @@ def test_on_a_gpu() -> None:
             right = compiled.backward(torch.ones_like(wanted), *inputs, wanted, lse)
             for made, each in zip(ones, right, strict=True):
                 torch.testing.assert_close(made, each, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.gpu
+def test_num_splits_after_a_cached_call_on_a_gpu() -> None:
+    """A number of splits decides about bits, so a cached call without it does not answer for it."""
+    from flashgen.torch import attention
+
+    spec = fg.AttentionSpec(64, "float16")
+    q = torch.randn(1, 4, 1, 64, device="cuda", dtype=torch.float16)
+    k, v = (torch.randn(1, 4, 8192, 64, device="cuda", dtype=torch.float16) for _ in range(2))
+    default = [attention(spec, q, k, v) for _ in range(3)][-1]
+    compiled = fg.compile(spec)
+    for num_splits in (1, 2, 7):
+        wanted = compiled(q, k, v, num_splits=num_splits)
+        assert torch.equal(attention(spec, q, k, v, num_splits=num_splits), wanted)
+    assert torch.equal(attention(spec, q, k, v), default)

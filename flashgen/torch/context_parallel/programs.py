@@ -84,8 +84,6 @@ class Programs:
             return into[1]
         q, k, v = in_rows(q), in_rows(k), in_rows(v)
         attention(q, k, v, return_lse=True, out=into, **call.named)
-        if call.numbers is not None:
-            direct.learn_forward(attention, q, k, v, into, call.numbers)
         return into[1]
 
     def backward(
@@ -131,9 +129,7 @@ class Programs:
         if results is None:
             d_out, d_lse, q, k, v, out, lse = read
             d_out, q, k, v, out = in_rows(d_out), in_rows(q), in_rows(k), in_rows(v), in_rows(out)
-            read, named = (d_out, d_lse, q, k, v, out, lse), call.named | {"d_lse": d_lse}
-            results = attention.backward(d_out, q, k, v, out, lse, into=into, **named)
-            direct.learn_backward(attention, read, into, call.numbers or direct.NO_NUMBERS)
+            results = attention.backward(d_out, q, k, v, out, lse, d_lse=d_lse, into=into, **call.named)
         return results
 
     def merged(self, outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
