@@ -28,6 +28,7 @@ _MAX_VARIANTS = 1024
 _MAX_CALLS = 1024  # cached by an entry, by sizes and numbers
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 Numbers = tuple[Any, ...]
+_Found = tuple[Registered, list[int], list[float]]
 
 
 def spec_text(
@@ -55,11 +56,8 @@ class _Entry:
         self._key, self._spec, self._options, self._names = key, spec, options, names
         self.clamping = Registered(key, spec, None, **options)
         self._open = open_indices(spec, names)
-        self._by_call: dict[Any, bool] = {}
 
-    def at(
-        self, integers: list[int], floats: list[float], q: Any, k: Any, arrays: Sequence[Any]
-    ) -> tuple[Registered, list[int], list[float]]:
+    def at(self, integers: list[int], floats: list[float], q: Any, k: Any, arrays: Sequence[Any]) -> _Found:
         """Returns the entry that runs a call, and the numbers of the call."""
         if not self._open or not self._counts_from_the_end(integers, floats, q, k):
             return self.clamping, integers, floats
@@ -71,16 +69,9 @@ class _Entry:
         return Registered(self._key, counting_from_the_end(self._spec, self._open), None, **self._options)
 
     def _counts_from_the_end(self, integers: list[int], floats: list[float], q: Any, k: Any) -> bool:
-        call = (q.shape, k.shape, *integers, *floats)
-        found = self._by_call.get(call)
-        if found is None:
-            named = zip((*self.clamping.integers, *self.clamping.floats), (*integers, *floats), strict=False)
-            numbers = {capture.name: value for capture, value in named}
-            found = any_below_zero(self._open, sizes_of(q, k), numbers)
-            if len(self._by_call) >= _MAX_CALLS:
-                self._by_call.clear()
-            self._by_call[call] = found
-        return found
+        named = zip((*self.clamping.integers, *self.clamping.floats), (*integers, *floats), strict=False)
+        numbers = {capture.name: value for capture, value in named}
+        return any_below_zero(self._open, sizes_of(q, k), numbers)
 
 
 class Variant:
@@ -97,11 +88,20 @@ class Variant:
         self._first: tuple[Numbers, Numbers] | None = None
         self._varying: tuple[int, ...] = ()
         self._entries: dict[tuple[int, ...], _Entry] = {}
+        self._by_call: dict[Any, _Found] = {}
 
-    def at(
-        self, integers: Sequence[int], floats: Sequence[float], q: Any, k: Any, arrays: Sequence[Any]
-    ) -> tuple[Registered, list[int], list[float]]:
+    def at(self, integers: Sequence[int], floats: Sequence[float], q: Any, k: Any, arrays: Sequence[Any]) -> _Found:
         """Returns the entry for a call of (batch, heads, length, dim), and the numbers that are its operands."""
+        call = (q.shape, k.shape, *integers, *floats, *[array.shape for array in arrays])
+        found = self._by_call.get(call)
+        if found is None:
+            found = self._find(integers, floats, q, k, arrays)
+            if len(self._by_call) >= _MAX_CALLS:
+                self._by_call.clear()
+            self._by_call[call] = found
+        return found
+
+    def _find(self, integers: Sequence[int], floats: Sequence[float], q: Any, k: Any, arrays: Sequence[Any]) -> _Found:
         numbers = (tuple(integers), tuple(floats))
         first = self._first
         if first == numbers:
@@ -109,7 +109,7 @@ class Variant:
         if first is None:
             with self._lock:
                 self._first = first = self._first or numbers
-            return self.at(integers, floats, q, k, arrays)
+            return self._find(integers, floats, q, k, arrays)
         values, before = [*integers, *floats], [*first[0], *first[1]]
         changed = {position for position, (new, old) in enumerate(zip(values, before, strict=True)) if new != old}
         varying = self._varying
