@@ -9,7 +9,7 @@
 // method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): row_max is the paper's m, which may lag; sum is its l
 //          keys split over warps and blocks; the last block to arrive merges their shares (Dao et al. 2023, Flash-Decoding)
 // FLOPs    1024 * batch * heads_q * len_q * len_k * (share of tiles visited)
-// HBM      1024 * batch * heads_q * len_q + 1024 * batch * heads_kv * len_k * (share of tiles visited) bytes; + 4 * batch * heads_q * len_q for the LSE; + 2064 * splits * batch * heads_q * len_q for shares of splits > 1; K and V are read once for each 16 rows
+// HBM      1028 * batch * heads_q * len_q + 1024 * batch * heads_kv * len_k * (share of tiles visited) bytes, at least; + 2064 * splits * batch * heads_q * len_q for partial outputs if splits > 1; K and V are read once for each 16 rows
 //
 // Grid: one block per (tile of rows and split, heads that share rows, batch), along x, y and z. Made by
 //   flashgen show --pass decode --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":256,"layout":"bhsd","mask":{"expression":["And",["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],["And",["LessEqual",["Sub",["Add","q",["Sub","len_k","len_q"]],4096],"k"],["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]]]],"name":"causal() & sliding_window(4096)"},"scale":0.0625,"score":{"expression":["Mul",{"float":"0x1.9000000000000p+5"},["FastTanh",["Divide","score",{"float":"0x1.9000000000000p+5"}]]],"name":"softcap(50)"},"value_dim":256,"version":1}'

@@ -8,7 +8,7 @@
 // plan     128 queries x 32 keys, 4 warps, 2 stage(s) of K and V, 2 block(s) per multiprocessor, 65536 bytes of shared memory
 // method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): row_max is the paper's m, which may lag; sum is its l
 // FLOPs    512 * batch * heads_q * len_q * len_k * (share of tiles visited)
-// HBM      2 * batch * (heads_q * len_q * 256 + heads_kv * len_k * 256) bytes, at least; + 4 * batch * heads_q * len_q for the LSE
+// HBM      516 * batch * heads_q * len_q + 512 * batch * heads_kv * len_k bytes, at least
 //
 // Grid: one block per (tile of queries, head, batch), along x, y and z. Made by
 //   flashgen show --target sm_80 '{"dropout":0.0,"dtype":"bfloat16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":null,"value_dim":128,"version":1}'

@@ -8,7 +8,7 @@
 // plan     128 queries x 64 keys, 4 warps, 2 stage(s) of K and V, 2 block(s) per multiprocessor, 49152 bytes of shared memory
 // method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): row_max is the paper's m, which may lag; sum is its l
 // FLOPs    256 * batch * heads_q * len_q * len_k * (share of tiles visited)
-// HBM      2 * batch * (heads_q * len_q * 128 + heads_kv * len_k * 128) bytes, at least; + 4 * batch * heads_q * len_q for the LSE
+// HBM      260 * batch * heads_q * len_q + 256 * batch * heads_kv * len_k bytes, at least
 //
 // Grid: one block per (tile of queries, head, batch), along x, y and z. Made by
 //   flashgen show --target sm_80 '{"dropout":0.0,"dtype":"float16","head_dim":64,"layout":"bhsd","mask":{"expression":["And",["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],["And",["LessEqual",["Sub",["Add","q",["Sub","len_k","len_q"]],1024],"k"],["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]]]],"name":"causal() & sliding_window(1024)"},"scale":0.125,"score":null,"value_dim":64,"version":1}'

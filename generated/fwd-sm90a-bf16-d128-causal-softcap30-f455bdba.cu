@@ -9,7 +9,7 @@
 // method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): row_max is the paper's m, which may lag; sum is its l
 //          a warpgroup loads; the others overlap products with softmax (Shah et al. 2024, algorithm 2)
 // FLOPs    512 * batch * heads_q * len_q * len_k * (share of tiles visited)
-// HBM      2 * batch * (heads_q * len_q * 256 + heads_kv * len_k * 256) bytes, at least; + 4 * batch * heads_q * len_q for the LSE
+// HBM      516 * batch * heads_q * len_q + 512 * batch * heads_kv * len_k bytes, at least
 //
 // Grid: one block per multiprocessor; each takes tiles of queries until none is left. Made by
 //   flashgen show --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":{"expression":["Mul",{"float":"0x1.e000000000000p+4"},["FastTanh",["Divide","score",{"float":"0x1.e000000000000p+4"}]]],"name":"softcap(30)"},"value_dim":128,"version":1}'

@@ -199,8 +199,8 @@ def resources_of(kernel: RenderedKernel) -> dict[str, Any]:
         **entry.resources.to_dict(),
         "dynamic_shared": kernel.shared_bytes,
         "threads": kernel.threads,
-        "flops": kernel.cost.flops if kernel.cost else "",
-        "hbm_bytes": kernel.cost.hbm if kernel.cost else "",
+        "flops": kernel.cost.flops_text if kernel.cost else "",
+        "hbm_bytes": kernel.cost.hbm_text if kernel.cost else "",
         "nvrtc": ".".join(str(part) for part in entry.meta["nvrtc_version"]),
         "cubin": str(entry.cubin_path or "in memory"),
     }

@@ -2,38 +2,112 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.rendered_kernel import Cost
-from flashgen.codegen.tiling import ELEMENT_BYTES, padded
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flashgen.codegen.sizes import Formula, Sizes
+from flashgen.codegen.tiling import padded
+from flashgen.dtypes import DTYPES
 from flashgen.language.spec import AttentionSpec
 
-_SCORES = "batch * heads_q * len_q * len_k * (share of tiles visited)"
-_QUERIES, _KEYS = "batch * heads_q * len_q", "batch * heads_kv * len_k"
-_VARLEN_SIZES = {  # size in a batch of equal lengths -> size in a varlen batch
-    _SCORES: "heads_q * (sum of len_q * len_k over the sequences) * (share of tiles visited)",
-    _QUERIES: "heads_q * total_q",
-    _KEYS: "heads_kv * total_k",
-}
-_SUM, _STATISTICS = 4, 8  # bytes of a float32; of the LSE and D of a row
+_SUM = DTYPES["float32"].bytes
+_STATISTICS = 2 * _SUM  # the LSE and D of a row
 _FIXED_POINT = 64  # bytes of a fixed-point sum, whose value does not depend on the order of additions
+
+
+@dataclass(frozen=True)
+class Quantities:
+    """The quantities of which costs are sums: numbers of a call, or formulas in words.
+
+    Attributes:
+        scores: Pairs of a query and a key in the tiles that are visited, over all query heads and sequences.
+        queries, keys: Rows of Q and of K, over all heads and sequences.
+        visited_keys: The part of `keys` in the tiles that are visited.
+        elements: Elements of a captured array; NaN if they are not known.
+    """
+
+    scores: Any
+    queries: Any
+    keys: Any
+    visited_keys: Any
+    elements: Any
+
+
+Count = Callable[[Quantities], Any]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of a kernel.
+
+    Attributes:
+        flops: FLOPs of matrix products and of operations per row; None if they are not counted.
+        hbm: Bytes if each array is read or written once.
+        quantities: The quantities in words, for `flops_text` and `hbm_text`.
+        remark: What `hbm` leaves out.
+    """
+
+    flops: Count | None
+    hbm: Count
+    quantities: Quantities
+    remark: str = ""
+
+    @property
+    def flops_text(self) -> str:
+        return str(self.flops(self.quantities)) if self.flops else "none"
+
+    @property
+    def hbm_text(self) -> str:
+        return f"{self.hbm(self.quantities)} bytes, at least{f'; {self.remark}' if self.remark else ''}"
+
+
+_SHARE = "(share of tiles visited)"
+
+
+def _in_words(scores: str, queries: str, keys: str, visited_keys: str = "") -> Quantities:
+    # These products need no parentheses in a formula, because costs only multiply and add.
+    return Quantities(*map(Formula, (scores, queries, keys, visited_keys or f"{keys} * {_SHARE}", "elements")))
+
+
+_WORDS = {
+    False: _in_words(
+        f"batch * heads_q * len_q * len_k * {_SHARE}", "batch * heads_q * len_q", "batch * heads_kv * len_k"
+    ),
+    True: _in_words(
+        f"heads_q * (sum of len_q * len_k over the sequences) * {_SHARE}", "heads_q * total_q", "heads_kv * total_k"
+    ),
+}
+"""The quantities of a batch; True for a varlen batch."""
+_MIXED = _in_words(_WORDS[True].scores.text, "heads_q * total_q", "", f"heads_kv * (sum of keys) * {_SHARE}")
+_PREFILL = _in_words(
+    f"heads_q * (sum of len_q * len_k over the prefill sequences) * {_SHARE}",
+    "heads_q * (queries of prefill sequences)",
+    "heads_kv * (keys of prefill sequences)",
+)
+
+
+def quantities(sizes: Sizes, share: float = 1.0) -> Quantities:
+    """Returns the quantities of a call with sequences of equal length, of whose tiles `share` are visited."""
+    rows, keys = sizes.batch * sizes.heads_q * sizes.len_q, sizes.batch * sizes.heads_kv * sizes.len_k
+    return Quantities(rows * sizes.len_k * share, rows, keys, keys * share, sizes.count or math.nan)
+
+
+def _bytes(spec: AttentionSpec, of_cache: bool = False) -> int:
+    """Returns the bytes of an element of Q and O, or of K and V."""
+    return DTYPES[spec.kv_dtype if of_cache and spec.kv_dtype else spec.dtype].bytes
+
+
+def _width(spec: AttentionSpec) -> int:
+    return spec.head_dim + spec.value_dim
 
 
 def forward_cost(spec: AttentionSpec) -> Cost:
     """Returns the cost of the forward kernel, without the reads of tile lists and captures."""
-    width = spec.head_dim + spec.value_dim
-    rows = f"{ELEMENT_BYTES} * batch * (heads_q * len_q * {width} + heads_kv * len_k * {width}) bytes"
-    if spec.is_varlen:
-        rows = f"{ELEMENT_BYTES} * (heads_q * total_q * {width} + heads_kv * total_k * {width}) bytes"
-    return _in_sizes_of(spec, Cost(f"{2 * width} * {_SCORES}", f"{rows}, at least; + {_SUM} * {_QUERIES} for the LSE"))
-
-
-def _in_sizes_of(spec: AttentionSpec, cost: Cost) -> Cost:
-    """Returns the cost with the sizes of a varlen batch, if the layout of the spec is varlen."""
-    if not spec.is_varlen:
-        return cost
-    flops, hbm = cost.flops, cost.hbm
-    for plain, varlen in _VARLEN_SIZES.items():
-        flops, hbm = flops.replace(plain, varlen), hbm.replace(plain, varlen)
-    return Cost(flops, hbm)
+    row, width = _bytes(spec) * _width(spec), _width(spec)
+    hbm: Count = lambda it: (row + _SUM) * it.queries + row * it.keys
+    return Cost(lambda it: 2 * width * it.scores, hbm, _WORDS[spec.is_varlen])
 
 
 def decode_cost(spec: AttentionSpec, tile_q: int, scheduled: bool = False) -> Cost:
@@ -43,37 +117,35 @@ def decode_cost(spec: AttentionSpec, tile_q: int, scheduled: bool = False) -> Co
         scheduled: Whether blocks share the keys of all sequences as stream-K work units, so that each block has at most
             two partial outputs.
     """
-    width, rows = spec.head_dim + spec.value_dim, "batch * heads_q * len_q"
-    keys = f"{(1 if spec.kv_dtype else ELEMENT_BYTES) * width} * batch * heads_kv * len_k * (share of tiles visited)"
-    arrays = f"{ELEMENT_BYTES * width} * {rows} + {keys}"
-    partials = f"{2 * _SUM * (spec.value_dim + 2)} * splits * {rows} for shares of splits > 1"
+    width, partial = _width(spec), 2 * _SUM * (spec.value_dim + 2)
+    row, key = _bytes(spec) * width, _bytes(spec, of_cache=True) * width
+    hbm: Count = lambda it: (row + _SUM) * it.queries + key * it.visited_keys
     if scheduled:
-        partials = (
-            f"{4 * _SUM * (spec.value_dim + 2)} * splits * heads_q * len_q for shares of tiles of several columns"
-        )
-    once = f"K and V are read once for each {tile_q} rows"
-    return Cost(f"{2 * width} * {_SCORES}", f"{arrays} bytes; + {_SUM} * {rows} for the LSE; + {partials}; {once}")
+        partials = f"{2 * partial} * splits * heads_q * len_q for partial outputs of tiles of several work units"
+    else:
+        partials = f"{partial} * splits * {_WORDS[False].queries} for partial outputs if splits > 1"
+    remark = f"+ {partials}; K and V are read once for each {tile_q} rows"
+    return Cost(lambda it: 2 * width * it.scores, hbm, _WORDS[False], remark)
 
 
 def mixed_cost(spec: AttentionSpec, tile_q: int) -> Cost:
     """Returns the cost of the kernel of mixed batches: K and V once per tile of decode rows and once per prefill."""
-    width = spec.head_dim + spec.value_dim
-    keys = f"{(1 if spec.kv_dtype else ELEMENT_BYTES) * width} * heads_kv * (sum of keys) * (share of tiles visited)"
-    rows = f"{ELEMENT_BYTES * width + _SUM} * heads_q * total_q bytes with the LSE"
-    partials = f"{4 * _SUM * (spec.value_dim + 2) * tile_q} * splits * groups for shares of tiles of several columns"
-    return _in_sizes_of(spec, Cost(f"{2 * width} * {_SCORES}", f"{rows}; + {keys}, at least; + {partials}"))
+    width, partial = _width(spec), 4 * _SUM * (spec.value_dim + 2)
+    row, key = _bytes(spec) * width, _bytes(spec, of_cache=True) * width
+    hbm: Count = lambda it: (row + _SUM) * it.queries + key * it.visited_keys
+    remark = f"+ {partial * tile_q} * splits * groups for partial outputs of tiles of several work units"
+    return Cost(lambda it: 2 * width * it.scores, hbm, _MIXED, remark)
 
 
 def prefill_cost(spec: AttentionSpec) -> Cost:
     """Returns the cost of the kernel for only the prefills of mixed batches."""
-    width = spec.head_dim + spec.value_dim
-    flops = f"{2 * width} * heads_q * (sum of len_q * len_k over the prompts) * (share of tiles visited)"
-    rows = f"{ELEMENT_BYTES * width + _SUM} * heads_q * (queries of prompts) bytes with the LSE"
-    return Cost(flops, f"{rows}; + {ELEMENT_BYTES * width} * heads_kv * (keys of prompts), at least")
+    row, width = _bytes(spec) * _width(spec), _width(spec)
+    hbm: Count = lambda it: (row + _SUM) * it.queries + row * it.keys
+    return Cost(lambda it: 2 * width * it.scores, hbm, _PREFILL)
 
 
 def backward_cost(
-    part: str,
+    role: str,
     spec: AttentionSpec,
     dq_apart: bool = False,
     exact_sums: bool = False,
@@ -83,42 +155,44 @@ def backward_cost(
     """Returns the cost of a backward kernel.
 
     Args:
-        part: Role of the kernel: "preprocess", "dkdv", "dq", "postprocess", "postprocess_dk",
-            "postprocess_dv", "sink", or "d_<name>" for a capture.
+        role: Role of the kernel: "preprocess", "dkdv", "dq", "postprocess", "postprocess_dk", "postprocess_dv", "sink",
+            or "d_<name>" for a capture.
         dq_apart: Whether a kernel of its own computes dQ, so that dQ is not accumulated in memory.
         exact_sums: Whether gradients of captures are summed in fixed point.
         columns: Columns of a row of the accumulator; 0 means head_dim, padded.
         finishes: Whether the kernel converts its accumulator to dQ itself.
     """
-    return _in_sizes_of(spec, _backward_cost(part, spec, dq_apart, exact_sums, columns, finishes))
+    capture = next((each for each in spec.captures if role == f"d_{each.name}"), None)
+    if capture is not None:
+        each = (_FIXED_POINT if exact_sums else _SUM) + DTYPES[capture.dtype].bytes
+        words = replace(_WORDS[False], elements=Formula(f"elements of {capture.name}"))
+        return Cost(None, lambda it: each * it.elements, words)
+    flops, hbm = _backward_counts(role, spec, dq_apart, columns or padded(spec.head_dim), finishes)
+    return Cost(flops, hbm, _WORDS[spec.is_varlen])
 
 
-def _backward_cost(
-    part: str, spec: AttentionSpec, dq_apart: bool, exact_sums: bool, columns: int, finishes: bool
-) -> Cost:
-    head, value = spec.head_dim, spec.value_dim
-    read = ELEMENT_BYTES * (head + value)  # bytes of a row of Q and dO, or of K and V
-    sums = (
-        0 if dq_apart else 2 * _SUM * (columns or padded(head))
-    )  # bytes read and written for a row of the dQ accumulator
-    if part == "preprocess":  # it zeroes the accumulator
-        hbm = f"{2 * ELEMENT_BYTES * value + _SUM + _STATISTICS + sums // 2} * {_QUERIES}"
-        return Cost(f"{2 * value} * {_QUERIES}", hbm)
-    if part == "dkdv":  # QK, dV, dP, dK, and dQ without a kernel of its own
-        products = (2 if dq_apart else 3) * head + 2 * value
-        converted = ELEMENT_BYTES * head if finishes else 0
-        hbm = f"{read + _STATISTICS + sums + converted} * {_QUERIES} + {2 * read} * {_KEYS}"
-        return Cost(f"{2 * products} * {_SCORES}", hbm)
-    if part == "dq":  # QK, dP, dQ
-        hbm = f"{read + _STATISTICS + ELEMENT_BYTES * head} * {_QUERIES} + {read} * {_KEYS}"
-        return Cost(f"{2 * (2 * head + value)} * {_SCORES}", hbm)
-    if part == "postprocess":
-        return Cost(f"{head} * {_QUERIES}", f"{_SUM * (columns or padded(head)) + ELEMENT_BYTES * head} * {_QUERIES}")
-    if part in ("postprocess_dk", "postprocess_dv"):
-        dim = head if part == "postprocess_dk" else value
-        return Cost(f"{dim} * {_KEYS}", f"{_SUM * columns + ELEMENT_BYTES * dim} * {_KEYS}")
-    if part == "sink":
-        return Cost(f"2 * {_QUERIES}", f"{_STATISTICS} * {_QUERIES}")
-    (capture,) = (capture for capture in spec.captures if part == f"d_{capture.name}")
-    each = (_FIXED_POINT if exact_sums else _SUM) + (_SUM if capture.dtype == "float32" else ELEMENT_BYTES)
-    return Cost("none", f"{each} * elements of {capture.name}")
+def _backward_counts(
+    role: str, spec: AttentionSpec, dq_apart: bool, columns: int, finishes: bool
+) -> tuple[Count, Count]:
+    head, value, element = spec.head_dim, spec.value_dim, _bytes(spec)
+    read = element * (head + value)  # bytes of a row of Q and dO, or of K and V
+    sums = 0 if dq_apart else 2 * _SUM * columns  # bytes read and written for a row of the dQ accumulator
+    products = (2 if dq_apart else 3) * head + 2 * value  # QK, dV, dP, dK, and dQ without a kernel of its own
+    converted = element * head if finishes else 0
+    written = 2 * element * value + _SUM + _STATISTICS + sums // 2  # reads O, dO and the LSE, zeroes the accumulator
+    counts: dict[str, tuple[Count, Count]] = {
+        "preprocess": (lambda it: 2 * value * it.queries, lambda it: written * it.queries),
+        "dkdv": (
+            lambda it: 2 * products * it.scores,
+            lambda it: (read + _STATISTICS + sums + converted) * it.queries + 2 * read * it.keys,
+        ),
+        "dq": (  # QK, dP, dQ
+            lambda it: 2 * (2 * head + value) * it.scores,
+            lambda it: (read + _STATISTICS + element * head) * it.queries + read * it.keys,
+        ),
+        "postprocess": (lambda it: head * it.queries, lambda it: (_SUM * columns + element * head) * it.queries),
+        "postprocess_dk": (lambda it: head * it.keys, lambda it: (_SUM * columns + element * head) * it.keys),
+        "postprocess_dv": (lambda it: value * it.keys, lambda it: (_SUM * columns + element * value) * it.keys),
+        "sink": (lambda it: 2 * it.queries, lambda it: _STATISTICS * it.queries),
+    }
+    return counts[role]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import Protocol
 
-from flashgen.codegen.costs import forward_cost
+from flashgen.codegen.costs import Cost, forward_cost
 from flashgen.codegen.plan import Plan
-from flashgen.codegen.rendered_kernel import Cost
 from flashgen.codegen.targets import Target
 from flashgen.language.spec import AttentionSpec
 
@@ -90,7 +89,7 @@ def header(
     return _comment(
         [f"flashgen: {title}, {spec.name}"],
         [*_facts(spec, target, target.family, "; heads_q a multiple of heads_kv"), f"plan     {plan.summary(spec)}"],
-        [*method, f"FLOPs    {cost.flops}", f"HBM      {cost.hbm}"],
+        [*method, *_costs(cost)],
         grid,
         f"{show_command(plan, spec)}{options} --target {target.name} {shlex.quote(spec.to_json())}",
     )
@@ -125,10 +124,14 @@ def backward_header(
     return _comment(
         [f"flashgen: attention backward, {part}, {spec.name}", does],
         [*_facts(spec, target, target.backward_family), *divided],
-        [f"FLOPs    {cost.flops}", f"HBM      {cost.hbm} bytes, at least"],
+        _costs(cost),
         f"{per} {_VARLEN_GRIDS.get(kind, _GRIDS[kind]) if spec.is_varlen else _GRIDS[kind]}",
         f"flashgen show --pass backward {which} --target {target.name} {shlex.quote(spec.to_json())}",
     )
+
+
+def _costs(cost: Cost) -> list[str]:
+    return [f"FLOPs    {cost.flops_text}", f"HBM      {cost.hbm_text}"]
 
 
 def _facts(spec: AttentionSpec, target: Target, family: str, heads: str = "") -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flashgen.codegen.arguments import ArgumentLayout
+from flashgen.codegen.costs import Cost
 from flashgen.codegen.shared_memory import SharedMemoryLayout
 from flashgen.codegen.sizes import Sizes
 from flashgen.codegen.targets import Target
@@ -17,14 +18,6 @@ Grid = tuple[Any, Any, Any]
 """Blocks along x, y and z: integers, or formulas of named sizes."""
 # What tile lists enumerate: "keys" lists the key tiles of each query tile, "queries" the query tiles of each key tile.
 Direction = Literal["keys", "queries"]
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Formulas of a call's sizes: FLOPs of products and of operations per row; bytes if each array is moved once."""
-
-    flops: str
-    hbm: str
 
 
 def _always(sizes: Sizes) -> bool:

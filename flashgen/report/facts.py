@@ -265,7 +265,7 @@ def _facts(
         "shared": [region._asdict() for region in kernel.shared.regions()],
         "shared_overlays": [region._asdict() for region in kernel.shared.overlays()],
         "mbarriers": {name: at for at, name in kernel.shared.barrier_offsets().items()},
-        "cost": asdict(kernel.cost) if kernel.cost else None,
+        "cost": {"flops": kernel.cost.flops_text, "hbm": kernel.cost.hbm_text} if kernel.cost else None,
         "flops": count,
         "hbm_bytes": moved,
         "roofline": on_roof.to_dict() if on_roof else None,

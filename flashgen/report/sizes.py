@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flashgen.codegen.sizes import Sizes
 from flashgen.errors import ArgumentError
 
 
@@ -24,6 +25,9 @@ class CallSizes:
                 raise ArgumentError(f"{name}={value} must be at least 1")
         if self.heads_q % self.heads_kv:
             raise ArgumentError(f"heads_q={self.heads_q} must be a multiple of heads_kv={self.heads_kv}")
+
+    def to_sizes(self) -> Sizes:
+        return Sizes(self.batch, self.heads_q, self.heads_kv, self.len_q, self.len_k)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from flashgen.analysis.tile_classes import EMPTY, TileMap
+from flashgen.codegen.costs import quantities
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import Kernels
 from flashgen.codegen.targets import Target
-from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
 from flashgen.reference.traffic import (
     HbmTraffic,
@@ -19,13 +20,10 @@ from flashgen.reference.traffic import (
     traffic_standard,
     traffic_standard_backward,
 )
-from flashgen.report.arithmetic import evaluate
 from flashgen.report.sizes import CallSizes
 
 ELEMENT_BYTES = 2
 _LSE_BYTES = 4
-_SHARE = "(share of tiles visited)"
-_PAIRS = "(sum of len_q * len_k over the sequences)"  # of a varlen batch; a report assumes sequences of equal length
 
 
 @dataclass(frozen=True)
@@ -83,25 +81,17 @@ def flops(kernel: RenderedKernel, sizes: CallSizes, share: float) -> int | None:
 
     Returns None for a kernel whose FLOPs are not counted.
     """
-    if kernel.cost is None or kernel.cost.flops == "none":
+    if kernel.cost is None or kernel.cost.flops is None:
         return None
-    formula = kernel.cost.flops.replace(_SHARE, "share").replace(_PAIRS, "(batch * len_q * len_k)")
-    return round(evaluate(formula, sizes.to_dict() | _totals(sizes) | {"share": share}))
-
-
-def _totals(sizes: CallSizes) -> dict[str, int]:
-    return {"total_q": sizes.batch * sizes.len_q, "total_k": sizes.batch * sizes.len_k}
+    return round(kernel.cost.flops(quantities(sizes.to_sizes(), share)))
 
 
 def hbm_bytes(kernel: RenderedKernel, sizes: CallSizes) -> int | None:
     """Returns the bytes that a kernel moves if it reads or writes each array once; None if they depend on captures."""
     if kernel.cost is None:
         return None
-    formula = kernel.cost.hbm.replace(" bytes, at least;", "").replace(" for the LSE", "")
-    try:
-        return round(evaluate(formula, sizes.to_dict() | _totals(sizes)))
-    except ArgumentError:  # the formula has the number of elements of a capture, which only a call determines
-        return None
+    moved = kernel.cost.hbm(quantities(sizes.to_sizes()))
+    return None if math.isnan(moved) else round(moved)  # only a call determines the elements of a capture
 
 
 def _bytes(traffic: HbmTraffic, heads: int) -> int:

@@ -39,13 +39,17 @@ def test_the_backward_costs_five_products_to_the_forward_s_two() -> None:
     costs = {part: backward_cost(part, spec) for part in parts}
     assert list(costs) == ["preprocess", "dkdv", "postprocess", "d_slopes"]
     assert (
-        costs["dkdv"].flops == f"{2 * (3 * 64 + 2 * 32)} * batch * heads_q * len_q * len_k * (share of tiles visited)"
+        costs["dkdv"].flops_text
+        == f"{2 * (3 * 64 + 2 * 32)} * batch * heads_q * len_q * len_k * (share of tiles visited)"
     )
     # a query: Q and dO, LSE and D, its sums of dQ read and written; a key: K and V, dK and dV
-    assert costs["dkdv"].hbm == f"{2 * 96 + 8 + 8 * 64} * batch * heads_q * len_q + {4 * 96} * batch * heads_kv * len_k"
-    assert costs["d_slopes"].hbm == "6 * elements of slopes"
+    moved = f"{2 * 96 + 8 + 8 * 64} * batch * heads_q * len_q + {4 * 96} * batch * heads_kv * len_k bytes, at least"
+    assert costs["dkdv"].hbm_text == moved
+    assert costs["d_slopes"].hbm_text == "6 * elements of slopes bytes, at least"
     keys, queries = (backward_cost(part, spec, dq_apart=True) for part in ("dkdv", "dq"))
-    assert keys.flops.startswith(f"{2 * (2 * 64 + 2 * 32)} *") and queries.flops.startswith(f"{2 * (2 * 64 + 32)} *")
+    assert keys.flops_text.startswith(f"{2 * (2 * 64 + 2 * 32)} *") and queries.flops_text.startswith(
+        f"{2 * (2 * 64 + 32)} *"
+    )
 
 
 def test_an_unknown_pass_is_refused() -> None:

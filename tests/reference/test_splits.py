@@ -73,9 +73,9 @@ def counted_bytes() -> int:
 
 def test_show_states_what_is_counted() -> None:
     (kernel,) = render_decode(SPEC, target_named("sm_90a"))
-    assert kernel.cost is not None and "(share of tiles visited)" in kernel.cost.hbm
+    assert kernel.cost is not None and "(share of tiles visited)" in kernel.cost.hbm_text
     stated = 0
-    for product in re.findall(r"\d+(?: \* [a-z_]+)+", kernel.cost.hbm):
+    for product in re.findall(r"\d+(?: \* [a-z_]+)+", kernel.cost.hbm_text):
         number, *names = product.split(" * ")
         stated += int(number) * int(np.prod([SIZES[name] for name in names]))
     assert stated == counted_bytes()
