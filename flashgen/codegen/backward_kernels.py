@@ -36,13 +36,13 @@ from flashgen.codegen.arguments import (
 from flashgen.codegen.assembly import assemble, common_context
 from flashgen.codegen.costs import backward_cost
 from flashgen.codegen.header import backward_header
-from flashgen.codegen.ragged import sequences_text, slots, varlen_fields
 from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, Workspace, entry_name, kernel_name
 from flashgen.codegen.shared_memory import NO_SHARED_MEMORY, SharedMemoryLayout, slot_per_warp
 from flashgen.codegen.sizes import Sizes, ceil_div
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import WARP
 from flashgen.codegen.variant import Variant, variant_of
+from flashgen.codegen.varlen import sequences_text, slots, varlen_fields
 from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 from flashgen.language.well_formed import FLOAT32_MAX
@@ -154,7 +154,7 @@ DQ_ACCUM = Field("float*", "dq_accum", comment="(batch, heads_q, rows, padded he
 DQ_SEMAPHORE = Field("unsigned*", "dq_semaphore", comment="(batch, heads_q, rows / tile): the next CTA to add")
 DQ_NEXT = Field("unsigned*", "dq_next", comment="(1): the next rows of dq to convert")
 DQ_ADDED = Field("unsigned*", "dq_added", comment="(batch, heads_q): CTAs that have added all of their dQ")
-PART_TURNS = Field("unsigned*", "part_turns", comment="(split key tile, warp): the split that adds next")
+PART_SEMAPHORE = Field("unsigned*", "part_semaphore", comment="(split key tile, warp): the split that adds next")
 ROWS = Field("int", "rows", comment="len_q, rounded up")
 KEYS = Field("int", "keys", comment="len_k, rounded up")
 
@@ -184,7 +184,7 @@ def preprocess(
     fields += [Field("const float*", "d_lse", comment="or null"), Field("float*", "statistics")]
     counts = (DQ_SEMAPHORE, DQ_ADDED, DQ_NEXT) if finishes else (DQ_SEMAPHORE,)
     fields += () if dq_apart else counts if first_stores else (DQ_ACCUM,)
-    fields += [PART_TURNS, Field("int", "turns", comment="elements of part_turns")] if turns else []
+    fields += [PART_SEMAPHORE, Field("int", "part_semaphores", comment="elements of part_semaphore")] if turns else []
     fields += [*strides("o", "d_o"), *(() if spec.is_ragged else numbers("heads_q")), *numbers("len_q"), ROWS]
     layout = ordered([*fields, *(varlen_fields(keys=False) if spec.is_ragged else ())])
     lanes = max(1 << (spec.value_dim // 8 - 1).bit_length(), _PREPROCESS_THREADS // PREPROCESS_ROWS)
@@ -211,8 +211,10 @@ def preprocess(
         memory.append(Workspace("dq_next", lambda sizes: (1,), "int32"))
     values: Callable[[Sizes], dict[str, Any]] = partial(row_values, rows)
     if turns:
-        memory.append(Workspace("part_turns", lambda sizes: (turns(sizes),), "int32", wanted=lambda it: turns(it) > 0))
-        values = lambda sizes: row_values(rows, sizes) | {"turns": turns(sizes)}
+        memory.append(
+            Workspace("part_semaphore", lambda sizes: (turns(sizes),), "int32", wanted=lambda it: turns(it) > 0)
+        )
+        values = lambda sizes: row_values(rows, sizes) | {"part_semaphores": turns(sizes)}
     launch = {"grid": partial(_blocks_of_rows, spec, rows, PREPROCESS_ROWS), "values": values}
     threads, shared = _PREPROCESS_THREADS, NO_SHARED_MEMORY
     kernel = backward_kernel("preprocess", spec, target, layout, context, threads, shared, launch, plain=True)
@@ -418,7 +420,7 @@ def backward_kernel(
             "memory": shared,
             "layouts": {"shared_constants": shared},
             "mask_alone": is_masked(spec),
-            "alike": None,
+            "uniform": None,
         }
         full |= context | {"entry": entry, "header": header}
         return assemble(template or f"backward/{part}.cu.jinja", full, target, primitives)

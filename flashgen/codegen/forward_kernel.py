@@ -70,7 +70,7 @@ def forward_context(
         "score_operand": variant.score.operand_text(score) if variant.score else "",
         "score_call": variant.score.call(names) if variant.score else "",
         "divides_tiles": divides_tiles(spec, plan.tile_k),
-        "alike": None,
+        "uniform": None,
         "sink": f"load_{spec.sink.name}" if spec.sink else "",
         "sink_to_score": 1.0 if spec.score else 1 / spec.scale,
         "may_be_empty": variant.mask is not None or variant.score is not None,

@@ -16,13 +16,13 @@ from flashgen.codegen.assembly import assemble
 from flashgen.codegen.environment import environment
 from flashgen.codegen.expressions.interval_text import interval_text
 from flashgen.codegen.expressions.printer import statements
-from flashgen.codegen.ragged import sequences_text, slots, varlen_fields
 from flashgen.codegen.rendered_kernel import Direction, Grid, RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.shared_memory import slot_per_warp
 from flashgen.codegen.sizes import Sizes, ceil_div, maximum
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import WARP
 from flashgen.codegen.variant import Variant, captures_read, variant_of
+from flashgen.codegen.varlen import sequences_text, slots, varlen_fields
 from flashgen.language.operations import BATCH, HEAD, KEY, QUERY, And, Load
 from flashgen.language.spec import AttentionSpec
 
@@ -178,8 +178,8 @@ def _mask(variant: Variant) -> dict[str, Any]:
         "mask_call": variant.mask.call({symbol: str(symbol) for symbol in used}),
         "mask_reads_q": QUERY in used,
         "mask_reads_k": KEY in used,
-        "place_parameters": "".join(f"int {symbol}, " for symbol in passed),
-        "place_call": "".join(f"{symbol}, " for symbol in passed),
+        "index_parameters": "".join(f"int {symbol}, " for symbol in passed),
+        "index_call": "".join(f"{symbol}, " for symbol in passed),
     }
 
 
@@ -201,7 +201,7 @@ def _within(spec: AttentionSpec, variant: Variant, plan: Tiles) -> dict[str, Any
         "operations": within.operations,
         "wide": within.wide,
         "scanned": [array for array in variant.arrays if array.name in names],
-        "most_scanned": 2 * max(plan.tile_q, plan.tile_k),
+        "max_scanned": 2 * max(plan.tile_q, plan.tile_k),
     }
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from flashgen.codegen.arguments import QUERY_ARRAYS, VALUE_WIDE, ArgumentLayout, member_name
 from flashgen.codegen.merge_kernel import MAX_PARTIALS
-from flashgen.codegen.ragged import MAP_ROWS
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import NAMED_SIZES
 from flashgen.codegen.stages import struct_values
 from flashgen.codegen.tiling import ELEMENT_BYTES
+from flashgen.codegen.varlen import MAP_ROWS
 from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 

@@ -74,12 +74,12 @@ void bulk_commit();
 void bulk_wait_read(int pending);
 void fence_async_shared();  // async_proxy.cpp
 
-// ---- turns (turns.cpp) ----
-void await_turn(const u32* place, u32 turn, Site site);
-bool had_turn(const u32* place, u32 turn);
-void end_turn(u32* place, u32 turn, Site site);
-void count_added(u32* count, u32 amount);
-void await_added(const u32* count, u32 wanted, Site site);
+// ---- turns (semaphores.cpp) ----
+void semaphore_wait(const u32* place, u32 turn, Site site);
+bool semaphore_test(const u32* place, u32 turn);
+void semaphore_release(u32* place, u32 turn, Site site);
+void counter_add(u32* count, u32 amount);
+void counter_wait(const u32* count, u32 wanted, Site site);
 
 // ---- matrices (matrix.cpp) ----
 enum class Element : int { kf16, kbf16 };  // spelled as PTX does, which the primitives' names follow

@@ -10,7 +10,7 @@
 #include "lane_exchange.cpp"
 #include "block_barriers.cpp"
 #include "named_barriers.cpp"
-#include "turns.cpp"
+#include "semaphores.cpp"
 #include "mbarriers.cpp"
 #include "shared_memory.cpp"
 #include "async_copies.cpp"

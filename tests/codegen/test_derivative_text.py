@@ -88,11 +88,11 @@ def test_a_slope_of_one_is_not_emitted() -> None:
     assert gradient.call("x", "slope") == "score_mod(x * kScale, position.head, q, k, arguments)"
     (gather,) = gradient.gathers
     assert (gather.capture, gather.member, gather.shown, gather.shared) == ("slopes", "slopes", "slopes[h]", "block")
-    assert gather.place_call("x") == "gather0_place(position.head, arguments)"
+    assert gather.offset_call("x") == "gather0_offset(position.head, arguments)"
     assert gather.addend("ds", "dx", "x") == "ds * gather0_factor(q, k, arguments)"
     for line in (
         "// The place, row-major, of slopes[h] in an array of its shape.",
-        "__device__ __forceinline__ long long gather0_place(int h, const TestArguments& arguments) {",
+        "__device__ __forceinline__ long long gather0_offset(int h, const TestArguments& arguments) {",
         "// What the gradient by slopes[h] is of that by the modified score.",
         "  return min(static_cast<unsigned>(h), arguments.slopes_size[0] - 1u);",
         "__device__ __forceinline__ float gather0_factor(int q, int k, const TestArguments& arguments) {",
@@ -105,10 +105,10 @@ def test_a_gather_that_is_added_has_a_place_alone() -> None:
     text = rendered("relative bias")
     assert "_factor(" not in text
     for line in (
-        "  long long place = min(static_cast<unsigned>(h), arguments.table_size[0] - 1u);",
-        "  place = place * arguments.table_size[1] "
+        "  long long offset = min(static_cast<unsigned>(h), arguments.table_size[0] - 1u);",
+        "  offset = offset * arguments.table_size[1] "
         "+ min(static_cast<unsigned>(min(max(k - q, -3), 3) + 3), arguments.table_size[1] - 1u);",
-        "  return place;",
+        "  return offset;",
     ):
         assert line in text.splitlines(), line
     (gather,) = gradient_of("relative bias").gathers
@@ -139,7 +139,7 @@ def test_what_scores_share_an_element() -> None:
     found = score_gradient(fg.AttentionSpec(64, score=score))
     assert found is not None
     assert [gather.shared for gather in found.gathers] == ["block", "query", "key", "some", "some", "block"]
-    assert found.gathers[4].place_call("x") == "gather4_place(x * kScale, arguments)"
+    assert found.gathers[4].offset_call("x") == "gather4_offset(x * kScale, arguments)"
 
 
 def test_what_is_shared_is_printed_once() -> None:
@@ -204,7 +204,7 @@ def source_of(spec: fg.AttentionSpec) -> tuple[str, ArgumentLayout]:
     lines = ["const int i = blockIdx.x * 32 + threadIdx.x;", "float slope = 1.0f;"]
     lines += [f"arguments.value[i] = {gradient.call(product, 'slope', names)};", "arguments.slope[i] = slope;"]
     for number, gather in enumerate(gradient.gathers):
-        lines.append(f"arguments.place{number}[i] = {gather.place_call(product, names)};")
+        lines.append(f"arguments.place{number}[i] = {gather.offset_call(product, names)};")
         lines.append(f"arguments.change{number}[i] = {gather.addend('1.0f', 'slope', product, names)};")
     functions = templates.get_template("variant.cuh.jinja").render(struct=STRUCT, variant=variant, position=False)
     head = f'extern "C" __global__ void derivatives(const __grid_constant__ {STRUCT} arguments) {{\n  '

@@ -46,11 +46,11 @@ from flashgen.codegen.hopper.backward_scheduler import padded_keys
 from flashgen.codegen.hopper.plans import panel_columns
 from flashgen.codegen.hopper.queries_plans import HopperQueriesPlan, choose_hopper_queries_plan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan, choose_hopper_wide_plan, handed_over
-from flashgen.codegen.ragged import MAP_ROWS, tiles_of_keys, tiles_of_queries, varlen_fields
 from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import padded
 from flashgen.codegen.variant import layout_of
+from flashgen.codegen.varlen import MAP_ROWS, tiles_of_keys, tiles_of_queries, varlen_fields
 from flashgen.errors import UnsupportedError
 from flashgen.language.operations import QUERY
 from flashgen.language.spec import AttentionSpec
@@ -176,7 +176,7 @@ def _keys_context(
         "by_wgmma": True,
         "in_turns": plan.in_turns,
         "divides_columns": divides_tiles(spec, plan.tile_q, QUERY),
-        "alike": uniform_text(spec),
+        "uniform": uniform_text(spec),
         "gradient": score_gradient(spec),
         "gathers": _gathers(spec),
         "exact_sums": deterministic,

@@ -17,13 +17,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from flashgen.codegen.arguments import Field
-from flashgen.codegen.backward_kernels import PART_TURNS, Rows, is_masked, row_values
+from flashgen.codegen.backward_kernels import PART_SEMAPHORE, Rows, is_masked, row_values
 from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan
-from flashgen.codegen.ragged import tiles_of_keys
 from flashgen.codegen.rendered_kernel import Grid, Workspace
 from flashgen.codegen.sizes import Sizes, ceil_div, maximum, minimum
 from flashgen.codegen.tiling import padded
+from flashgen.codegen.varlen import tiles_of_keys
 from flashgen.language.spec import AttentionSpec
 
 _NEXT_TILE = Field(
@@ -35,7 +35,7 @@ _HEADS = Field("int", "heads", comment="of a batch that have blocks of their own
 _HEADS_AT_ONCE = Field("int", "heads_at_once", comment="whose blocks fill the card")
 _PARTS = (
     Field("float*", "part_sums", comment="dK and dV of tiles in parts, as far as they are added up"),
-    PART_TURNS,
+    PART_SEMAPHORE,
     Field("int", "divided", comment="tiles in parts, the last ones; each part counts as one of the tiles"),
     Field("int", "parts", comment="of each of these"),
 )

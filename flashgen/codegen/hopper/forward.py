@@ -27,12 +27,12 @@ from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.pages import GROUP_ROWS, box_keys, panels_joined
 from flashgen.codegen.hopper.plans import PROMPT_QUERIES, HopperPlan, panel_columns
 from flashgen.codegen.hopper.smaller_tiles import smaller_option
-from flashgen.codegen.ragged import MAP_ROWS, sequences_text, slots, varlen_fields
 from flashgen.codegen.rendered_kernel import Grid, RenderedKernel
 from flashgen.codegen.sizes import Sizes, ceil_div, maximum, minimum, reciprocal
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import ELEMENT_BYTES, padded
 from flashgen.codegen.variant import layout_of
+from flashgen.codegen.varlen import MAP_ROWS, sequences_text, slots, varlen_fields
 from flashgen.codegen.visited import visited_keys
 from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
@@ -100,7 +100,7 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         "consumer_registers": consumer_registers,
         "output_apart": plan.output_apart(spec),
         "packed": packed,
-        "alike": _uniformity_test(spec, plan),
+        "uniform": _uniformity_test(spec, plan),
         "map_rows": MAP_ROWS,
         "suffix": suffix_of(spec),
         "page_size": spec.page_size,

@@ -35,10 +35,10 @@ from flashgen.codegen.mma_sync.backward_plans import (
     choose_backward_plan,
     choose_queries_plan,
 )
-from flashgen.codegen.ragged import tiles_of_keys, tiles_of_queries, varlen_fields
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import layout_of
+from flashgen.codegen.varlen import tiles_of_keys, tiles_of_queries, varlen_fields
 from flashgen.language.operations import QUERY
 from flashgen.language.spec import AttentionSpec
 
@@ -93,7 +93,7 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
         "dq_apart": deterministic,
         "vector_reductions": target.vector_reductions,
         "divides_columns": divides_tiles(spec, plan.tile_q, QUERY),
-        "alike": uniform_text(spec),
+        "uniform": uniform_text(spec),
         "gradient": gradient,
         "gathers": gathers,
         "exact_sums": deterministic,

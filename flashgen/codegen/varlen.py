@@ -88,7 +88,7 @@ def sequences_text(
         "sums": "dq_accum" in names,
         "lengths": [name for name in ("len_q", "len_k") if name in names],
     }
-    return environment().get_template("ragged.cuh.jinja").render(context).strip()
+    return environment().get_template("varlen.cuh.jinja").render(context).strip()
 
 
 def _moved(name: str, members: set[str]) -> str:
