@@ -44,9 +44,9 @@ _KINDS: dict[Direction, tuple[str, str]] = {
     "keys": ("lists", "list_key_tiles"),
     "queries": ("query-lists", "list_query_tiles"),
 }
-# Names of each side of a tile in the template: one element, the tile index, the tile size, the sequence length.
-_QUERIES = {"one": "query", "tile": "q_tile", "size": "kTileQ", "length": "arguments.len_q"}
-_KEYS = {"one": "key", "tile": "k_tile", "size": "kTileK", "length": "arguments.len_k"}
+# Names of each side of a tile in the template: an element, elements, the tile index, the tile size, the length.
+_QUERIES = {"one": "query", "many": "queries", "tile": "q_tile", "size": "kTileQ", "length": "arguments.len_q"}
+_KEYS = {"one": "key", "many": "keys", "tile": "k_tile", "size": "kTileK", "length": "arguments.len_k"}
 
 
 def depends_on_head(spec: AttentionSpec) -> bool:
@@ -105,7 +105,7 @@ def list_layout(spec: AttentionSpec) -> ArgumentLayout:
     fields = [Field("int*", "counts"), Field("long long*", "offsets"), Field("int*", "entries")]
     fields += [Field("int", name) for name in ("len_q", "len_k")]
     fields += varlen_fields() if spec.is_ragged else []
-    fields.append(Field("int", "spacing", comment="entries from list to list; 0 where `offsets` says"))
+    fields.append(Field("int", "spacing", comment="entries from list to list, or 0 if `offsets` is given"))
     return ordered(fields + capture_fields(captures_read(spec, score=False)))
 
 

@@ -71,8 +71,8 @@ def rendered(name: str, **options: Any) -> str:
 
 def test_softcap_computes_tanh_once_and_has_the_scale_in_its_constant() -> None:
     assert rendered("softcap") == (
-        "// Score function: softcap(30), with the scale folded into its constants\n"
-        "// slope: its derivative by the score.\n"
+        "// Score function softcap(30). The softmax scale is folded into its constants.\n"
+        "// Sets `slope` to its derivative with respect to the score.\n"
         "__device__ __forceinline__ float score_mod(float product, const TestArguments& arguments, float& slope) {\n"
         "  const float x0 = tanh_approx(product * (kScale / 30.0f));\n"
         "  slope = 1.0f - x0 * x0;\n"
@@ -91,9 +91,9 @@ def test_a_slope_of_one_is_not_emitted() -> None:
     assert gather.offset_call("x") == "gather0_offset(position.head, arguments)"
     assert gather.addend("ds", "dx", "x") == "ds * gather0_factor(q, k, arguments)"
     for line in (
-        "// The place, row-major, of slopes[h] in an array of its shape.",
+        "// Returns the row-major offset of slopes[h] in the array.",
         "__device__ __forceinline__ long long gather0_offset(int h, const TestArguments& arguments) {",
-        "// What the gradient by slopes[h] is of that by the modified score.",
+        "// Returns the gradient of slopes[h] divided by the gradient of the modified score.",
         "  return min(static_cast<unsigned>(h), arguments.slopes_size[0] - 1u);",
         "__device__ __forceinline__ float gather0_factor(int q, int k, const TestArguments& arguments) {",
         "  return static_cast<float>(k - q);",
@@ -123,7 +123,7 @@ def test_a_gather_beside_the_score_has_the_gradient_by_the_score() -> None:
     assert biased is not None and of_alibi is not None
     assert biased.gathers[0].addend("ds", "dx", "x") == "dx" and biased.gathers[0].factor is None
     assert of_alibi.gathers[0].addend("ds", "dx", "x") == "dx * gather0_factor(q, k, arguments)"
-    assert "// What the gradient by slopes[h] is of that by the score before." in rendered("softcap of alibi")
+    assert "gradient of slopes[h] divided by the gradient of the unmodified score." in rendered("softcap of alibi")
 
 
 def test_indices_below_zero_are_clamped() -> None:

@@ -809,14 +809,14 @@ FAULTS = [
         ("offsets that are not bounded", "Hopper, prompts",
          r"return min\(max\((__ldg\([^;]*?\)), 0\), arguments\.total_q\);", r"return \1 + 999;"),
         ("a length that is not bounded", "Hopper, prompts",
-         r"min\(max\((__ldg\(arguments\.seqused_k[^;]*?\)), 0\), most\)", r"\1 + 9999"),
+         r"min\(max\((__ldg\(arguments\.seqused_k[^;]*?\)), 0\), max_keys\)", r"\1 + 9999"),
     ]),
     # Varlen batches
     *caught_by(VARLEN, [WRONG_OR_REPORTED], [
         (name, f"{target}{kernels}", text(right), wrong)
         for target in ("sm_80", "sm_90a")
         for name, kernels, right, wrong in [
-            ("a slot too late", "", "+ middle < slot) least", "+ middle + 1 < slot) least"),
+            ("a slot too late", "", "+ middle < slot) low", "+ middle + 1 < slot) low"),
             ("sequences without room for a tile of each", "", "number + 1);\n  const int rows_",
              "number);\n  const int rows_"),
             ("keys in use not asked for", "", "if (launched.seqused_k)", "if (false)"),
@@ -843,7 +843,7 @@ FAULTS = [
     ]),
     # The kernel that lists tiles
     *caught_by(LISTS, [RACE_AT_LINE], [
-        ("no barrier before the tiles of the warps are counted", "documents", r"__syncthreads\(\);(\s+// Behind)",
+        ("no barrier before the warps' tiles are counted", "documents", r"__syncthreads\(\);(\s+// A tile is stored)",
          r"\1"),
         ("no barrier before the next tiles take their place", "documents",
          r"__syncthreads\(\);(\s+\}\s+if \(threadIdx)", r"\1"),

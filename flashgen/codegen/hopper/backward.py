@@ -190,7 +190,7 @@ def _keys_context(
             is_masked(spec),
             queries=True,
             ragged=spec.is_ragged,
-            in_turns=plan.in_turns,
+            semaphores=plan.in_turns,
         ),
         "map_rows": MAP_ROWS,
     }
