@@ -453,7 +453,7 @@ FAULTS = [
         ("exact head sums not added", "exact slopes", r"\n    add_capture_gradients\(captured, position, arguments\);"),
         ("sums of keys not added", "bias", r"\n    add_capture_gradients\(captured, position, arguments\);"),
         ("sums of half a quad", "bias", r"return x \+ __shfl_xor_sync\(0xffffffffu, x, 2\);", "return x;"),
-        ("sums of the queries of one row", "bias", r"of_query2\[e % 2\] \+=", "of_query2[0] +="),
+        ("sums of the queries of one row", "bias", r"query_sum2\[e % 2\] \+=", "query_sum2[0] +="),
         ("a gather's other head", "bias", r"gather0_offset\(position\.head", "gather0_offset(0"),
         ("a gather without its factor", "slopes", r" \* gather0_factor\(q, k, arguments\)"),
         ("exact sums of magnitudes", "exact bias", r"negative = bits >> 31", "negative = false"),
