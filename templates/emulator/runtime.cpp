@@ -1,5 +1,5 @@
-// The whole runtime as one unit: most of its compile time is the standard library's headers, read once this way.
-#include "own_memory_functions.cpp"  // first: the others call them
+// The runtime as one unit, so that the standard library's headers, most of the compile time, are read once.
+#include "own_memory_functions.cpp"  // first, since the others call them
 #include "own_memory.cpp"
 #include "fibers.cpp"
 #include "ready_queue.cpp"
