@@ -113,7 +113,7 @@ LIST_FIELDS = (
     Field("Strides", "list_strides"),
 )
 DROPOUT_FIELDS = (
-    Field("const uint2*", "seed", comment="or null: seed_low, seed_high"),
+    Field("const uint2*", "seed", comment="null if seed_low and seed_high are the seed"),
     *(Field("unsigned", name) for name in ("seed_low", "seed_high", "offset")),
 )
 

@@ -208,7 +208,8 @@ def preprocess(
     deterministic: Whether the kernel is used in deterministic mode only.
     """
     fields = [Field("const Element*", "o"), Field("const Element*", "d_o"), Field("const float*", "lse")]
-    fields += [Field("const float*", "d_lse", comment="or null"), Field("float*", "statistics"), *dq.fields()]
+    fields += [Field("const float*", "d_lse", comment="gradient of the LSE, or null")]
+    fields += [Field("float*", "statistics"), *dq.fields()]
     fields += [*strides("o", "d_o"), *(() if spec.is_ragged else numbers("heads_q")), *numbers("len_q"), ROWS]
     layout = ordered([*fields, *(varlen_fields(keys=False) if spec.is_ragged else ())])
     lanes = max(1 << (spec.value_dim // 8 - 1).bit_length(), _PREPROCESS_THREADS // PREPROCESS_ROWS)

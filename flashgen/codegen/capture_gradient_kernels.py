@@ -53,7 +53,9 @@ def sink_kernels(spec: AttentionSpec, target: Target, rows: Rows) -> tuple[Rende
     capture = spec.sink
     if capture is None or not capture.grad:
         return ()
-    gradient = Field(f"{ELEMENT_TYPES[capture.dtype]}*", "gradient", comment=f"of {capture.name}, {capture.dtype}")
+    gradient = Field(
+        f"{ELEMENT_TYPES[capture.dtype]}*", "gradient", comment=f"gradient of {capture.name}, {capture.dtype}"
+    )
     sizes = [] if spec.is_ragged else numbers("batch", "heads_q")
     layout = ordered([STATISTICS, gradient, *sizes, ROWS, *capture_fields((capture,))])
     context: dict[str, Any] = {"deterministic": False, "threads": _SINK_THREADS}
@@ -76,7 +78,9 @@ def sink_kernels(spec: AttentionSpec, target: Target, rows: Rows) -> tuple[Rende
 
 def _capture(spec: AttentionSpec, target: Target, capture: Capture, deterministic: bool) -> RenderedKernel:
     summed = Field("const long long*" if deterministic else "const float*", "sums")
-    gradient = Field(f"{ELEMENT_TYPES[capture.dtype]}*", "gradient", comment=f"of {capture.name}, {capture.dtype}")
+    gradient = Field(
+        f"{ELEMENT_TYPES[capture.dtype]}*", "gradient", comment=f"gradient of {capture.name}, {capture.dtype}"
+    )
     context = {
         "deterministic": deterministic,
         "exact_sums": deterministic,

@@ -267,7 +267,7 @@ def _queries(
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dq")]
     fields += [STATISTICS, *numbers(*(() if spec.is_ragged else ("heads_q",)), "len_q", "len_k"), ROWS]
     fields += varlen_fields() if spec.is_ragged else []
-    fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
+    fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))
     head, value = plan.head_panel(spec), panel_columns(spec.value_dim)
     context = {
         "plan": plan,

@@ -122,7 +122,7 @@ def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows,
         ROWS,
         *(varlen_fields() if spec.is_ragged else ()),
     ]
-    fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
+    fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))
     context = {
         "plan": plan,
         "by_wgmma": False,

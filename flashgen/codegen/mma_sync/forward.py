@@ -28,7 +28,7 @@ def forward_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
     if spec.is_ragged:
         fields[4] = Field("float*", "lse", comment="(heads_q, total_q), or null")
         fields += varlen_fields()
-    fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
+    fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))
     return layout_of(spec, fields, lists, sink=True)
 
 
