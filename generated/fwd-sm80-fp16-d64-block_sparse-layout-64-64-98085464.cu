@@ -210,8 +210,7 @@ __device__ __forceinline__ int kv_head_of(int head, const ForwardArguments& argu
   return __umulhi(2 * head + 1, arguments.kv_reciprocal);
 }
 
-// The key tiles that a query tile visits, as the kernel `list_key_tiles` listed them. An entry is tile << 1, plus 1 if the
-// tile needs no mask.
+// The key tiles that a query tile visits, from `list_key_tiles`. An entry is tile << 1, plus 1 if it needs no mask.
 struct KeyTiles {
   const int* entries;
   int count;

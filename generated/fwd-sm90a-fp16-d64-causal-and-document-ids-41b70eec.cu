@@ -544,8 +544,7 @@ __device__ __forceinline__ WorkTile work_tile_at(int index, const ForwardArgumen
   return {first_query, head % arguments.heads_q, head / arguments.heads_q};
 }
 
-// The key tiles that a query tile visits, as the kernel `list_key_tiles` listed them. An entry is tile << 1, plus 1 if the
-// tile needs no mask.
+// The key tiles that a query tile visits, from `list_key_tiles`. An entry is tile << 1, plus 1 if it needs no mask.
 struct KeyTiles {
   const int* entries;
   int count;
