@@ -1,5 +1,5 @@
 // flashgen: attention backward, dkdv, bf16-d128-causal-56b1805a
-// dK and dV, and partial sums of dQ; a block iterates over the queries of a key tile
+// Computes dK and dV, and accumulates dQ; a block iterates over the queries of a key tile.
 //
 // mask     causal()
 // score    none; scale 0.0883883476
@@ -10,7 +10,7 @@
 // FLOPs    1280 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      1544 * batch * heads_q * len_q + 1024 * batch * heads_kv * len_k bytes, at least
 //
-// Grid: one block per (tile of keys, head of K and V, batch). Made by
+// Grid: one block per (key tile, KV head, batch). Reproduce with
 //   flashgen show --pass backward --kernel dkdv --target sm_80 '{"dropout":0.0,"dtype":"bfloat16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":null,"value_dim":128,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16
@@ -24,8 +24,8 @@ struct BackwardDkdvArguments {
   const Element* k;
   const Element* v;
   const Element* d_o;
-  const float* statistics;   // (batch, heads_q, rows, 2): LSE to the base 2, and D
-  float* dq_accum;   // (batch, heads_q, rows, padded head_dim), in the order of the fragments
+  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE and D
+  float* dq_accum;   // (batch, heads_q, rows, padded head_dim), in fragment order
   Element* dk;
   Element* dv;
   Strides q_strides;
@@ -61,14 +61,17 @@ constexpr int kHeadTiles = kHeadDimPadded / 8 / kSplit;     // of dK,
 constexpr int kValueTiles = kValueDimPadded / 8 / kSplit;   // of dV
 constexpr float kScale = 0.0883883461f;
 constexpr float kScoreToLog2 = 0.127517432f;   // scale * log2(e): probabilities are powers of 2
-constexpr float kNoLse = 3.40282347e+38f;     // of a row without probabilities
-constexpr float kMostLse = 4096.0f;     // to the base 2: beyond, its rounding shows in probabilities
-constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: of an LSE's magnitude, with that of the products it is of
+constexpr float kNoLse = 3.40282347e+38f;     // marks a row without allowed scores
+constexpr float kLargeLse = 4096.0f;     // to the base 2; the rounding of larger ones is visible in P
+constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of an LSE and the products that it is compared with
 
-// The tests that a tile's scores need: none, as all count; the mask; or all, where rows end in the tile or an LSE is large.
+// The tests that the scores of a tile need.
+//   kNone: none, since all scores are allowed.
+//   kMask: the mask.
+//   kAll: all tests, since the tile extends beyond the last row or an LSE is large.
 enum class Tests { kNone, kMask, kAll };
 
-// The warps divide a tile of dQ: so many of them along its rows, and along its columns; and the mma tiles of each.
+// The warps that divide a tile of dQ along its rows and columns, and the mma tiles of each of them.
 constexpr int kGradientRowWarps = 2;
 constexpr int kGradientColumnWarps = 4;
 constexpr int kGradientRowTiles = kTileQ / 16 / kGradientRowWarps;
@@ -104,49 +107,50 @@ static_assert(kRowTiles * 16 * kWarps == kTileK * kSplit && kQueryTiles % 2 == 0
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
 
-#ifndef FLASHGEN_EMULATOR   // the emulator brings its own
+#ifndef FLASHGEN_EMULATOR   // The emulator defines these itself.
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
-// Starts copying 16 bytes from global to shared memory; writes zeros, and reads nothing, where not valid.
+// Starts a copy of 16 bytes from global to shared memory. If not `valid`, it reads nothing and writes zeros.
 __device__ __forceinline__ void copy_async_16(unsigned shared_destination, const void* global_source, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :: "r"(shared_destination), "l"(global_source), "r"(valid ? 16 : 0) : "memory");
 }
 
-// Closes the group of copies started since the last commit.
+// Commits this thread's asynchronous copies since the last commit as a group.
 __device__ __forceinline__ void copy_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most `kPending` of this thread's copy groups are still in flight.
+// Waits until all but the latest kPending groups of this thread's asynchronous copies are complete.
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" :: "n"(kPending) : "memory");
 }
 
-// 2 to the power of x, by the special-function unit.
+// Returns 2 to the power of x, from the special-function unit.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// ldmatrix: four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+// ldmatrix: loads four 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrix_x4(unsigned (&fragment)[4], unsigned shared_source) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                : "r"(shared_source) : "memory");
 }
 
-// ldmatrix as above, each 8x8 matrix transposed on the way.
+// ldmatrix with transposition: loads four 8x8 matrices of 16-bit elements and transposes each. Lane l gives the address
+// of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrix_x4_transposed(unsigned (&fragment)[4], unsigned shared_source) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                : "r"(shared_source) : "memory");
 }
 
-// d (16x8, fp32) += a (16x16) * b (16x8).
+// mma: d (16x8, float32) += a (16x16) * b (16x8).
 __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
                "{ %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
@@ -154,14 +158,14 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned 
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two floats, rounded to nearest even, as one register: `low` in the lower half.
+// Rounds two floats to nearest even and packs them in a register, `low` in the lower half.
 __device__ __forceinline__ unsigned pack_bf16(float low, float high) {
   unsigned packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
 
-// The 32-bit address of `pointer` in the shared-memory window.
+// Returns the 32-bit address of `pointer` in the shared-memory window.
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
@@ -170,12 +174,12 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// Where a score stands: batch, query head, this lane's first query and its first key within a tile.
+// The position of a lane's scores: batch, query head, the lane's first query and its first key within a tile.
 struct Position {
   int batch, head, query, key;
 };
 
-// Mask: causal()
+// Mask causal(): returns whether query q may attend to key k.
 __device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDkdvArguments& arguments) {
   return k <= q + (arguments.len_k - arguments.len_q);
 }
@@ -185,7 +189,7 @@ struct WorkTile {
   int first_key, head_kv, batch;
 };
 
-// The tiles of queries that a tile of keys is attended by: one run, and a stretch of it in which every score counts.
+// The query tiles that a key tile visits. Those from full_begin to full_end need no mask.
 struct QueryTiles {
   int begin, count, full_begin, full_end;
 
@@ -196,7 +200,7 @@ struct QueryTiles {
 __device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int head, const BackwardDkdvArguments& arguments) {
   const int k_first = work.first_key;
   const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;
-  // In queries, the ends not included.
+  // The bounds are half-open ranges of queries.
   const int begin = max(0, k_first + arguments.len_q - arguments.len_k);
   const int end = arguments.len_q;
   const int full_begin = max(0, k_last + arguments.len_q - arguments.len_k);
@@ -319,14 +323,14 @@ __device__ __forceinline__ float4 statistics_of(const unsigned char* statistics,
   return *reinterpret_cast<const float4*>(statistics + query * 8);
 }
 
-// Whether some row of a tile has a large LSE.
+// Returns whether some query of a tile has a large LSE.
 __device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
   float largest = 0.0f;
   for (int row = threadIdx.x % 32; row < kTileQ; row += 32) {
     const float lse = fabsf(*reinterpret_cast<const float*>(statistics + row * 8));
     if (lse < kNoLse) largest = fmaxf(largest, lse);
   }
-  return __any_sync(0xffffffffu, largest > kMostLse);
+  return __any_sync(0xffffffffu, largest > kLargeLse);
 }
 
 // product += A * B^T: A the warp's rows of one tile in shared memory, from `rows` on; B the rows of another.
@@ -407,15 +411,16 @@ __device__ __forceinline__ void multiply_shared(float (&product)[kRowTiles][kWid
   }
 }
 
-// Turns the products of q and k into probabilities and dP into dS = P * (dP - D), D being rowsum(dO * O).
-// Only the scores that count have either, as `kTests` finds. Where an LSE may be large, a probability is 1 where it differs
-// from that by no more than the LSE is rounded.
+// Recomputes P and dS in place. The products Q * K^T become P, and dP becomes dS = P * (dP - D) with D = rowsum(dO *
+// O).
+// Scores that fail `kTests` have a P and a dS of 0. If an LSE may be large, P is 1 wherever it differs from 1 by no
+// more than the rounding of the LSE.
 template <Tests kTests>
-__device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRowTiles][kQueryTiles][4],
-                                                     float (&d_scores)[kRowTiles][kQueryTiles][4],
-                                                     const unsigned char* statistics,
-                                                     const Position& position, int first_query,
-                                                     const BackwardDkdvArguments& arguments) {
+__device__ __forceinline__ void recompute_p_and_ds(float (&probabilities)[kRowTiles][kQueryTiles][4],
+                                                   float (&d_scores)[kRowTiles][kQueryTiles][4],
+                                                   const unsigned char* statistics,
+                                                   const Position& position, int first_query,
+                                                   const BackwardDkdvArguments& arguments) {
 #pragma unroll
   for (int j = 0; j < kQueryTiles; ++j) {
     const float4 rows = statistics_of(statistics, j);
@@ -445,16 +450,17 @@ __device__ __forceinline__ void find_score_gradients(
     const unsigned char* statistics, bool full, const WorkTile& work, const Position& position, int first_query,
     const BackwardDkdvArguments& arguments) {
   if (work.first_key + kTileK > arguments.len_k || has_large_lse(statistics)) {
-    differentiate_scores<Tests::kAll>(probabilities, d_scores, statistics, position, first_query, arguments);
+    recompute_p_and_ds<Tests::kAll>(probabilities, d_scores, statistics, position, first_query, arguments);
   } else if (!full) {
-    differentiate_scores<Tests::kMask>(probabilities, d_scores, statistics, position, first_query, arguments);
+    recompute_p_and_ds<Tests::kMask>(probabilities, d_scores, statistics, position, first_query, arguments);
   } else {
-    differentiate_scores<Tests::kNone>(probabilities, d_scores, statistics, position, first_query, arguments);
+    recompute_p_and_ds<Tests::kNone>(probabilities, d_scores, statistics, position, first_query, arguments);
   }
 }
 
-// Sums lie in an order of their own, each mma tile's 128 together, so that a warp adds to neighbouring addresses.
-__device__ constexpr int sum_place(int lane, int element) { return element * 32 + lane; }
+// Returns the offset of an element of a lane within the 128 elements of an mma tile. The accumulator stores mma tiles
+// one after the other, so that a warp adds to consecutive addresses.
+__device__ constexpr int accum_offset(int lane, int element) { return element * 32 + lane; }
 
 // sums += dS * K, this warp's share of a tile of dQ. `d_scores` holds dS transposed: a row for each key.
 __device__ __forceinline__ void add_query_gradients(float* sums, unsigned d_scores, unsigned keys) {
@@ -488,7 +494,7 @@ __device__ __forceinline__ void add_query_gradients(float* sums, unsigned d_scor
     for (int j = 0; j < kGradientColumnTiles; ++j) {
       float* tile = sums + (i * kGradientColumnTiles + j) * 128;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) atomicAdd(tile + sum_place(lane, e), d_queries[i][j][e]);
+      for (int e = 0; e < 4; ++e) atomicAdd(tile + accum_offset(lane, e), d_queries[i][j][e]);
     }
   }
 }

@@ -1,5 +1,5 @@
 // flashgen: attention backward, dkdv, bf16-d128-causal-56b1805a
-// dK and dV, and dQ; a block iterates over the queries of a key tile
+// Computes dK and dV, and dQ; a block iterates over the queries of a key tile.
 //
 // mask     causal()
 // score    none; scale 0.0883883476
@@ -10,7 +10,7 @@
 // FLOPs    1280 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      1800 * batch * heads_q * len_q + 1024 * batch * heads_kv * len_k bytes, at least
 //
-// Grid: one block per multiprocessor, one after the other (tile of keys, head of K and V, batch). Made by
+// Grid: persistent, one block per multiprocessor; work tiles are (key tile, KV head, batch). Reproduce with
 //   flashgen show --pass backward --kernel dkdv --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":null,"value_dim":128,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16
@@ -19,7 +19,7 @@ struct Strides {   // in elements
   long long batch, head, row;
 };
 
-struct alignas(64) TensorMap {   // a CUtensorMap: what the copy engine knows of an array
+struct alignas(64) TensorMap {   // a CUtensorMap, which describes an array to TMA
   unsigned long long words[16];
 };
 
@@ -30,18 +30,18 @@ struct BackwardDkdvArguments {
   TensorMap d_o_map;
   TensorMap dk_map;
   TensorMap dv_map;
-  const float* statistics;   // (batch, heads_q, rows, 2): LSE to the base 2, and D
-  float* dq_accum;   // (batch, heads_q, rows, padded head_dim), in the order of the fragments
-  unsigned* dq_semaphore;   // (batch, heads_q, rows / tile): the next CTA to add
+  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE and D
+  float* dq_accum;   // (batch, heads_q, rows, padded head_dim), in fragment order
+  unsigned* dq_semaphore;   // (batch, heads_q, rows / tile): the CTA that adds next
   unsigned* dq_added;   // (batch, heads_q): CTAs that have added all of their dQ
-  unsigned* dq_next;   // (1): the next rows of dq to convert
+  unsigned* dq_next;   // (1): the next group of dq rows to convert
   Element* dq;
-  unsigned* next_tile;   // of all tiles of keys the next that no block has: 0, before and after
+  unsigned* next_tile;   // index of the next work tile; 0 before and after a launch
   Strides dq_strides;
-  int tiles;   // of keys, of all heads and batches
-  int tiles_k;   // of them those of a head
-  int heads;   // of a batch that have blocks of their own: of K and V, or query heads
-  int heads_at_once;   // whose blocks fill the card
+  int tiles;   // work tiles: key tiles of all heads and batches
+  int tiles_k;   // key tiles of a head
+  int heads;   // heads of a sequence with work tiles of their own: KV heads, or query heads
+  int heads_at_once;   // heads with enough work tiles for all multiprocessors
   int batch;
   int heads_q;
   int heads_per_kv;
@@ -64,11 +64,14 @@ constexpr int kStages = 3;   // tiles of Q, and of dO, that shared memory holds 
 constexpr int kScoreStages = 2;   // tiles of dS: one is written while dQ is made of the other
 constexpr float kScale = 0.0883883461f;
 constexpr float kScoreToLog2 = 0.127517432f;   // scale * log2(e): probabilities are powers of 2
-constexpr float kNoLse = 3.40282347e+38f;     // of a row without probabilities
-constexpr float kMostLse = 4096.0f;     // to the base 2: beyond, its rounding shows in probabilities
-constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: of an LSE's magnitude, with that of the products it is of
+constexpr float kNoLse = 3.40282347e+38f;     // marks a row without allowed scores
+constexpr float kLargeLse = 4096.0f;     // to the base 2; the rounding of larger ones is visible in P
+constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of an LSE and the products that it is compared with
 
-// The tests that a tile's scores need: none, as all count; the mask; or all, where rows end in the tile or an LSE is large.
+// The tests that the scores of a tile need.
+//   kNone: none, since all scores are allowed.
+//   kMask: the mask.
+//   kAll: all tests, since the tile extends beyond the last row or an LSE is large.
 enum class Tests { kNone, kMask, kAll };
 
 // The warpgroups divide a tile of dQ: into so many parts of 64 rows, and the rest into parts of its columns.
@@ -118,180 +121,189 @@ static_assert(kWorkTileOffset + 2 * kWorkTileBytes <= 231144, "the shared memory
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
 
-#ifndef FLASHGEN_EMULATOR   // the emulator brings its own
+#ifndef FLASHGEN_EMULATOR   // The emulator defines these itself.
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
-// Waits until so many have counted what they added, which this thread then sees.
-__device__ __forceinline__ void await_added(const unsigned* count, unsigned wanted) {
-  unsigned seen;
-  for (;; __nanosleep(200)) {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
-    if (seen >= wanted) return;
-  }
-}
-
-// Waits until those have had their turn who come before `turn`. What this thread adds in bulk from now on comes after theirs.
-__device__ __forceinline__ void await_turn(const unsigned* place, unsigned turn) {
-  unsigned next;
-  do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(next) : "l"(place) : "memory"); while (next < turn);
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-}
-
-// Closes the group of stores from shared memory that this thread has started since the last commit.
+// Commits this thread's bulk stores and reductions since the last commit as a group.
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Starts copying a run of bytes, a multiple of 16, to shared memory; they arrive at the barrier.
+// Starts a copy of contiguous bytes, a multiple of 16, to shared memory. They complete a transaction of the mbarrier.
 __device__ __forceinline__ void bulk_load(unsigned destination, const void* source, unsigned bytes, unsigned barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :: "r"(destination), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// Starts adding a run of floats in shared memory, a multiple of 16 bytes, to those in global memory.
+// Starts the addition of contiguous floats in shared memory, a multiple of 16 bytes, to floats in global memory.
 __device__ __forceinline__ void bulk_reduce_add(float* sums, unsigned source, unsigned bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                :: "l"(sums), "r"(source), "r"(bytes) : "memory");
 }
 
-// Starts copying a run of bytes, a multiple of 16, from shared to global memory.
+// Starts a copy of contiguous bytes, a multiple of 16, from shared to global memory.
 __device__ __forceinline__ void bulk_store(void* destination, unsigned source, unsigned bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
                :: "l"(destination), "r"(source), "r"(bytes) : "memory");
 }
 
-// Waits until at most kPending of this thread's groups of stores have still to read shared memory.
+// Waits until all but the latest kPending groups of this thread's bulk stores have read shared memory.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(kPending) : "memory");
 }
 
-// Waits until what this thread adds in bulk is added, and adds to a count of what is.
-__device__ __forceinline__ void count_added(unsigned* count, unsigned amount) {
+// Waits for this thread's bulk reductions to complete, and adds to a counter. They are visible to a thread that
+// acquires it.
+__device__ __forceinline__ void counter_add(unsigned* counter, unsigned amount) {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   asm volatile("fence.proxy.async.global;" ::: "memory");
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" :: "l"(count), "r"(amount) : "memory");
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" :: "l"(counter), "r"(amount) : "memory");
 }
 
-// True in one lane of the warp.
+// Waits until a counter is at least `target`. Bulk reductions that precede its increments are then visible to this
+// thread.
+__device__ __forceinline__ void counter_wait(const unsigned* counter, unsigned target) {
+  unsigned value;
+  for (;; __nanosleep(200)) {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+    if (value >= target) return;
+  }
+}
+
+// Returns true in one lane of the warp.
 __device__ __forceinline__ bool elect_one() {
   unsigned elected;
   asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(elected));
   return elected;
 }
 
-// Waits until what this thread adds in bulk is added, and says that its turn is over.
-__device__ __forceinline__ void end_turn(unsigned* place, unsigned turn) {
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(place), "r"(turn + 1) : "memory");
-}
-
-// 2 to the power of x, by the special-function unit.
+// Returns 2 to the power of x, from the special-function unit.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// Shows what this thread has written to shared memory to the copy engine and the tensor cores.
+// Makes this thread's writes to shared memory visible to TMA and wgmma, which use the asynchronous proxy.
 __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Whether those who come before `turn` have had theirs. What this thread adds in bulk from then on comes after theirs.
-__device__ __forceinline__ bool had_turn(const unsigned* place, unsigned turn) {
-  unsigned next;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(next) : "l"(place) : "memory");
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-  return next >= turn;
-}
-
+// Arrives at the barrier's current phase.
 __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
-// Announces bytes that copies will bring to the barrier's current phase, and arrives.
+// Arrives at the barrier's current phase, which in addition waits for copies of so many bytes.
 __device__ __forceinline__ void mbarrier_expect_bytes(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 
-// Makes the 8 bytes at `barrier` a barrier whose phases end after this many arrivals, and the bytes announced to it.
+// Initialises the 8 bytes at `barrier`. A phase completes after this many arrivals and the bytes expected in it.
 __device__ __forceinline__ void mbarrier_init(unsigned barrier, unsigned arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Shows initialised barriers to the copy engine; other threads see them after a __syncthreads.
+// Makes initialised barriers visible to TMA. Other threads see them after a __syncthreads.
 __device__ __forceinline__ void mbarrier_fence_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Waits until the barrier's phase of this parity has ended: 0 for its first, third, ...; a new barrier counts as past
-// a phase of parity 1.
+// Waits until the phase of this parity has completed. The first phase has parity 0. On a new barrier, a wait for parity
+// 1 returns at once.
 __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
   asm volatile("{\n\t.reg .pred done;\n"
                "again:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
                "@!done bra again;\n\t}" :: "r"(barrier), "r"(parity) : "memory");
 }
 
-// Waits until this many threads, the caller's among them, have come to barrier `id`; 0 is that of __syncthreads.
+// Arrives at barrier `id` and waits until this many threads have arrived. Barrier 0 is that of __syncthreads.
 __device__ __forceinline__ void named_barrier_sync(unsigned id, unsigned threads) {
   asm volatile("barrier.sync.aligned %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }
 
-// The same value, of which the compiler knows nothing: what follows from it is found anew, instead of held in registers.
+// Returns the value in a way that the compiler cannot see through, so that it recomputes what depends on the value
+// instead of holding it in registers.
 __device__ __forceinline__ unsigned opaque(unsigned value) {
   asm volatile("" : "+r"(value));
   return value;
 }
 
-// Keeps the compiler from moving uses of these registers, which wgmmas work on unseen, across this point.
+// Keeps the compiler from moving uses of these registers across this point, since wgmmas access them asynchronously.
 template <int kCount>
 __device__ __forceinline__ void order_registers(float (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i]) :: "memory");
 }
 
-// Two floats, rounded to nearest even, as one register: `low` in the lower half.
+// Rounds two floats to nearest even and packs them in a register, `low` in the lower half.
 __device__ __forceinline__ unsigned pack_bf16(float low, float high) {
   unsigned packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
 
-// Gives up this warpgroup's registers beyond kRegisters a thread.
+// Releases this warpgroup's registers beyond kRegisters per thread.
 template <int kRegisters>
 __device__ __forceinline__ void registers_decrease() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kRegisters));
 }
 
-// Takes registers for each thread of this warpgroup, up to kRegisters, as soon as others have given them up.
+// Raises this warpgroup's registers to kRegisters per thread, and waits until other warpgroups have released enough.
 template <int kRegisters>
 __device__ __forceinline__ void registers_increase() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegisters));
 }
 
-// The 32-bit address of `pointer` in the shared-memory window.
+// Waits for this thread's bulk reductions to complete, and advances a semaphore from `value` to value + 1.
+__device__ __forceinline__ void semaphore_release(unsigned* semaphore, unsigned value) {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(semaphore), "r"(value + 1) : "memory");
+}
+
+// Returns whether a semaphore is at least `value`. If so, later bulk reductions of this thread are ordered after those
+// that precede the release of the semaphore.
+__device__ __forceinline__ bool semaphore_test(const unsigned* semaphore, unsigned value) {
+  unsigned current;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(current) : "l"(semaphore) : "memory");
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+  return current >= value;
+}
+
+// Waits until a semaphore is at least `value`. Later bulk reductions of this thread are ordered after those that
+// precede the release of the semaphore.
+__device__ __forceinline__ void semaphore_wait(const unsigned* semaphore, unsigned value) {
+  unsigned current;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(current) : "l"(semaphore) : "memory");
+  } while (current < value);
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+// Returns the 32-bit address of `pointer` in the shared-memory window.
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// stmatrix: four 8x8 matrices of 16-bit elements to shared memory; lane l gives the address of row l % 8 of matrix l / 8.
+// stmatrix: stores four 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrix_x4(unsigned destination, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], { %1, %2, %3, %4};"
                :: "r"(destination), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
 }
 
-// stmatrix as above, each 8x8 matrix transposed on the way.
+// stmatrix with transposition: transposes and stores four 8x8 matrices of 16-bit elements. Lane l gives the address of
+// row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrix_x4_transposed(unsigned destination, unsigned r0, unsigned r1, unsigned r2,
                                                            unsigned r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], { %1, %2, %3, %4};"
                :: "r"(destination), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
 }
 
-// Starts copying the box of the map at coordinates (c0, ...) to shared memory, zeros where it leaves the tensor; its
-// bytes arrive at the barrier.
+// Starts a copy of the box at coordinates (c0, ...) of a tensor to shared memory, with zeros for elements outside of
+// the tensor. Its bytes complete a transaction of the mbarrier.
 __device__ __forceinline__ void tma_load_4d(unsigned destination, const TensorMap& map, unsigned barrier, int c0, int c1,
                                             int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
@@ -299,24 +311,25 @@ __device__ __forceinline__ void tma_load_4d(unsigned destination, const TensorMa
                :: "r"(destination), "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
 
-// Starts copying a box from shared memory to coordinates (c0, ...) of the map's tensor, clipped at its ends.
+// Starts a copy of a box in shared memory to coordinates (c0, ...) of a tensor, clipped to the tensor.
 __device__ __forceinline__ void tma_store_4d(const TensorMap& map, unsigned source, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, { %2, %3, %4, %5}], [%1];"
                :: "l"(&map), "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
 
-// Closes the group of wgmmas started since the last commit.
+// Commits this warpgroup's wgmmas since the last commit as a group.
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Orders this warpgroup's uses of registers before the wgmmas that follow, which read or accumulate in them.
+// Orders this warpgroup's register accesses before those of the following wgmmas.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// d (64 x kN, fp32) = a (64 x 16) * b (16 x kN), plus d where `accumulate`; a in registers, as of mma.m16n8k16, b a
-// described tile of shared memory, its rows along the depth where kTransposedB. Asynchronous.
+// Starts d (64 x kN, float32) = a (64 x 16) * b (16 x kN), plus d if `accumulate`. a is in registers, as for
+// mma.m16n8k16. b is the descriptor of a shared-memory tile, the rows of which run along the depth if kTransposedB. d
+// is valid after the group of the wgmma is complete.
 template <int kN, bool kTransposedB>
 __device__ __forceinline__ void wgmma_registers_bf16(float (&d)[kN / 2], const unsigned (&a)[4], unsigned long long b,
                                                      bool accumulate);
@@ -345,14 +358,9 @@ __device__ __forceinline__ void wgmma_registers_bf16<128, true>(
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
-// Waits until at most kPending of this warpgroup's groups of wgmmas are still in flight.
-template <int kPending>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory");
-}
-
-// d (64 x kN, fp32) = a (64 x 16) * b (16 x kN), plus d where `accumulate`; a and b are described tiles of shared memory,
-// b's rows along the depth where kTransposedB. Asynchronous: d is whole after wgmma_wait.
+// Starts d (64 x kN, float32) = a (64 x 16) * b (16 x kN), plus d if `accumulate`. a and b are descriptors of
+// shared-memory tiles. The rows of b run along the depth if kTransposedB. d is valid after the group of the wgmma is
+// complete.
 template <int kN, bool kTransposedB>
 __device__ __forceinline__ void wgmma_shared_bf16(float (&d)[kN / 2], unsigned long long a, unsigned long long b,
                                                   bool accumulate);
@@ -389,10 +397,17 @@ __device__ __forceinline__ void wgmma_shared_bf16<64, true>(
                : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
+// Waits until all but the latest kPending groups of this warpgroup's wgmmas are complete.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory");
+}
+
 #endif
 
-// What wgmma is told of a tile in shared memory (PTX ISA, "matrix descriptor"): where it begins, how far apart are its
-// panels (leading; unused where rows run along the depth) and its groups of 8 rows (stride), and how its 16-byte chunks are swizzled.
+// Returns the descriptor of a shared-memory tile for wgmma (PTX ISA, "matrix descriptor"): its address, the distances
+// between its panels (leading, unused if rows run along the depth) and between its groups of 8 rows (stride), and the
+// swizzle of its 16-byte chunks.
 template <int kSwizzleBytes>
 __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address, unsigned leading_bytes,
                                                                 unsigned stride_bytes) {
@@ -401,7 +416,7 @@ __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address
          static_cast<unsigned long long>(stride_bytes >> 4) << 32 | kMode << 62;
 }
 
-// Four lanes transpose what they hold: of lane i's values, the j-th goes to lane j, as its i-th.
+// Transposes the values of four lanes: value j of lane i becomes value i of lane j.
 __device__ __forceinline__ void quad_transpose(unsigned (&values)[4]) {
 #pragma unroll
   for (int distance = 1; distance < 4; distance *= 2) {
@@ -572,12 +587,12 @@ __device__ __forceinline__ void lay_down(const float (&rows)[kColumns / 2], void
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// Where a score stands: batch, query head, this lane's first query and its first key within a tile.
+// The position of a lane's scores: batch, query head, the lane's first query and its first key within a tile.
 struct Position {
   int batch, head, query, key;
 };
 
-// Mask: causal()
+// Mask causal(): returns whether query q may attend to key k.
 __device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDkdvArguments& arguments) {
   return k <= q + (arguments.len_k - arguments.len_q);
 }
@@ -605,7 +620,7 @@ __device__ __forceinline__ WorkTile work_tile_at(unsigned number, const Backward
   return {tile * kTileK, head % arguments.heads, head / arguments.heads};
 }
 
-// The tiles of queries that a tile of keys is attended by: one run, and a stretch of it in which every score counts.
+// The query tiles that a key tile visits. Those from full_begin to full_end need no mask.
 struct QueryTiles {
   int begin, count, full_begin, full_end;
 
@@ -616,7 +631,7 @@ struct QueryTiles {
 __device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int head, const BackwardDkdvArguments& arguments) {
   const int k_first = work.first_key;
   const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;
-  // In queries, the ends not included.
+  // The bounds are half-open ranges of queries.
   const int begin = max(0, k_first + arguments.len_q - arguments.len_k);
   const int end = arguments.len_q;
   const int full_begin = max(0, k_last + arguments.len_q - arguments.len_k);
@@ -741,16 +756,16 @@ __device__ __forceinline__ void add_up(const WorkTile& work, int& use, unsigned 
     const long long row = first_row(walk, work, arguments);
     unsigned* const place = arguments.dq_semaphore + row / kTileQ;
     float* const sums = arguments.dq_accum + row * kHeadDimPadded;
-    const bool stored = had_turn(place, 2);   // most of the time
+    const bool stored = semaphore_test(place, 2);   // most of the time
     mbarrier_wait(barriers.gradients_full(use), use / 2 & 1);
     const bool first = !stored && atomicCAS(place, 0u, 1u) == 0;
-    if (!stored && !first) await_turn(place, 2);
+    if (!stored && !first) semaphore_wait(place, 2);
     if (first) bulk_store(sums, shared + kGradientOffset, kGradientBytes);
     else bulk_reduce_add(sums, shared + kGradientOffset, kGradientBytes);
     bulk_commit();
     bulk_wait_read<0>();
     mbarrier_arrive(barriers.gradients_empty());
-    if (first) end_turn(place, 1);
+    if (first) semaphore_release(place, 1);
   }
 }
 
@@ -762,7 +777,7 @@ __device__ __forceinline__ void add_up_works(unsigned shared, const Barriers& ba
     const WorkTile& work = work_tile_slot(turn);   // which stays there: this thread has few registers
     if (work.first_key < 0) return;
     add_up(work, use, shared, barriers, arguments);
-    count_added(arguments.dq_added + work.batch * arguments.heads + work.head_kv, 1);
+    counter_add(arguments.dq_added + work.batch * arguments.heads + work.head_kv, 1);
     mbarrier_arrive(barriers.work_tile_empty(turn));
   }
 }
@@ -811,7 +826,7 @@ __device__ __forceinline__ void finish(const BackwardDkdvArguments& arguments) {
     const unsigned number = part / parts;
     if (lane == 0) next = atomicAdd(arguments.dq_next, 1u);   // arrives meanwhile
     if (number >= complete) {
-      if (lane == 0) await_added(arguments.dq_added + number, arguments.tiles_k * kAdders);
+      if (lane == 0) counter_wait(arguments.dq_added + number, arguments.tiles_k * kAdders);
       __syncwarp();
       complete = number + 1;
     }
@@ -826,22 +841,22 @@ __device__ __forceinline__ float4 statistics_of(const unsigned char* statistics,
   return *reinterpret_cast<const float4*>(statistics + (j * 8 + threadIdx.x % 4 * 2) * 8);
 }
 
-// Whether some row of a tile has a large LSE.
+// Returns whether some query of a tile has a large LSE.
 __device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
   float largest = 0.0f;
   for (int row = threadIdx.x % 32; row < kTileQ; row += 32) {
     const float lse = fabsf(*reinterpret_cast<const float*>(statistics + row * 8));
     if (lse < kNoLse) largest = fmaxf(largest, lse);
   }
-  return __any_sync(0xffffffffu, largest > kMostLse);
+  return __any_sync(0xffffffffu, largest > kLargeLse);
 }
 
-// Turns the products of q and k into probabilities, which only the scores have that count, as `kTests` finds. Where an LSE
-// may be large, one is 1 where it differs from that by no more than the LSE is rounded.
+// Recomputes P in place of the products Q * K^T. Scores that fail `kTests` have a P of 0. If an LSE may be large, P is
+// 1 wherever it differs from 1 by no more than the rounding of the LSE.
 template <Tests kTests>
-__device__ __forceinline__ void exponentiate(float (&scores)[kQueryTiles * 4],
-                                             const unsigned char* statistics, const Position& position,
-                                             int first_query, const BackwardDkdvArguments& arguments) {
+__device__ __forceinline__ void recompute_p(float (&scores)[kQueryTiles * 4],
+                                            const unsigned char* statistics, const Position& position,
+                                            int first_query, const BackwardDkdvArguments& arguments) {
 #pragma unroll
   for (int j = 0; j < kQueryTiles; ++j) {
     const float4 rows = statistics_of(statistics, j);
@@ -852,17 +867,17 @@ __device__ __forceinline__ void exponentiate(float (&scores)[kQueryTiles * 4],
       float exponent = fmaf(scores[j * 4 + e], kScoreToLog2, -lse);
       if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
       const float probability = exp2_approx(exponent);
-      const bool counts = kTests == Tests::kNone ||
+      const bool allowed = kTests == Tests::kNone ||
           (kTests == Tests::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
-      scores[j * 4 + e] = counts ? probability : 0.0f;
+      scores[j * 4 + e] = allowed ? probability : 0.0f;
     }
   }
 }
 
-// Turns dP into dS = P * (dP - D), D being rowsum(dO * O).
-__device__ __forceinline__ void multiply_by_probabilities(float (&d_scores)[kQueryTiles * 4],
-                                                          const float (&probabilities)[kQueryTiles * 4],
-                                                          const unsigned char* statistics) {
+// Turns dP into dS = P * (dP - D) with D = rowsum(dO * O).
+__device__ __forceinline__ void compute_ds(float (&d_scores)[kQueryTiles * 4],
+                                           const float (&probabilities)[kQueryTiles * 4],
+                                           const unsigned char* statistics) {
 #pragma unroll
   for (int j = 0; j < kQueryTiles; ++j) {
     const float4 rows = statistics_of(statistics, j);
@@ -956,14 +971,14 @@ __device__ __forceinline__ void find_score_gradients(float (&scores)[kTileQ / 2]
   const int first_query = walk.first_query();
   const unsigned char* statistics = shared_memory + kStatisticsOffset + use % kStages * kStatisticsBytes;
   if (work.first_key + kTileK > arguments.len_k || has_large_lse(statistics)) {
-    exponentiate<Tests::kAll>(scores, statistics, position, first_query, arguments);
+    recompute_p<Tests::kAll>(scores, statistics, position, first_query, arguments);
   } else if (!walk.tiles.full(walk.step)) {
-    exponentiate<Tests::kMask>(scores, statistics, position, first_query, arguments);
+    recompute_p<Tests::kMask>(scores, statistics, position, first_query, arguments);
   } else {
-    exponentiate<Tests::kNone>(scores, statistics, position, first_query, arguments);
+    recompute_p<Tests::kNone>(scores, statistics, position, first_query, arguments);
   }
   await_product<0>(d_scores);
-  multiply_by_probabilities(d_scores, scores, statistics);
+  compute_ds(d_scores, scores, statistics);
 }
 
 // Writes dK and dV. dV takes the place of V, dK that of this warp's part of dQ: the next work's K is on

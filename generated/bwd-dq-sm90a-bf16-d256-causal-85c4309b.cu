@@ -1,5 +1,5 @@
 // flashgen: attention backward, dq, bf16-d256-causal-85c4309b
-// dQ; a block iterates over the keys of a query tile
+// Computes dQ; a block iterates over the keys of a query tile.
 //
 // mask     causal()
 // score    none; scale 0.0625
@@ -10,12 +10,12 @@
 // FLOPs    1536 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      1544 * batch * heads_q * len_q + 1024 * batch * heads_kv * len_k bytes, at least
 //
-// Grid: one block per (tile of queries, head, batch). Made by
+// Grid: one block per (query tile, query head, batch). Reproduce with
 //   flashgen show --pass backward --kernel dq --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":256,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.0625,"score":null,"value_dim":256,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16
 
-struct alignas(64) TensorMap {   // a CUtensorMap: what the copy engine knows of an array
+struct alignas(64) TensorMap {   // a CUtensorMap, which describes an array to TMA
   unsigned long long words[16];
 };
 
@@ -25,12 +25,12 @@ struct BackwardDqArguments {
   TensorMap v_map;
   TensorMap d_o_map;
   TensorMap dq_map;
-  const float* statistics;   // (batch, heads_q, rows, 2): LSE to the base 2, and D
+  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE and D
   int heads_q;
   int len_q;
   int len_k;
   int rows;   // len_q, rounded up
-  unsigned kv_reciprocal;   // 2^31 / heads per head of K and V, rounded up
+  unsigned kv_reciprocal;   // 2^31 / (query heads per KV head), rounded up
 };
 
 // ---- The plan -------------------------------------------------------------------------------------------------------
@@ -47,11 +47,14 @@ constexpr int kKeyStages = 2;     // tiles of K that shared memory holds at once
 constexpr int kValueStages = 1;   // of V
 constexpr float kScale = 0.0625f;
 constexpr float kScoreToLog2 = 0.0901684389f;   // scale * log2(e): probabilities are powers of 2
-constexpr float kNoLse = 3.40282347e+38f;     // of a row without probabilities
-constexpr float kMostLse = 4096.0f;     // to the base 2: beyond, its rounding shows in probabilities
-constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: of an LSE's magnitude, with that of the products it is of
+constexpr float kNoLse = 3.40282347e+38f;     // marks a row without allowed scores
+constexpr float kLargeLse = 4096.0f;     // to the base 2; the rounding of larger ones is visible in P
+constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of an LSE and the products that it is compared with
 
-// The tests that a tile's scores need: none, as all count; the mask; or all, where rows end in the tile or an LSE is large.
+// The tests that the scores of a tile need.
+//   kNone: none, since all scores are allowed.
+//   kMask: the mask.
+//   kAll: all tests, since the tile extends beyond the last row or an LSE is large.
 enum class Tests { kNone, kMask, kAll };
 
 // A tile is panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
@@ -79,111 +82,112 @@ static_assert(kBarrierOffset + kBarrierBytes <= 229432, "the shared memory of th
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
 
-#ifndef FLASHGEN_EMULATOR   // the emulator brings its own
+#ifndef FLASHGEN_EMULATOR   // The emulator defines these itself.
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
-// Closes the group of stores from shared memory that this thread has started since the last commit.
+// Commits this thread's bulk stores and reductions since the last commit as a group.
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until at most kPending of this thread's groups of stores have still to read shared memory.
+// Waits until all but the latest kPending groups of this thread's bulk stores have read shared memory.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(kPending) : "memory");
 }
 
-// True in one lane of the warp.
+// Returns true in one lane of the warp.
 __device__ __forceinline__ bool elect_one() {
   unsigned elected;
   asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(elected));
   return elected;
 }
 
-// 2 to the power of x, by the special-function unit.
+// Returns 2 to the power of x, from the special-function unit.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// Shows what this thread has written to shared memory to the copy engine and the tensor cores.
+// Makes this thread's writes to shared memory visible to TMA and wgmma, which use the asynchronous proxy.
 __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Arrives at the barrier's current phase.
 __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
-// Announces bytes that copies will bring to the barrier's current phase, and arrives.
+// Arrives at the barrier's current phase, which in addition waits for copies of so many bytes.
 __device__ __forceinline__ void mbarrier_expect_bytes(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 
-// Makes the 8 bytes at `barrier` a barrier whose phases end after this many arrivals, and the bytes announced to it.
+// Initialises the 8 bytes at `barrier`. A phase completes after this many arrivals and the bytes expected in it.
 __device__ __forceinline__ void mbarrier_init(unsigned barrier, unsigned arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Shows initialised barriers to the copy engine; other threads see them after a __syncthreads.
+// Makes initialised barriers visible to TMA. Other threads see them after a __syncthreads.
 __device__ __forceinline__ void mbarrier_fence_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Waits until the barrier's phase of this parity has ended: 0 for its first, third, ...; a new barrier counts as past
-// a phase of parity 1.
+// Waits until the phase of this parity has completed. The first phase has parity 0. On a new barrier, a wait for parity
+// 1 returns at once.
 __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
   asm volatile("{\n\t.reg .pred done;\n"
                "again:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
                "@!done bra again;\n\t}" :: "r"(barrier), "r"(parity) : "memory");
 }
 
-// Waits until this many threads, the caller's among them, have come to barrier `id`; 0 is that of __syncthreads.
+// Arrives at barrier `id` and waits until this many threads have arrived. Barrier 0 is that of __syncthreads.
 __device__ __forceinline__ void named_barrier_sync(unsigned id, unsigned threads) {
   asm volatile("barrier.sync.aligned %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }
 
-// Keeps the compiler from moving uses of these registers, which wgmmas work on unseen, across this point.
+// Keeps the compiler from moving uses of these registers across this point, since wgmmas access them asynchronously.
 template <int kCount>
 __device__ __forceinline__ void order_registers(float (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i]) :: "memory");
 }
 
-// Two floats, rounded to nearest even, as one register: `low` in the lower half.
+// Rounds two floats to nearest even and packs them in a register, `low` in the lower half.
 __device__ __forceinline__ unsigned pack_bf16(float low, float high) {
   unsigned packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
 
-// Gives up this warpgroup's registers beyond kRegisters a thread.
+// Releases this warpgroup's registers beyond kRegisters per thread.
 template <int kRegisters>
 __device__ __forceinline__ void registers_decrease() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kRegisters));
 }
 
-// Takes registers for each thread of this warpgroup, up to kRegisters, as soon as others have given them up.
+// Raises this warpgroup's registers to kRegisters per thread, and waits until other warpgroups have released enough.
 template <int kRegisters>
 __device__ __forceinline__ void registers_increase() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegisters));
 }
 
-// The 32-bit address of `pointer` in the shared-memory window.
+// Returns the 32-bit address of `pointer` in the shared-memory window.
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// stmatrix: four 8x8 matrices of 16-bit elements to shared memory; lane l gives the address of row l % 8 of matrix l / 8.
+// stmatrix: stores four 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrix_x4(unsigned destination, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], { %1, %2, %3, %4};"
                :: "r"(destination), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
 }
 
-// Starts copying the box of the map at coordinates (c0, ...) to shared memory, zeros where it leaves the tensor; its
-// bytes arrive at the barrier.
+// Starts a copy of the box at coordinates (c0, ...) of a tensor to shared memory, with zeros for elements outside of
+// the tensor. Its bytes complete a transaction of the mbarrier.
 __device__ __forceinline__ void tma_load_4d(unsigned destination, const TensorMap& map, unsigned barrier, int c0, int c1,
                                             int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
@@ -191,24 +195,25 @@ __device__ __forceinline__ void tma_load_4d(unsigned destination, const TensorMa
                :: "r"(destination), "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
 
-// Starts copying a box from shared memory to coordinates (c0, ...) of the map's tensor, clipped at its ends.
+// Starts a copy of a box in shared memory to coordinates (c0, ...) of a tensor, clipped to the tensor.
 __device__ __forceinline__ void tma_store_4d(const TensorMap& map, unsigned source, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, { %2, %3, %4, %5}], [%1];"
                :: "l"(&map), "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
 
-// Closes the group of wgmmas started since the last commit.
+// Commits this warpgroup's wgmmas since the last commit as a group.
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Orders this warpgroup's uses of registers before the wgmmas that follow, which read or accumulate in them.
+// Orders this warpgroup's register accesses before those of the following wgmmas.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// d (64 x kN, fp32) = a (64 x 16) * b (16 x kN), plus d where `accumulate`; a in registers, as of mma.m16n8k16, b a
-// described tile of shared memory, its rows along the depth where kTransposedB. Asynchronous.
+// Starts d (64 x kN, float32) = a (64 x 16) * b (16 x kN), plus d if `accumulate`. a is in registers, as for
+// mma.m16n8k16. b is the descriptor of a shared-memory tile, the rows of which run along the depth if kTransposedB. d
+// is valid after the group of the wgmma is complete.
 template <int kN, bool kTransposedB>
 __device__ __forceinline__ void wgmma_registers_bf16(float (&d)[kN / 2], const unsigned (&a)[4], unsigned long long b,
                                                      bool accumulate);
@@ -253,14 +258,9 @@ __device__ __forceinline__ void wgmma_registers_bf16<256, true>(
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
-// Waits until at most kPending of this warpgroup's groups of wgmmas are still in flight.
-template <int kPending>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory");
-}
-
-// d (64 x kN, fp32) = a (64 x 16) * b (16 x kN), plus d where `accumulate`; a and b are described tiles of shared memory,
-// b's rows along the depth where kTransposedB. Asynchronous: d is whole after wgmma_wait.
+// Starts d (64 x kN, float32) = a (64 x 16) * b (16 x kN), plus d if `accumulate`. a and b are descriptors of
+// shared-memory tiles. The rows of b run along the depth if kTransposedB. d is valid after the group of the wgmma is
+// complete.
 template <int kN, bool kTransposedB>
 __device__ __forceinline__ void wgmma_shared_bf16(float (&d)[kN / 2], unsigned long long a, unsigned long long b,
                                                   bool accumulate);
@@ -281,10 +281,17 @@ __device__ __forceinline__ void wgmma_shared_bf16<64, false>(
                : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
+// Waits until all but the latest kPending groups of this warpgroup's wgmmas are complete.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory");
+}
+
 #endif
 
-// What wgmma is told of a tile in shared memory (PTX ISA, "matrix descriptor"): where it begins, how far apart are its
-// panels (leading; unused where rows run along the depth) and its groups of 8 rows (stride), and how its 16-byte chunks are swizzled.
+// Returns the descriptor of a shared-memory tile for wgmma (PTX ISA, "matrix descriptor"): its address, the distances
+// between its panels (leading, unused if rows run along the depth) and between its groups of 8 rows (stride), and the
+// swizzle of its 16-byte chunks.
 template <int kSwizzleBytes>
 __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address, unsigned leading_bytes,
                                                                 unsigned stride_bytes) {
@@ -410,12 +417,12 @@ __device__ __forceinline__ void await_product(float (&product)[kCount]) {
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// Where a score stands: batch, query head, this lane's first query and its first key within a tile.
+// The position of a lane's scores: batch, query head, the lane's first query and its first key within a tile.
 struct Position {
   int batch, head, query, key;
 };
 
-// Mask: causal()
+// Mask causal(): returns whether query q may attend to key k.
 __device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDqArguments& arguments) {
   return k <= q + (arguments.len_k - arguments.len_q);
 }
@@ -439,7 +446,7 @@ __device__ __forceinline__ unsigned values_at(unsigned shared, int use) {
   return shared + kValueOffset + use % kValueStages * kValueBytes;
 }
 
-// The tiles of keys that a tile of queries attends to: one run, and a stretch of it in which every score counts.
+// The key tiles that a query tile visits. Those from full_begin to full_end need no mask.
 struct KeyTiles {
   int begin, count, full_begin, full_end;
 
@@ -450,7 +457,7 @@ struct KeyTiles {
 __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const BackwardDqArguments& arguments) {
   const int q_first = work.first_query;
   const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;
-  // In keys, the ends not included.
+  // The bounds are half-open ranges of keys.
   const int begin = 0;
   const int end = min(arguments.len_k, q_last + arguments.len_k - arguments.len_q + 1);
   const int full_begin = 0;
@@ -492,7 +499,7 @@ __device__ __forceinline__ void load_tiles(const WorkTile& work, unsigned shared
 
 // ---- The steps of those that compute --------------------------------------------------------------------------------
 
-// (LSE to the base 2, D) of this lane's rows.
+// Loads LSE (to the base 2) and D of the lane's rows.
 __device__ __forceinline__ void load_statistics(float2 (&rows)[2], const Position& position,
                                                 const BackwardDqArguments& arguments) {
   const long long head = static_cast<long long>(position.batch) * arguments.heads_q + position.head;
@@ -503,20 +510,20 @@ __device__ __forceinline__ void load_statistics(float2 (&rows)[2], const Positio
   }
 }
 
-// Whether some row of the warp has a large LSE.
+// Returns whether some row of the warp has a large LSE.
 __device__ __forceinline__ bool has_large_lse(const float2 (&rows)[2]) {
   bool large = false;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) large |= fabsf(rows[r].x) > kMostLse && fabsf(rows[r].x) < kNoLse;
+  for (int r = 0; r < 2; ++r) large |= fabsf(rows[r].x) > kLargeLse && fabsf(rows[r].x) < kNoLse;
   return __any_sync(0xffffffffu, large);
 }
 
-// Turns the products of q and k into probabilities, which only the scores have that count, as `kTests` finds. Where an LSE
-// may be large, one is 1 where it differs from that by no more than the LSE is rounded.
+// Recomputes P in place of the products Q * K^T. Scores that fail `kTests` have a P of 0. If an LSE may be large, P is
+// 1 wherever it differs from 1 by no more than the rounding of the LSE.
 template <Tests kTests>
-__device__ __forceinline__ void exponentiate(float (&scores)[kKeyTiles * 4],
-                                             const float2 (&rows)[2], const Position& position,
-                                             int first_key, const BackwardDqArguments& arguments) {
+__device__ __forceinline__ void recompute_p(float (&scores)[kKeyTiles * 4],
+                                            const float2 (&rows)[2], const Position& position,
+                                            int first_key, const BackwardDqArguments& arguments) {
 #pragma unroll
   for (int j = 0; j < kKeyTiles; ++j) {
 #pragma unroll
@@ -526,17 +533,17 @@ __device__ __forceinline__ void exponentiate(float (&scores)[kKeyTiles * 4],
       float exponent = fmaf(scores[j * 4 + e], kScoreToLog2, -lse);
       if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
       const float probability = exp2_approx(exponent);
-      const bool counts = kTests == Tests::kNone ||
+      const bool allowed = kTests == Tests::kNone ||
           (kTests == Tests::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
-      scores[j * 4 + e] = counts ? probability : 0.0f;
+      scores[j * 4 + e] = allowed ? probability : 0.0f;
     }
   }
 }
 
-// Turns dP into dS = P * (dP - D), D being rowsum(dO * O).
-__device__ __forceinline__ void multiply_by_probabilities(float (&d_scores)[kKeyTiles * 4],
-                                                          const float (&probabilities)[kKeyTiles * 4],
-                                                          const float2 (&rows)[2]) {
+// Turns dP into dS = P * (dP - D) with D = rowsum(dO * O).
+__device__ __forceinline__ void compute_ds(float (&d_scores)[kKeyTiles * 4],
+                                           const float (&probabilities)[kKeyTiles * 4],
+                                           const float2 (&rows)[2]) {
 #pragma unroll
   for (int j = 0; j < kKeyTiles; ++j) {
 #pragma unroll
@@ -594,15 +601,15 @@ __device__ __forceinline__ void differentiate(const WorkTile& work, int warpgrou
   for (int step = 0; step < tiles.count; ++step) {
     const int first_key = tiles.first_key(step);
     if (first_key + kTileK > arguments.len_k || large_lse) {
-      exponentiate<Tests::kAll>(scores, rows, position, first_key, arguments);
+      recompute_p<Tests::kAll>(scores, rows, position, first_key, arguments);
     } else if (!tiles.full(step)) {
-      exponentiate<Tests::kMask>(scores, rows, position, first_key, arguments);
+      recompute_p<Tests::kMask>(scores, rows, position, first_key, arguments);
     } else {
-      exponentiate<Tests::kNone>(scores, rows, position, first_key, arguments);
+      recompute_p<Tests::kNone>(scores, rows, position, first_key, arguments);
     }
     await_product<0>(d_scores);
     release(barriers.values_empty(step));
-    multiply_by_probabilities(d_scores, scores, rows);
+    compute_ds(d_scores, scores, rows);
     unsigned fragments[kTileK / 16][4];
     pack_scores(fragments, d_scores);
     start_sum<kHeadDimPadded, kHeadPanel, kTileK>(d_queries, fragments, keys_at(shared, step));

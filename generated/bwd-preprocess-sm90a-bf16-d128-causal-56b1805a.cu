@@ -1,5 +1,5 @@
 // flashgen: attention backward, preprocess, bf16-d128-causal-56b1805a
-// of each row, its LSE to the base 2 and D = rowsum(dO * O) - dLSE
+// Computes the base-2 LSE and D = rowsum(dO * O) - dLSE of each row.
 //
 // mask     causal()
 // score    none; scale 0.0883883476
@@ -9,7 +9,7 @@
 // FLOPs    256 * batch * heads_q * len_q
 // HBM      524 * batch * heads_q * len_q bytes, at least
 //
-// Grid: one block per (rows, head, batch). Made by
+// Grid: one block per (group of rows, query head, batch). Reproduce with
 //   flashgen show --pass backward --kernel preprocess --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":null,"value_dim":128,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16
@@ -22,11 +22,11 @@ struct BackwardPreprocessArguments {
   const Element* o;
   const Element* d_o;
   const float* lse;
-  const float* d_lse;   // or null
+  const float* d_lse;   // gradient of the LSE, or null
   float* statistics;
-  unsigned* dq_semaphore;   // (batch, heads_q, rows / tile): the next CTA to add
+  unsigned* dq_semaphore;   // (batch, heads_q, rows / tile): the CTA that adds next
   unsigned* dq_added;   // (batch, heads_q): CTAs that have added all of their dQ
-  unsigned* dq_next;   // (1): the next rows of dq to convert
+  unsigned* dq_next;   // (1): the next group of dq rows to convert
   Strides o_strides;
   Strides d_o_strides;
   int heads_q;
@@ -37,33 +37,34 @@ struct BackwardPreprocessArguments {
 // ---- The plan -------------------------------------------------------------------------------------------------------
 
 constexpr int kValueDim = 128;
-constexpr int kTileQ = 64;   // queries of a tile of dQ
+constexpr int kTileQ = 64;   // queries of a dQ tile
 constexpr int kThreads = 256;
-constexpr int kRows = 64;            // of a block
-constexpr int kLanes = 16;           // of a row, 8 elements each
+constexpr int kRows = 64;            // per block
+constexpr int kLanes = 16;           // per row, with 8 elements each
 constexpr int kRowsAtOnce = kThreads / kLanes;
 constexpr float kLog2E = 1.44269504f;
-constexpr float kNoLse = 3.40282347e+38f;   // of a row without probabilities: of any score they are 0
-static_assert(kLanes * 8 >= kValueDim && kRows % kRowsAtOnce == 0, "every element of every row");
+constexpr float kNoLse = 3.40282347e+38f;   // marks a row without allowed scores: it makes every P of the row 0
+static_assert(kLanes * 8 >= kValueDim && kRows % kRowsAtOnce == 0, "a block covers all elements of its rows");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
 
-#ifndef FLASHGEN_EMULATOR   // the emulator brings its own
+#ifndef FLASHGEN_EMULATOR   // The emulator defines these itself.
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
-// The float that 16 bits stand for.
+// Returns the float that 16 bits represent.
 __device__ __forceinline__ float unpack_bf16(unsigned short bits) {
   return __uint_as_float(static_cast<unsigned>(bits) << 16);
 }
 
 #endif
 
+// Returns -inf.
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
-// The dot product of 8 elements each.
+// Returns the dot product of 8 pairs of elements.
 __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
   const unsigned pairs_x[4] = {x.x, x.y, x.z, x.w}, pairs_y[4] = {y.x, y.y, y.z, y.w};
   float sum = 0.0f;
@@ -75,13 +76,13 @@ __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
   return sum;
 }
 
-// Writes, of each row, its log-sum-exp to the base 2 and D = sum of dO * O: what a probability and its derivative need.
-// Rows beyond the last, and those with nothing to attend to, have no probabilities.
-// Nobody has come yet to a tile of dQ.
+// Writes the statistics of each row: its log-sum-exp (LSE) to the base 2, and D = rowsum(dO * O), less the gradient of
+// the LSE if there is one. Rows beyond the last query, and rows without allowed scores, get kNoLse and a D of 0.
+// Also resets the semaphores of dQ tiles.
 extern "C" __global__ void __launch_bounds__(kThreads)
 attention_backward_preprocess_bf16_d128_causal_56b1805a(const __grid_constant__ BackwardPreprocessArguments arguments) {
   const int head = blockIdx.y, batch = blockIdx.z;
-  const long long first_row = (static_cast<long long>(batch) * arguments.heads_q + head) * arguments.len_q;
+  const long long first_lse = (static_cast<long long>(batch) * arguments.heads_q + head) * arguments.len_q;
   const long long first_statistic = (static_cast<long long>(batch) * arguments.heads_q + head) * arguments.rows;
   const Element* o = arguments.o + batch * arguments.o_strides.batch + head * arguments.o_strides.head;
   const Element* d_o = arguments.d_o + batch * arguments.d_o_strides.batch + head * arguments.d_o_strides.head;
@@ -106,8 +107,8 @@ attention_backward_preprocess_bf16_d128_causal_56b1805a(const __grid_constant__ 
     if (lane != 0) continue;
     float lse = minus_infinity();
     if (row < arguments.len_q) {
-      if (arguments.d_lse) d -= arguments.d_lse[first_row + row];
-      lse = arguments.lse[first_row + row] * kLog2E;
+      if (arguments.d_lse) d -= arguments.d_lse[first_lse + row];
+      lse = arguments.lse[first_lse + row] * kLog2E;
     }
     if (lse == minus_infinity()) {
       lse = kNoLse;

@@ -6,12 +6,12 @@
 // dims     head 256, value 256; bfloat16, accumulated in float32; heads_q a multiple of heads_kv
 // target   sm_90a, family hopper
 // plan     16 rows x 16 keys, 4 warps that share the keys, 3 stages of K and V each, 1 block(s) per multiprocessor, 204800 bytes of shared memory
-// method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): row_max is the paper's m, which may lag; sum is its l
+// method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): row_max is the paper's running maximum m, which may lag; sum is its row sum l
 //          keys split over warps and blocks; the last block to arrive merges their shares (Dao et al. 2023, Flash-Decoding)
 // FLOPs    1024 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      1028 * batch * heads_q * len_q + 1024 * batch * heads_kv * len_k * (share of tiles visited) bytes, at least; + 2064 * splits * batch * heads_q * len_q for partial outputs if splits > 1; K and V are read once for each 16 rows
 //
-// Grid: one block per (tile of rows and split, heads that share rows, batch), along x, y and z. Made by
+// Grid: one block per (row tile and split, group of query heads, batch), along x, y and z. Reproduce with
 //   flashgen show --pass decode --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":256,"layout":"bhsd","mask":{"expression":["And",["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],["And",["LessEqual",["Sub",["Add","q",["Sub","len_k","len_q"]],4096],"k"],["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]]]],"name":"causal() & sliding_window(4096)"},"scale":0.0625,"score":{"expression":["Mul",{"float":"0x1.9000000000000p+5"},["FastTanh",["Divide","score",{"float":"0x1.9000000000000p+5"}]]],"name":"softcap(50)"},"value_dim":256,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16
@@ -28,7 +28,7 @@ struct DecodeArguments {
   float* lse;   // (batch, heads_q, len_q), or null
   float* partial_outputs;   // of splits: (tiles of rows, splits, kTileQ, kValueDim)
   float* partial_states;   // (tiles of rows, splits, kTileQ, 2): row maximum and row sum
-  unsigned* arrivals;   // of each tile of rows: 0, before and after; null for 1 split
+  unsigned* arrivals;   // of each tile of rows; 0 before and after a launch; null for 1 split
   Strides q_strides;
   Strides k_strides;
   Strides v_strides;
@@ -37,10 +37,10 @@ struct DecodeArguments {
   int len_q;
   int len_k;
   int packed;   // query heads that share tiles of rows
-  int rows;   // of them: queries x heads
-  int row_tiles;   // that these are
-  int splits;   // parts of the keys
-  unsigned kv_reciprocal;   // 2^31 / heads per head of K and V, rounded up
+  int rows;   // rows of a sequence and KV head: queries x packed
+  int row_tiles;   // row tiles of a sequence and KV head
+  int splits;   // KV splits
+  unsigned kv_reciprocal;   // 2^31 / (query heads per KV head), rounded up
 };
 
 // ---- The plan -------------------------------------------------------------------------------------------------------
@@ -84,64 +84,66 @@ static_assert(kTileQ % 16 == 0 && kTileK % 16 == 0, "whole mma tiles");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
 
-#ifndef FLASHGEN_EMULATOR   // the emulator brings its own
+#ifndef FLASHGEN_EMULATOR   // The emulator defines these itself.
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
-// Counts up to `last` and then from 0 again, and gives what it was. Whoever counts later sees what this thread, and those
-// that it has met at a barrier, wrote before; and this thread sees theirs who counted earlier.
+// Increments a counter that wraps to 0 after `last`, and returns its previous value. With acquire and release
+// semantics: this thread sees the writes that precede earlier increments, and later increments see those of this thread
+// and of the threads with which it has synchronised.
 __device__ __forceinline__ unsigned atomic_inc_acq_rel(unsigned* counter, unsigned last) {
   unsigned before;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
   return before;
 }
 
-// Starts copying 16 bytes from global to shared memory; writes zeros, and reads nothing, where not valid.
+// Starts a copy of 16 bytes from global to shared memory. If not `valid`, it reads nothing and writes zeros.
 __device__ __forceinline__ void copy_async_16(unsigned shared_destination, const void* global_source, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :: "r"(shared_destination), "l"(global_source), "r"(valid ? 16 : 0) : "memory");
 }
 
-// Closes the group of copies started since the last commit.
+// Commits this thread's asynchronous copies since the last commit as a group.
 __device__ __forceinline__ void copy_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most `kPending` of this thread's copy groups are still in flight.
+// Waits until all but the latest kPending groups of this thread's asynchronous copies are complete.
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" :: "n"(kPending) : "memory");
 }
 
-// 2 to the power of x, by the special-function unit.
+// Returns 2 to the power of x, from the special-function unit.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// ldmatrix: four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+// ldmatrix: loads four 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrix_x4(unsigned (&fragment)[4], unsigned shared_source) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                : "r"(shared_source) : "memory");
 }
 
-// ldmatrix as above, each 8x8 matrix transposed on the way.
+// ldmatrix with transposition: loads four 8x8 matrices of 16-bit elements and transposes each. Lane l gives the address
+// of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrix_x4_transposed(unsigned (&fragment)[4], unsigned shared_source) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                : "r"(shared_source) : "memory");
 }
 
-// The logarithm of x to base 2, by the special-function unit.
+// Returns the logarithm of x to base 2, from the special-function unit.
 __device__ __forceinline__ float log2_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// d (16x8, fp32) += a (16x16) * b (16x8).
+// mma: d (16x8, float32) += a (16x16) * b (16x8).
 __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
                "{ %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
@@ -149,19 +151,19 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned 
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two floats, rounded to nearest even, as one register: `low` in the lower half.
+// Rounds two floats to nearest even and packs them in a register, `low` in the lower half.
 __device__ __forceinline__ unsigned pack_bf16(float low, float high) {
   unsigned packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
 
-// The 32-bit address of `pointer` in the shared-memory window.
+// Returns the 32-bit address of `pointer` in the shared-memory window.
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// The hyperbolic tangent of x, by the special-function unit (sm_75 and later; absolute error below 2^-10).
+// Returns the hyperbolic tangent of x from the special-function unit (sm_75 and later; absolute error below 2^-10).
 __device__ __forceinline__ float tanh_approx(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -170,15 +172,16 @@ __device__ __forceinline__ float tanh_approx(float x) {
 
 #endif
 
+// Returns -inf.
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
-// The maximum over the four lanes that hold one row of an mma accumulator.
+// Returns the maximum over the four lanes that hold one row of an mma accumulator.
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// The sum over the four lanes that hold one row of an mma accumulator.
+// Returns the sum over the four lanes that hold one row of an mma accumulator.
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
@@ -192,12 +195,12 @@ struct Position {
   int query[kRowTiles][2], head[kRowTiles][2];
 };
 
-// Score function: softcap(50), with the scale folded into its constants
+// Score function softcap(50). The softmax scale is folded into its constants.
 __device__ __forceinline__ float score_mod(float product, const DecodeArguments& arguments) {
   return 50.0f * tanh_approx(product * (kScale / 50.0f));
 }
 
-// Mask: causal() & sliding_window(4096)
+// Mask causal() & sliding_window(4096): returns whether query q may attend to key k.
 __device__ __forceinline__ bool mask_mod(int q, int k, const DecodeArguments& arguments) {
   const int x0 = q + (arguments.len_k - arguments.len_q);
   const bool x1 = k <= x0;
@@ -260,7 +263,7 @@ __device__ __forceinline__ int kv_head_of(int head, const DecodeArguments& argum
   return __umulhi(2 * head + 1, arguments.kv_reciprocal);
 }
 
-// The tiles of keys that a tile of queries attends to: one run, and a stretch of it in which every score counts.
+// The key tiles that a query tile visits. Those from full_begin to full_end need no mask.
 struct KeyTiles {
   int begin, count, full_begin, full_end;
 
@@ -273,7 +276,7 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const Dec
   const int q_last = work.last_query;
   const int x0 = q_first + arguments.len_k - arguments.len_q;
   const int x1 = q_last + arguments.len_k - arguments.len_q;
-  // In keys, the ends not included.
+  // The bounds are half-open ranges of keys.
   const int begin = max(0, x0 - 4096);
   const int end = min(arguments.len_k, x1 + 1);
   const int full_begin = max(0, x1 - 4096);

@@ -1,5 +1,5 @@
 // flashgen: attention backward, dkdv, fp16-d64-causal-alibi-tensor-slopes-float32-1-true-1dac6007
-// dK and dV; a block iterates over the queries of a key tile
+// Computes dK and dV; a block iterates over the queries of a key tile.
 //
 // mask     causal()
 // score    alibi(Tensor('slopes', 'float32', ndim=1, grad=True)); scale 0.125
@@ -10,7 +10,7 @@
 // FLOPs    512 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      264 * batch * heads_q * len_q + 512 * batch * heads_kv * len_k bytes, at least
 //
-// Grid: one block per (tile of keys, head of K and V, batch). Made by
+// Grid: one block per (key tile, KV head, batch). Reproduce with
 //   flashgen show --pass backward --kernel dkdv --deterministic --target sm_80 '{"dropout":0.0,"dtype":"float16","head_dim":64,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.125,"score":{"expression":["Add","score",["Mul",["Load",{"capture":"slopes","dtype":"float32","grad":true,"ndim":1},"h"],["Sub","k","q"]]],"name":"alibi(Tensor('"'"'slopes'"'"', '"'"'float32'"'"', ndim=1, grad=True))"},"value_dim":64,"version":1}'
 
 using Element = unsigned short;   // the bits of a float16
@@ -24,7 +24,7 @@ struct BackwardDkdvArguments {
   const Element* k;
   const Element* v;
   const Element* d_o;
-  const float* statistics;   // (batch, heads_q, rows, 2): LSE to the base 2, and D
+  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE and D
   Element* dk;
   Element* dv;
   long long* d_slopes;
@@ -64,11 +64,14 @@ constexpr int kHeadTiles = kHeadDimPadded / 8 / kSplit;     // of dK,
 constexpr int kValueTiles = kValueDimPadded / 8 / kSplit;   // of dV
 constexpr float kScale = 0.125f;
 constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): probabilities are powers of 2
-constexpr float kNoLse = 3.40282347e+38f;     // of a row without probabilities
-constexpr float kMostLse = 4096.0f;     // to the base 2: beyond, its rounding shows in probabilities
-constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: of an LSE's magnitude, with that of the products it is of
+constexpr float kNoLse = 3.40282347e+38f;     // marks a row without allowed scores
+constexpr float kLargeLse = 4096.0f;     // to the base 2; the rounding of larger ones is visible in P
+constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of an LSE and the products that it is compared with
 
-// The tests that a tile's scores need: none, as all count; the mask; or all, where rows end in the tile or an LSE is large.
+// The tests that the scores of a tile need.
+//   kNone: none, since all scores are allowed.
+//   kMask: the mask.
+//   kAll: all tests, since the tile extends beyond the last row or an LSE is large.
 enum class Tests { kNone, kMask, kAll };
 
 constexpr int kElementBytes = sizeof(Element);
@@ -101,49 +104,50 @@ static_assert(kRowTiles * 16 * kWarps == kTileK * kSplit && kQueryTiles % 2 == 0
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
 
-#ifndef FLASHGEN_EMULATOR   // the emulator brings its own
+#ifndef FLASHGEN_EMULATOR   // The emulator defines these itself.
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
-// Starts copying 16 bytes from global to shared memory; writes zeros, and reads nothing, where not valid.
+// Starts a copy of 16 bytes from global to shared memory. If not `valid`, it reads nothing and writes zeros.
 __device__ __forceinline__ void copy_async_16(unsigned shared_destination, const void* global_source, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :: "r"(shared_destination), "l"(global_source), "r"(valid ? 16 : 0) : "memory");
 }
 
-// Closes the group of copies started since the last commit.
+// Commits this thread's asynchronous copies since the last commit as a group.
 __device__ __forceinline__ void copy_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most `kPending` of this thread's copy groups are still in flight.
+// Waits until all but the latest kPending groups of this thread's asynchronous copies are complete.
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" :: "n"(kPending) : "memory");
 }
 
-// 2 to the power of x, by the special-function unit.
+// Returns 2 to the power of x, from the special-function unit.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// ldmatrix: four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+// ldmatrix: loads four 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrix_x4(unsigned (&fragment)[4], unsigned shared_source) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                : "r"(shared_source) : "memory");
 }
 
-// ldmatrix as above, each 8x8 matrix transposed on the way.
+// ldmatrix with transposition: loads four 8x8 matrices of 16-bit elements and transposes each. Lane l gives the address
+// of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrix_x4_transposed(unsigned (&fragment)[4], unsigned shared_source) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                : "r"(shared_source) : "memory");
 }
 
-// d (16x8, fp32) += a (16x16) * b (16x8).
+// mma: d (16x8, float32) += a (16x16) * b (16x8).
 __device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
                "{ %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
@@ -151,19 +155,19 @@ __device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const unsigned (
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two floats, rounded to nearest even, as one register: `low` in the lower half.
+// Rounds two floats to nearest even and packs them in a register, `low` in the lower half.
 __device__ __forceinline__ unsigned pack_f16(float low, float high) {
   unsigned packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
 
-// The 32-bit address of `pointer` in the shared-memory window.
+// Returns the 32-bit address of `pointer` in the shared-memory window.
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// a * b in 64 bits, by one instruction: of widened operands the compiler may make four.
+// Returns a * b in 64 bits with one instruction. From widened operands the compiler may make four.
 __device__ __forceinline__ long long wide_product(int a, int b) {
   long long product;
   asm("mul.wide.s32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
@@ -172,25 +176,26 @@ __device__ __forceinline__ long long wide_product(int a, int b) {
 
 #endif
 
-// Adds a float to a fixed-point number of 10 limbs of 28 bits, the lowest bit 2^-149, the least float's: nothing is ever
-// rounded, and the sum does not depend on the order. A limb of 64 bits takes 2^35 additions. Infinity and NaN mark it.
+// Adds a float to a fixed-point number of 10 limbs of 28 bits, the lowest bit of which is 2^-149, that of the smallest
+// float. Nothing is rounded, so that the sum does not depend on the order of additions. Limbs are stored in 64 bits,
+// which suffices for 2^35 additions. An infinite or NaN addend sets a bit of the highest limb.
 __device__ __forceinline__ void add_exactly(long long* limbs, float value) {
   const unsigned bits = __float_as_uint(value);
   const int exponent = bits >> 23 & 0xff;
   if (exponent == 0xff) {
-    atomicMax(limbs + 9, 1ll << 62);   // beyond what additions can make of it, or take from it
+    atomicMax(limbs + 9, 1ll << 62);   // finite addends neither reach nor clear this bit
     return;
   }
-  const int place = max(exponent - 1, 0);   // of the lowest of the 24 bits
+  const int lowest = max(exponent - 1, 0);   // position of the lowest of the 24 bits
   const long long magnitude = (bits & 0x7fffff) | (exponent > 0 ? 0x800000 : 0);
-  const long long aligned = magnitude << place % 28, low = aligned & 0xfffffff, high = aligned >> 28;
+  const long long aligned = magnitude << lowest % 28, low = aligned & 0xfffffff, high = aligned >> 28;
   const bool negative = bits >> 31;
-  unsigned long long* sums = reinterpret_cast<unsigned long long*>(limbs) + place / 28;
+  unsigned long long* sums = reinterpret_cast<unsigned long long*>(limbs) + lowest / 28;
   if (low) atomicAdd(sums, static_cast<unsigned long long>(negative ? -low : low));
   if (high) atomicAdd(sums + 1, static_cast<unsigned long long>(negative ? -high : high));
 }
 
-// The sum over the lanes of a warp, in every lane.
+// Returns the sum over the lanes of a warp in every lane.
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
@@ -199,12 +204,12 @@ __device__ __forceinline__ float warp_sum(float x) {
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// Where a score stands: batch, query head, this lane's first query and its first key within a tile.
+// The position of a lane's scores: batch, query head, the lane's first query and its first key within a tile.
 struct Position {
   int batch, head, query, key;
 };
 
-// slopes[i0], each index, 0 or more, clamped to the array; strides are in bytes.
+// Returns slopes[i0]. Indices must not be negative and are clamped to the array. Strides are in bytes.
 __device__ __forceinline__ float load_slopes(const BackwardDkdvArguments& arguments, int i0) {
   i0 = min(static_cast<unsigned>(i0), arguments.slopes_size[0] - 1u);
   const char* element = reinterpret_cast<const char*>(arguments.slopes);
@@ -212,22 +217,22 @@ __device__ __forceinline__ float load_slopes(const BackwardDkdvArguments& argume
   return static_cast<float>(__ldg(reinterpret_cast<const float*>(element)));
 }
 
-// Score function: alibi(Tensor('slopes', 'float32', ndim=1, grad=True))
+// Score function alibi(Tensor('slopes', 'float32', ndim=1, grad=True)).
 __device__ __forceinline__ float score_mod(float score, int h, int q, int k, const BackwardDkdvArguments& arguments) {
   return score + load_slopes(arguments, h) * (k - q);
 }
 
-// The place, row-major, of slopes[h] in an array of its shape.
-__device__ __forceinline__ long long gather0_place(int h, const BackwardDkdvArguments& arguments) {
+// Returns the row-major offset of slopes[h] in the array.
+__device__ __forceinline__ long long gather0_offset(int h, const BackwardDkdvArguments& arguments) {
   return min(static_cast<unsigned>(h), arguments.slopes_size[0] - 1u);
 }
 
-// What the gradient by slopes[h] is of that by the modified score.
+// Returns the gradient of slopes[h] divided by the gradient of the modified score.
 __device__ __forceinline__ float gather0_factor(int q, int k, const BackwardDkdvArguments& arguments) {
   return static_cast<float>(k - q);
 }
 
-// Mask: causal()
+// Mask causal(): returns whether query q may attend to key k.
 __device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDkdvArguments& arguments) {
   return k <= q + (arguments.len_k - arguments.len_q);
 }
@@ -237,7 +242,7 @@ struct WorkTile {
   int first_key, head_kv, batch;
 };
 
-// The tiles of queries that a tile of keys is attended by: one run, and a stretch of it in which every score counts.
+// The query tiles that a key tile visits. Those from full_begin to full_end need no mask.
 struct QueryTiles {
   int begin, count, full_begin, full_end;
 
@@ -248,7 +253,7 @@ struct QueryTiles {
 __device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int head, const BackwardDkdvArguments& arguments) {
   const int k_first = work.first_key;
   const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;
-  // In queries, the ends not included.
+  // The bounds are half-open ranges of queries.
   const int begin = max(0, k_first + arguments.len_q - arguments.len_k);
   const int end = arguments.len_q;
   const int full_begin = max(0, k_last + arguments.len_q - arguments.len_k);
@@ -371,14 +376,14 @@ __device__ __forceinline__ float4 statistics_of(const unsigned char* statistics,
   return *reinterpret_cast<const float4*>(statistics + query * 8);
 }
 
-// Whether some row of a tile has a large LSE.
+// Returns whether some query of a tile has a large LSE.
 __device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
   float largest = 0.0f;
   for (int row = threadIdx.x % 32; row < kTileQ; row += 32) {
     const float lse = fabsf(*reinterpret_cast<const float*>(statistics + row * 8));
     if (lse < kNoLse) largest = fmaxf(largest, lse);
   }
-  return __any_sync(0xffffffffu, largest > kMostLse);
+  return __any_sync(0xffffffffu, largest > kLargeLse);
 }
 
 // product += A * B^T: A the warp's rows of one tile in shared memory, from `rows` on; B the rows of another.
@@ -459,26 +464,27 @@ __device__ __forceinline__ void multiply_shared(float (&product)[kRowTiles][kWid
   }
 }
 
-// Sums of the gradients of captured elements that all of this lane's scores, or those of one key, share.
-struct Gathered {
+// The sums of a lane for the gradients of captured elements that all of its scores, or all scores of a key, read.
+struct CaptureGradients {
   float sum0 = 0.0f;   // of slopes[h]
 };
 
-// Adds to an element of a captured array's gradient.
-__device__ __forceinline__ void add_to_gradient(long long* sums, long long place, float value) {
-  if (value != 0.0f) add_exactly(sums + place * 10, value);
+// Adds to the gradient of an element of a captured array.
+__device__ __forceinline__ void add_to_gradient(long long* sums, long long offset, float value) {
+  if (value != 0.0f) add_exactly(sums + offset * 10, value);
 }
 
-// Turns the products of q and k into probabilities and dP into dS = P * (dP - D), D being rowsum(dO * O).
-// Only the scores that count have either, as `kTests` finds. Where an LSE may be large, a probability is 1 where it differs
-// from that by no more than the LSE is rounded.
+// Recomputes P and dS in place. The products Q * K^T become P, and dP becomes dS = P * (dP - D) with D = rowsum(dO *
+// O).
+// Scores that fail `kTests` have a P and a dS of 0. If an LSE may be large, P is 1 wherever it differs from 1 by no
+// more than the rounding of the LSE.
 template <Tests kTests>
-__device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRowTiles][kQueryTiles][4],
-                                                     float (&d_scores)[kRowTiles][kQueryTiles][4],
-                                                     const unsigned char* statistics,
-                                                     const Position& position, int first_query,
-                                                     Gathered& gathered,
-                                                     const BackwardDkdvArguments& arguments) {
+__device__ __forceinline__ void recompute_p_and_ds(float (&probabilities)[kRowTiles][kQueryTiles][4],
+                                                   float (&d_scores)[kRowTiles][kQueryTiles][4],
+                                                   const unsigned char* statistics,
+                                                   const Position& position, int first_query,
+                                                   CaptureGradients& captured,
+                                                   const BackwardDkdvArguments& arguments) {
 #pragma unroll
   for (int j = 0; j < kQueryTiles; ++j) {
     const float4 rows = statistics_of(statistics, j);
@@ -499,7 +505,7 @@ __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRow
         d_score = attended ? d_score : 0.0f;
         probabilities[i][j][e] = attended ? probability : 0.0f;
         d_scores[i][j][e] = d_score;
-        gathered.sum0 += d_score == 0.0f ? 0.0f : d_score * gather0_factor(q, k, arguments);
+        captured.sum0 += d_score == 0.0f ? 0.0f : d_score * gather0_factor(q, k, arguments);
       }
     }
   }
@@ -509,22 +515,22 @@ __device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRow
 __device__ __forceinline__ void find_score_gradients(
     float (&probabilities)[kRowTiles][kQueryTiles][4], float (&d_scores)[kRowTiles][kQueryTiles][4],
     const unsigned char* statistics, bool full, const WorkTile& work, const Position& position, int first_query,
-    Gathered& gathered, const BackwardDkdvArguments& arguments) {
+    CaptureGradients& captured, const BackwardDkdvArguments& arguments) {
   if (work.first_key + kTileK > arguments.len_k || first_query + kTileQ > arguments.len_q || has_large_lse(statistics)) {
-    differentiate_scores<Tests::kAll>(probabilities, d_scores, statistics, position, first_query, gathered, arguments);
+    recompute_p_and_ds<Tests::kAll>(probabilities, d_scores, statistics, position, first_query, captured, arguments);
   } else if (!full) {
-    differentiate_scores<Tests::kMask>(probabilities, d_scores, statistics, position, first_query, gathered, arguments);
+    recompute_p_and_ds<Tests::kMask>(probabilities, d_scores, statistics, position, first_query, captured, arguments);
   } else {
-    differentiate_scores<Tests::kNone>(probabilities, d_scores, statistics, position, first_query, gathered, arguments);
+    recompute_p_and_ds<Tests::kNone>(probabilities, d_scores, statistics, position, first_query, captured, arguments);
   }
 }
 
 // Adds the sums of a head to the gradients.
-__device__ __forceinline__ void add_gathered(const Gathered& gathered, const Position& position,
-                                             const BackwardDkdvArguments& arguments) {
-  const float sum0 = warp_sum(gathered.sum0);
+__device__ __forceinline__ void add_capture_gradients(const CaptureGradients& captured, const Position& position,
+                                                      const BackwardDkdvArguments& arguments) {
+  const float sum0 = warp_sum(captured.sum0);
   if (threadIdx.x % 32 == 0) {
-    add_to_gradient(arguments.d_slopes, gather0_place(position.head, arguments), sum0);
+    add_to_gradient(arguments.d_slopes, gather0_offset(position.head, arguments), sum0);
   }
 }
 
@@ -581,7 +587,7 @@ attention_backward_dkdv_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6
                                                     arguments.d_o_strides.row, first_query, arguments.len_q);
     };
 
-    Gathered gathered;
+    CaptureGradients captured;
     if (tiles.count > 0) copy_output_gradients(0);
     if (tiles.count > 0) copy_queries(0);
     copy_async_commit();
@@ -603,7 +609,7 @@ attention_backward_dkdv_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6
       copy_async_commit();
       multiply_by_transpose<kHeadDimPadded>(probabilities, k_rows, q_rows);
       multiply_by_transpose<kValueDimPadded>(d_scores, v_rows, d_o_rows);
-      find_score_gradients(probabilities, d_scores, statistics, tiles.full(step), work, position, first_query, gathered, arguments);
+      find_score_gradients(probabilities, d_scores, statistics, tiles.full(step), work, position, first_query, captured, arguments);
       store_rounded<kTileQ / 8>(probabilities, 1.0f, shared_memory + kProbabilityOffset, warp_row, part * kQueryTiles);
       store_rounded<kTileQ / 8>(d_scores, 1.0f, shared_memory + kScoreOffset, warp_row, part * kQueryTiles);
       // What this warp has of P and dS itself needs no waiting for the others' parts.
@@ -623,7 +629,7 @@ attention_backward_dkdv_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6
                                                                          part * kHeadTiles);
       }
     }
-    add_gathered(gathered, position, arguments);
+    add_capture_gradients(captured, position, arguments);
     __syncthreads();   // every warp is done with Q and dO, whose places the next head's take
   }
 

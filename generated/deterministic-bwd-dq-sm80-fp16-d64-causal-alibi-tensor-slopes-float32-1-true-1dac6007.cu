@@ -1,5 +1,5 @@
 // flashgen: attention backward, dq, fp16-d64-causal-alibi-tensor-slopes-float32-1-true-1dac6007
-// dQ; a block iterates over the keys of a query tile
+// Computes dQ; a block iterates over the keys of a query tile.
 //
 // mask     causal()
 // score    alibi(Tensor('slopes', 'float32', ndim=1, grad=True)); scale 0.125
@@ -10,7 +10,7 @@
 // FLOPs    384 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      392 * batch * heads_q * len_q + 256 * batch * heads_kv * len_k bytes, at least
 //
-// Grid: one block per (tile of queries, head, batch). Made by
+// Grid: one block per (query tile, query head, batch). Reproduce with
 //   flashgen show --pass backward --kernel dq --deterministic --target sm_80 '{"dropout":0.0,"dtype":"float16","head_dim":64,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.125,"score":{"expression":["Add","score",["Mul",["Load",{"capture":"slopes","dtype":"float32","grad":true,"ndim":1},"h"],["Sub","k","q"]]],"name":"alibi(Tensor('"'"'slopes'"'"', '"'"'float32'"'"', ndim=1, grad=True))"},"value_dim":64,"version":1}'
 
 using Element = unsigned short;   // the bits of a float16
@@ -24,7 +24,7 @@ struct BackwardDqArguments {
   const Element* k;
   const Element* v;
   const Element* d_o;
-  const float* statistics;   // (batch, heads_q, rows, 2): LSE to the base 2, and D
+  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE and D
   Element* dq;
   const float* slopes;
   Strides q_strides;
@@ -37,7 +37,7 @@ struct BackwardDqArguments {
   int len_q;
   int len_k;
   int rows;   // len_q, rounded up
-  unsigned kv_reciprocal;   // 2^31 / heads per head of K and V, rounded up
+  unsigned kv_reciprocal;   // 2^31 / (query heads per KV head), rounded up
   int slopes_size[1];
 };
 
@@ -60,11 +60,14 @@ constexpr int kKeyTiles = kKeysPerWarp / 8;    // a warp's 8-column mma tiles of
 constexpr int kHeadTiles = kHeadDimPadded / 8 / kSplit;   // of dQ
 constexpr float kScale = 0.125f;
 constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): probabilities are powers of 2
-constexpr float kNoLse = 3.40282347e+38f;     // of a row without probabilities
-constexpr float kMostLse = 4096.0f;     // to the base 2: beyond, its rounding shows in probabilities
-constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: of an LSE's magnitude, with that of the products it is of
+constexpr float kNoLse = 3.40282347e+38f;     // marks a row without allowed scores
+constexpr float kLargeLse = 4096.0f;     // to the base 2; the rounding of larger ones is visible in P
+constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of an LSE and the products that it is compared with
 
-// The tests that a tile's scores need: none, as all count; the mask; or all, where rows end in the tile or an LSE is large.
+// The tests that the scores of a tile need.
+//   kNone: none, since all scores are allowed.
+//   kMask: the mask.
+//   kAll: all tests, since the tile extends beyond the last row or an LSE is large.
 enum class Tests { kNone, kMask, kAll };
 
 constexpr int kElementBytes = sizeof(Element);
@@ -87,49 +90,50 @@ static_assert(kRowTiles * 16 * kWarps == kTileQ * kSplit && kKeyTiles % 2 == 0, 
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
 
-#ifndef FLASHGEN_EMULATOR   // the emulator brings its own
+#ifndef FLASHGEN_EMULATOR   // The emulator defines these itself.
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
-// Starts copying 16 bytes from global to shared memory; writes zeros, and reads nothing, where not valid.
+// Starts a copy of 16 bytes from global to shared memory. If not `valid`, it reads nothing and writes zeros.
 __device__ __forceinline__ void copy_async_16(unsigned shared_destination, const void* global_source, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :: "r"(shared_destination), "l"(global_source), "r"(valid ? 16 : 0) : "memory");
 }
 
-// Closes the group of copies started since the last commit.
+// Commits this thread's asynchronous copies since the last commit as a group.
 __device__ __forceinline__ void copy_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most `kPending` of this thread's copy groups are still in flight.
+// Waits until all but the latest kPending groups of this thread's asynchronous copies are complete.
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" :: "n"(kPending) : "memory");
 }
 
-// 2 to the power of x, by the special-function unit.
+// Returns 2 to the power of x, from the special-function unit.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// ldmatrix: four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+// ldmatrix: loads four 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrix_x4(unsigned (&fragment)[4], unsigned shared_source) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                : "r"(shared_source) : "memory");
 }
 
-// ldmatrix as above, each 8x8 matrix transposed on the way.
+// ldmatrix with transposition: loads four 8x8 matrices of 16-bit elements and transposes each. Lane l gives the address
+// of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrix_x4_transposed(unsigned (&fragment)[4], unsigned shared_source) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                : "r"(shared_source) : "memory");
 }
 
-// d (16x8, fp32) += a (16x16) * b (16x8).
+// mma: d (16x8, float32) += a (16x16) * b (16x8).
 __device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
                "{ %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
@@ -137,19 +141,19 @@ __device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const unsigned (
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two floats, rounded to nearest even, as one register: `low` in the lower half.
+// Rounds two floats to nearest even and packs them in a register, `low` in the lower half.
 __device__ __forceinline__ unsigned pack_f16(float low, float high) {
   unsigned packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
 
-// The 32-bit address of `pointer` in the shared-memory window.
+// Returns the 32-bit address of `pointer` in the shared-memory window.
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// a * b in 64 bits, by one instruction: of widened operands the compiler may make four.
+// Returns a * b in 64 bits with one instruction. From widened operands the compiler may make four.
 __device__ __forceinline__ long long wide_product(int a, int b) {
   long long product;
   asm("mul.wide.s32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
@@ -160,12 +164,12 @@ __device__ __forceinline__ long long wide_product(int a, int b) {
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// Where a score stands: batch, query head, this lane's first query and its first key within a tile.
+// The position of a lane's scores: batch, query head, the lane's first query and its first key within a tile.
 struct Position {
   int batch, head, query, key;
 };
 
-// slopes[i0], each index, 0 or more, clamped to the array; strides are in bytes.
+// Returns slopes[i0]. Indices must not be negative and are clamped to the array. Strides are in bytes.
 __device__ __forceinline__ float load_slopes(const BackwardDqArguments& arguments, int i0) {
   i0 = min(static_cast<unsigned>(i0), arguments.slopes_size[0] - 1u);
   const char* element = reinterpret_cast<const char*>(arguments.slopes);
@@ -173,12 +177,12 @@ __device__ __forceinline__ float load_slopes(const BackwardDqArguments& argument
   return static_cast<float>(__ldg(reinterpret_cast<const float*>(element)));
 }
 
-// Score function: alibi(Tensor('slopes', 'float32', ndim=1, grad=True))
+// Score function alibi(Tensor('slopes', 'float32', ndim=1, grad=True)).
 __device__ __forceinline__ float score_mod(float score, int h, int q, int k, const BackwardDqArguments& arguments) {
   return score + load_slopes(arguments, h) * (k - q);
 }
 
-// Mask: causal()
+// Mask causal(): returns whether query q may attend to key k.
 __device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDqArguments& arguments) {
   return k <= q + (arguments.len_k - arguments.len_q);
 }
@@ -199,7 +203,7 @@ __device__ __forceinline__ int kv_head_of(int head, const BackwardDqArguments& a
   return __umulhi(2 * head + 1, arguments.kv_reciprocal);
 }
 
-// The tiles of keys that a tile of queries attends to: one run, and a stretch of it in which every score counts.
+// The key tiles that a query tile visits. Those from full_begin to full_end need no mask.
 struct KeyTiles {
   int begin, count, full_begin, full_end;
 
@@ -210,7 +214,7 @@ struct KeyTiles {
 __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const BackwardDqArguments& arguments) {
   const int q_first = work.first_query;
   const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;
-  // In keys, the ends not included.
+  // The bounds are half-open ranges of keys.
   const int begin = 0;
   const int end = min(arguments.len_k, q_last + arguments.len_k - arguments.len_q + 1);
   const int full_begin = 0;
@@ -364,7 +368,7 @@ __device__ __forceinline__ void multiply_registers(float (&product)[kRowTiles][k
   }
 }
 
-// (LSE to the base 2, D) of this lane's rows.
+// Loads LSE (to the base 2) and D of the lane's rows.
 __device__ __forceinline__ void load_statistics(float2 (&rows)[kRowTiles][2], const Position& position,
                                                 const BackwardDqArguments& arguments) {
   const long long head = static_cast<long long>(position.batch) * arguments.heads_q + position.head;
@@ -378,13 +382,13 @@ __device__ __forceinline__ void load_statistics(float2 (&rows)[kRowTiles][2], co
   }
 }
 
-// Whether some row of the warp has a large LSE.
+// Returns whether some row of the warp has a large LSE.
 __device__ __forceinline__ bool has_large_lse(const float2 (&rows)[kRowTiles][2]) {
   bool large = false;
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) large |= fabsf(rows[i][r].x) > kMostLse && fabsf(rows[i][r].x) < kNoLse;
+    for (int r = 0; r < 2; ++r) large |= fabsf(rows[i][r].x) > kLargeLse && fabsf(rows[i][r].x) < kNoLse;
   }
   return __any_sync(0xffffffffu, large);
 }
@@ -403,15 +407,16 @@ __device__ __forceinline__ void clear_empty_rows(float (&d_queries)[kRowTiles][k
   }
 }
 
-// Turns the products of q and k into probabilities and dP into dS = P * (dP - D), D being rowsum(dO * O).
-// Only the scores that count have either, as `kTests` finds. Where an LSE may be large, a probability is 1 where it differs
-// from that by no more than the LSE is rounded.
+// Recomputes P and dS in place. The products Q * K^T become P, and dP becomes dS = P * (dP - D) with D = rowsum(dO *
+// O).
+// Scores that fail `kTests` have a P and a dS of 0. If an LSE may be large, P is 1 wherever it differs from 1 by no
+// more than the rounding of the LSE.
 template <Tests kTests>
-__device__ __forceinline__ void differentiate_scores(float (&probabilities)[kRowTiles][kKeyTiles][4],
-                                                     float (&d_scores)[kRowTiles][kKeyTiles][4],
-                                                     const float2 (&rows)[kRowTiles][2],
-                                                     const Position& position, int first_key,
-                                                     const BackwardDqArguments& arguments) {
+__device__ __forceinline__ void recompute_p_and_ds(float (&probabilities)[kRowTiles][kKeyTiles][4],
+                                                   float (&d_scores)[kRowTiles][kKeyTiles][4],
+                                                   const float2 (&rows)[kRowTiles][2],
+                                                   const Position& position, int first_key,
+                                                   const BackwardDqArguments& arguments) {
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -495,11 +500,11 @@ attention_backward_dq_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac600
     multiply_by_transpose<kHeadDimPadded>(probabilities, q_rows, key_rows);
     multiply_by_transpose<kValueDimPadded>(d_scores, d_o_rows, value_rows);
     if (first_key + kTileK > arguments.len_k || large_lse) {
-      differentiate_scores<Tests::kAll>(probabilities, d_scores, rows, position, first_key, arguments);
+      recompute_p_and_ds<Tests::kAll>(probabilities, d_scores, rows, position, first_key, arguments);
     } else if (!tiles.full(step)) {
-      differentiate_scores<Tests::kMask>(probabilities, d_scores, rows, position, first_key, arguments);
+      recompute_p_and_ds<Tests::kMask>(probabilities, d_scores, rows, position, first_key, arguments);
     } else {
-      differentiate_scores<Tests::kNone>(probabilities, d_scores, rows, position, first_key, arguments);
+      recompute_p_and_ds<Tests::kNone>(probabilities, d_scores, rows, position, first_key, arguments);
     }
     multiply_registers<kHeadDimPadded / 8>(d_queries, d_scores, keys);
   }

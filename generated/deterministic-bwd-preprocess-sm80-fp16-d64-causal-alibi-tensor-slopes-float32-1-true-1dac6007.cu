@@ -1,5 +1,5 @@
 // flashgen: attention backward, preprocess, fp16-d64-causal-alibi-tensor-slopes-float32-1-true-1dac6007
-// of each row, its LSE to the base 2 and D = rowsum(dO * O) - dLSE
+// Computes the base-2 LSE and D = rowsum(dO * O) - dLSE of each row.
 //
 // mask     causal()
 // score    alibi(Tensor('slopes', 'float32', ndim=1, grad=True)); scale 0.125
@@ -9,7 +9,7 @@
 // FLOPs    128 * batch * heads_q * len_q
 // HBM      268 * batch * heads_q * len_q bytes, at least
 //
-// Grid: one block per (rows, head, batch). Made by
+// Grid: one block per (group of rows, query head, batch). Reproduce with
 //   flashgen show --pass backward --kernel preprocess --deterministic --target sm_80 '{"dropout":0.0,"dtype":"float16","head_dim":64,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.125,"score":{"expression":["Add","score",["Mul",["Load",{"capture":"slopes","dtype":"float32","grad":true,"ndim":1},"h"],["Sub","k","q"]]],"name":"alibi(Tensor('"'"'slopes'"'"', '"'"'float32'"'"', ndim=1, grad=True))"},"value_dim":64,"version":1}'
 
 using Element = unsigned short;   // the bits of a float16
@@ -22,7 +22,7 @@ struct BackwardPreprocessArguments {
   const Element* o;
   const Element* d_o;
   const float* lse;
-  const float* d_lse;   // or null
+  const float* d_lse;   // gradient of the LSE, or null
   float* statistics;
   Strides o_strides;
   Strides d_o_strides;
@@ -35,20 +35,20 @@ struct BackwardPreprocessArguments {
 
 constexpr int kValueDim = 64;
 constexpr int kThreads = 256;
-constexpr int kRows = 64;            // of a block
-constexpr int kLanes = 8;           // of a row, 8 elements each
+constexpr int kRows = 64;            // per block
+constexpr int kLanes = 8;           // per row, with 8 elements each
 constexpr int kRowsAtOnce = kThreads / kLanes;
 constexpr float kLog2E = 1.44269504f;
-constexpr float kNoLse = 3.40282347e+38f;   // of a row without probabilities: of any score they are 0
-static_assert(kLanes * 8 >= kValueDim && kRows % kRowsAtOnce == 0, "every element of every row");
+constexpr float kNoLse = 3.40282347e+38f;   // marks a row without allowed scores: it makes every P of the row 0
+static_assert(kLanes * 8 >= kValueDim && kRows % kRowsAtOnce == 0, "a block covers all elements of its rows");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
 
-#ifndef FLASHGEN_EMULATOR   // the emulator brings its own
+#ifndef FLASHGEN_EMULATOR   // The emulator defines these itself.
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
-// The float that 16 bits stand for.
+// Returns the float that 16 bits represent.
 __device__ __forceinline__ float unpack_f16(unsigned short bits) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
@@ -57,11 +57,12 @@ __device__ __forceinline__ float unpack_f16(unsigned short bits) {
 
 #endif
 
+// Returns -inf.
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
-// The dot product of 8 elements each.
+// Returns the dot product of 8 pairs of elements.
 __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
   const unsigned pairs_x[4] = {x.x, x.y, x.z, x.w}, pairs_y[4] = {y.x, y.y, y.z, y.w};
   float sum = 0.0f;
@@ -73,12 +74,12 @@ __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
   return sum;
 }
 
-// Writes, of each row, its log-sum-exp to the base 2 and D = sum of dO * O: what a probability and its derivative need.
-// Rows beyond the last, and those with nothing to attend to, have no probabilities.
+// Writes the statistics of each row: its log-sum-exp (LSE) to the base 2, and D = rowsum(dO * O), less the gradient of
+// the LSE if there is one. Rows beyond the last query, and rows without allowed scores, get kNoLse and a D of 0.
 extern "C" __global__ void __launch_bounds__(kThreads)
 attention_backward_preprocess_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6007(const __grid_constant__ BackwardPreprocessArguments arguments) {
   const int head = blockIdx.y, batch = blockIdx.z;
-  const long long first_row = (static_cast<long long>(batch) * arguments.heads_q + head) * arguments.len_q;
+  const long long first_lse = (static_cast<long long>(batch) * arguments.heads_q + head) * arguments.len_q;
   const long long first_statistic = (static_cast<long long>(batch) * arguments.heads_q + head) * arguments.rows;
   const Element* o = arguments.o + batch * arguments.o_strides.batch + head * arguments.o_strides.head;
   const Element* d_o = arguments.d_o + batch * arguments.d_o_strides.batch + head * arguments.d_o_strides.head;
@@ -98,8 +99,8 @@ attention_backward_preprocess_fp16_d64_causal_alibi_tensor_slopes_float32_1_true
     if (lane != 0) continue;
     float lse = minus_infinity();
     if (row < arguments.len_q) {
-      if (arguments.d_lse) d -= arguments.d_lse[first_row + row];
-      lse = arguments.lse[first_row + row] * kLog2E;
+      if (arguments.d_lse) d -= arguments.d_lse[first_lse + row];
+      lse = arguments.lse[first_lse + row] * kLog2E;
     }
     if (lse == minus_infinity()) {
       lse = kNoLse;

@@ -6,11 +6,11 @@
 // dims     head 128, value 128; float16, accumulated in float32; heads_q a multiple of heads_kv
 // target   sm_75, family turing
 // plan     128 queries x 64 keys, 8 warps, 1 stage(s) of K and V, 1 block(s) per multiprocessor, 65536 bytes of shared memory
-// method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): row_max is the paper's m, which may lag; sum is its l
+// method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): row_max is the paper's running maximum m, which may lag; sum is its row sum l
 // FLOPs    512 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      516 * batch * heads_q * len_q + 512 * batch * heads_kv * len_k bytes, at least
 //
-// Grid: one block per (tile of queries, head, batch), along x, y and z. Made by
+// Grid: one block per (query tile, query head, batch), along x, y and z. Reproduce with
 //   flashgen show --target sm_75 '{"dropout":0.0,"dtype":"float16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":null,"value_dim":128,"version":1}'
 
 using Element = unsigned short;   // the bits of a float16
@@ -32,7 +32,7 @@ struct ForwardArguments {
   int heads_q;
   int len_q;
   int len_k;
-  unsigned kv_reciprocal;   // 2^31 / heads per head of K and V, rounded up
+  unsigned kv_reciprocal;   // 2^31 / (query heads per KV head), rounded up
 };
 
 // ---- The plan -------------------------------------------------------------------------------------------------------
@@ -71,18 +71,18 @@ static_assert(kRowTiles * 16 * kWarps == kTileQ && kTileK % 16 == 0, "whole mma 
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
 
-#ifndef FLASHGEN_EMULATOR   // the emulator brings its own
+#ifndef FLASHGEN_EMULATOR   // The emulator defines these itself.
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
-// Closes a group of copies where they are asynchronous; here each is done at once.
+// Does nothing: copies are synchronous on this target.
 __device__ __forceinline__ void copy_async_commit() {}
 
-// Waits for groups of copies where they are asynchronous; here each is done at once.
+// Does nothing: copies are synchronous on this target.
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {}
 
-// Copies 16 bytes from global to shared memory through registers; writes zeros, and reads nothing, where not valid.
+// Copies 16 bytes from global to shared memory through registers. If not `valid`, it reads nothing and writes zeros.
 __device__ __forceinline__ void copy_sync_16(unsigned shared_destination, const void* global_source, bool valid) {
   uint4 data = make_uint4(0, 0, 0, 0);
   if (valid) data = __ldg(static_cast<const uint4*>(global_source));
@@ -90,35 +90,36 @@ __device__ __forceinline__ void copy_sync_16(unsigned shared_destination, const 
                :: "r"(shared_destination), "r"(data.x), "r"(data.y), "r"(data.z), "r"(data.w) : "memory");
 }
 
-// 2 to the power of x, by the special-function unit.
+// Returns 2 to the power of x, from the special-function unit.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// ldmatrix: four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+// ldmatrix: loads four 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrix_x4(unsigned (&fragment)[4], unsigned shared_source) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                : "r"(shared_source) : "memory");
 }
 
-// ldmatrix as above, each 8x8 matrix transposed on the way.
+// ldmatrix with transposition: loads four 8x8 matrices of 16-bit elements and transposes each. Lane l gives the address
+// of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrix_x4_transposed(unsigned (&fragment)[4], unsigned shared_source) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                : "r"(shared_source) : "memory");
 }
 
-// The logarithm of x to base 2, by the special-function unit.
+// Returns the logarithm of x to base 2, from the special-function unit.
 __device__ __forceinline__ float log2_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// d (16x8, fp32) += a (16x16) * b (16x8), as the two products of depth 8 that sm_75 has.
+// Two mma of depth 8, since sm_75 has none of depth 16: d (16x8, float32) += a (16x16) * b (16x8).
 __device__ __forceinline__ void mma_m16n8k8x2_f16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
                "{ %0, %1, %2, %3}, { %4, %5}, { %6}, { %0, %1, %2, %3};"
@@ -128,7 +129,7 @@ __device__ __forceinline__ void mma_m16n8k8x2_f16(float (&d)[4], const unsigned 
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[2]), "r"(a[3]), "r"(b1));
 }
 
-// Two floats, rounded to nearest even, as one register: `low` in the lower half.
+// Rounds two floats to nearest even and packs them in a register, `low` in the lower half.
 __device__ __forceinline__ unsigned pack_f16(float low, float high) {
   unsigned short low_bits, high_bits;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(low_bits) : "f"(low));
@@ -136,22 +137,23 @@ __device__ __forceinline__ unsigned pack_f16(float low, float high) {
   return static_cast<unsigned>(high_bits) << 16 | low_bits;
 }
 
-// The 32-bit address of `pointer` in the shared-memory window.
+// Returns the 32-bit address of `pointer` in the shared-memory window.
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
 #endif
 
+// Returns -inf.
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
-// The maximum over the four lanes that hold one row of an mma accumulator.
+// Returns the maximum over the four lanes that hold one row of an mma accumulator.
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// The sum over the four lanes that hold one row of an mma accumulator.
+// Returns the sum over the four lanes that hold one row of an mma accumulator.
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
@@ -159,12 +161,12 @@ __device__ __forceinline__ float quad_sum(float x) {
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// Where a score stands: batch, query head, this lane's first query and its first key within a tile.
+// The position of a lane's scores: batch, query head, the lane's first query and its first key within a tile.
 struct Position {
   int batch, head, query, key;
 };
 
-// Mask: causal()
+// Mask causal(): returns whether query q may attend to key k.
 __device__ __forceinline__ bool mask_mod(int q, int k, const ForwardArguments& arguments) {
   return k <= q + (arguments.len_k - arguments.len_q);
 }
@@ -185,7 +187,7 @@ __device__ __forceinline__ int kv_head_of(int head, const ForwardArguments& argu
   return __umulhi(2 * head + 1, arguments.kv_reciprocal);
 }
 
-// The tiles of keys that a tile of queries attends to: one run, and a stretch of it in which every score counts.
+// The key tiles that a query tile visits. Those from full_begin to full_end need no mask.
 struct KeyTiles {
   int begin, count, full_begin, full_end;
 
@@ -196,7 +198,7 @@ struct KeyTiles {
 __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const ForwardArguments& arguments) {
   const int q_first = work.first_query;
   const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;
-  // In keys, the ends not included.
+  // The bounds are half-open ranges of keys.
   const int begin = 0;
   const int end = min(arguments.len_k, q_last + arguments.len_k - arguments.len_q + 1);
   const int full_begin = 0;

@@ -6,11 +6,11 @@
 // dims     head 128, value 128; float16, accumulated in float32; heads_q a multiple of heads_kv
 // target   sm_86, family ampere
 // plan     64 queries x 64 keys, 4 warps, 1 stage(s) of K and V, 2 block(s) per multiprocessor, 49152 bytes of shared memory
-// method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): row_max is the paper's m, which may lag; sum is its l
+// method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): row_max is the paper's running maximum m, which may lag; sum is its row sum l
 // FLOPs    512 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      516 * batch * heads_q * len_q + 512 * batch * heads_kv * len_k bytes, at least
 //
-// Grid: one block per (tile of queries, head, batch), along x, y and z. Made by
+// Grid: one block per (query tile, query head, batch), along x, y and z. Reproduce with
 //   flashgen show --target sm_86 '{"dropout":0.0,"dtype":"float16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":null,"value_dim":128,"version":1}'
 
 using Element = unsigned short;   // the bits of a float16
@@ -32,7 +32,7 @@ struct ForwardArguments {
   int heads_q;
   int len_q;
   int len_k;
-  unsigned kv_reciprocal;   // 2^31 / heads per head of K and V, rounded up
+  unsigned kv_reciprocal;   // 2^31 / (query heads per KV head), rounded up
 };
 
 // ---- The plan -------------------------------------------------------------------------------------------------------
@@ -71,56 +71,57 @@ static_assert(kRowTiles * 16 * kWarps == kTileQ && kTileK % 16 == 0, "whole mma 
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
 
-#ifndef FLASHGEN_EMULATOR   // the emulator brings its own
+#ifndef FLASHGEN_EMULATOR   // The emulator defines these itself.
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
-// Starts copying 16 bytes from global to shared memory; writes zeros, and reads nothing, where not valid.
+// Starts a copy of 16 bytes from global to shared memory. If not `valid`, it reads nothing and writes zeros.
 __device__ __forceinline__ void copy_async_16(unsigned shared_destination, const void* global_source, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :: "r"(shared_destination), "l"(global_source), "r"(valid ? 16 : 0) : "memory");
 }
 
-// Closes the group of copies started since the last commit.
+// Commits this thread's asynchronous copies since the last commit as a group.
 __device__ __forceinline__ void copy_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most `kPending` of this thread's copy groups are still in flight.
+// Waits until all but the latest kPending groups of this thread's asynchronous copies are complete.
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" :: "n"(kPending) : "memory");
 }
 
-// 2 to the power of x, by the special-function unit.
+// Returns 2 to the power of x, from the special-function unit.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// ldmatrix: four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+// ldmatrix: loads four 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrix_x4(unsigned (&fragment)[4], unsigned shared_source) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                : "r"(shared_source) : "memory");
 }
 
-// ldmatrix as above, each 8x8 matrix transposed on the way.
+// ldmatrix with transposition: loads four 8x8 matrices of 16-bit elements and transposes each. Lane l gives the address
+// of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrix_x4_transposed(unsigned (&fragment)[4], unsigned shared_source) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { %0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                : "r"(shared_source) : "memory");
 }
 
-// The logarithm of x to base 2, by the special-function unit.
+// Returns the logarithm of x to base 2, from the special-function unit.
 __device__ __forceinline__ float log2_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// d (16x8, fp32) += a (16x16) * b (16x8).
+// mma: d (16x8, float32) += a (16x16) * b (16x8).
 __device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
                "{ %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
@@ -128,29 +129,30 @@ __device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const unsigned (
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two floats, rounded to nearest even, as one register: `low` in the lower half.
+// Rounds two floats to nearest even and packs them in a register, `low` in the lower half.
 __device__ __forceinline__ unsigned pack_f16(float low, float high) {
   unsigned packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
 
-// The 32-bit address of `pointer` in the shared-memory window.
+// Returns the 32-bit address of `pointer` in the shared-memory window.
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
 #endif
 
+// Returns -inf.
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
-// The maximum over the four lanes that hold one row of an mma accumulator.
+// Returns the maximum over the four lanes that hold one row of an mma accumulator.
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// The sum over the four lanes that hold one row of an mma accumulator.
+// Returns the sum over the four lanes that hold one row of an mma accumulator.
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
@@ -158,12 +160,12 @@ __device__ __forceinline__ float quad_sum(float x) {
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// Where a score stands: batch, query head, this lane's first query and its first key within a tile.
+// The position of a lane's scores: batch, query head, the lane's first query and its first key within a tile.
 struct Position {
   int batch, head, query, key;
 };
 
-// Mask: causal()
+// Mask causal(): returns whether query q may attend to key k.
 __device__ __forceinline__ bool mask_mod(int q, int k, const ForwardArguments& arguments) {
   return k <= q + (arguments.len_k - arguments.len_q);
 }
@@ -184,7 +186,7 @@ __device__ __forceinline__ int kv_head_of(int head, const ForwardArguments& argu
   return __umulhi(2 * head + 1, arguments.kv_reciprocal);
 }
 
-// The tiles of keys that a tile of queries attends to: one run, and a stretch of it in which every score counts.
+// The key tiles that a query tile visits. Those from full_begin to full_end need no mask.
 struct KeyTiles {
   int begin, count, full_begin, full_end;
 
@@ -195,7 +197,7 @@ struct KeyTiles {
 __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const ForwardArguments& arguments) {
   const int q_first = work.first_query;
   const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;
-  // In keys, the ends not included.
+  // The bounds are half-open ranges of keys.
   const int begin = 0;
   const int end = min(arguments.len_k, q_last + arguments.len_k - arguments.len_q + 1);
   const int full_begin = 0;

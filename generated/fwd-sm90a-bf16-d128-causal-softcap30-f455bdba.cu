@@ -6,17 +6,17 @@
 // dims     head 128, value 128; bfloat16, accumulated in float32; heads_q a multiple of heads_kv
 // target   sm_90a, family hopper
 // plan     192 queries x 80 keys, 3 warpgroup(s) of 160 registers, 2 stage(s) of K and V, 180312 bytes of shared memory
-// method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): row_max is the paper's m, which may lag; sum is its l
-//          a warpgroup loads; the others overlap products with softmax (Shah et al. 2024, algorithm 2)
+// method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): row_max is the paper's running maximum m, which may lag; sum is its row sum l
+//          a producer warp loads; consumer warpgroups overlap products with softmax (Shah et al. 2024, algorithm 2)
 // FLOPs    512 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      516 * batch * heads_q * len_q + 512 * batch * heads_kv * len_k bytes, at least
 //
-// Grid: one block per multiprocessor; each takes tiles of queries until none is left. Made by
+// Grid: persistent, one block per multiprocessor; work tiles are (query tile, query head, batch). Reproduce with
 //   flashgen show --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":{"expression":["Mul",{"float":"0x1.e000000000000p+4"},["FastTanh",["Divide","score",{"float":"0x1.e000000000000p+4"}]]],"name":"softcap(30)"},"value_dim":128,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16
 
-struct alignas(64) TensorMap {   // a CUtensorMap: what the copy engine knows of an array
+struct alignas(64) TensorMap {   // a CUtensorMap, which describes an array to TMA
   unsigned long long words[16];
 };
 
@@ -26,15 +26,15 @@ struct ForwardArguments {
   TensorMap v_map;
   TensorMap o_map;
   float* lse;   // (batch, heads_q, len_q), or null
-  unsigned* next_tile;   // 0, before and after; null: no tiles beside each block's first
-  int tiles;   // of queries, of all heads and batches
-  int tiles_q;   // of each head
-  int heads;   // of queries, of all batches
-  int section;   // heads that take turns with their tiles
+  unsigned* next_tile;   // 0 before and after a launch; null if each block has one work tile
+  int tiles;   // query tiles of all heads and batches
+  int tiles_q;   // query tiles of each head
+  int heads;   // query heads of all batches
+  int section;   // heads of a section, the tiles of which alternate
   int heads_q;
   int len_q;
   int len_k;
-  unsigned kv_reciprocal;   // 2^31 / heads per head of K and V, rounded up
+  unsigned kv_reciprocal;   // 2^31 / (heads per KV head), rounded up
 };
 
 // ---- The plan -------------------------------------------------------------------------------------------------------
@@ -81,120 +81,121 @@ static_assert(kTileK % 16 == 0 && kTileK <= 256 && kValueDimPadded <= 256, "what
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
 
-#ifndef FLASHGEN_EMULATOR   // the emulator brings its own
+#ifndef FLASHGEN_EMULATOR   // The emulator defines these itself.
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
-// Closes the group of stores from shared memory that this thread has started since the last commit.
+// Commits this thread's bulk stores and reductions since the last commit as a group.
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until at most kPending of this thread's groups of stores have still to read shared memory.
+// Waits until all but the latest kPending groups of this thread's bulk stores have read shared memory.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(kPending) : "memory");
 }
 
-// True in one lane of the warp.
+// Returns true in one lane of the warp.
 __device__ __forceinline__ bool elect_one() {
   unsigned elected;
   asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(elected));
   return elected;
 }
 
-// 2 to the power of x, by the special-function unit.
+// Returns 2 to the power of x, from the special-function unit.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// Shows what this thread has written to shared memory to the copy engine and the tensor cores.
+// Makes this thread's writes to shared memory visible to TMA and wgmma, which use the asynchronous proxy.
 __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// The logarithm of x to base 2, by the special-function unit.
+// Returns the logarithm of x to base 2, from the special-function unit.
 __device__ __forceinline__ float log2_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
+// Arrives at the barrier's current phase.
 __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
-// Announces bytes that copies will bring to the barrier's current phase, and arrives.
+// Arrives at the barrier's current phase, which in addition waits for copies of so many bytes.
 __device__ __forceinline__ void mbarrier_expect_bytes(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 
-// Makes the 8 bytes at `barrier` a barrier whose phases end after this many arrivals, and the bytes announced to it.
+// Initialises the 8 bytes at `barrier`. A phase completes after this many arrivals and the bytes expected in it.
 __device__ __forceinline__ void mbarrier_init(unsigned barrier, unsigned arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Shows initialised barriers to the copy engine; other threads see them after a __syncthreads.
+// Makes initialised barriers visible to TMA. Other threads see them after a __syncthreads.
 __device__ __forceinline__ void mbarrier_fence_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Waits until the barrier's phase of this parity has ended: 0 for its first, third, ...; a new barrier counts as past
-// a phase of parity 1.
+// Waits until the phase of this parity has completed. The first phase has parity 0. On a new barrier, a wait for parity
+// 1 returns at once.
 __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
   asm volatile("{\n\t.reg .pred done;\n"
                "again:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
                "@!done bra again;\n\t}" :: "r"(barrier), "r"(parity) : "memory");
 }
 
-// Keeps the compiler from moving uses of these registers, which wgmmas work on unseen, across this point.
+// Keeps the compiler from moving uses of these registers across this point, since wgmmas access them asynchronously.
 template <int kCount>
 __device__ __forceinline__ void order_registers(float (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i]) :: "memory");
 }
 
-// Two floats, rounded to nearest even, as one register: `low` in the lower half.
+// Rounds two floats to nearest even and packs them in a register, `low` in the lower half.
 __device__ __forceinline__ unsigned pack_bf16(float low, float high) {
   unsigned packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
 
-// Gives up this warpgroup's registers beyond kRegisters a thread.
+// Releases this warpgroup's registers beyond kRegisters per thread.
 template <int kRegisters>
 __device__ __forceinline__ void registers_decrease() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kRegisters));
 }
 
-// Takes registers for each thread of this warpgroup, up to kRegisters, as soon as others have given them up.
+// Raises this warpgroup's registers to kRegisters per thread, and waits until other warpgroups have released enough.
 template <int kRegisters>
 __device__ __forceinline__ void registers_increase() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegisters));
 }
 
-// The 32-bit address of `pointer` in the shared-memory window.
+// Returns the 32-bit address of `pointer` in the shared-memory window.
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// stmatrix: four 8x8 matrices of 16-bit elements to shared memory; lane l gives the address of row l % 8 of matrix l / 8.
+// stmatrix: stores four 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrix_x4(unsigned destination, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], { %1, %2, %3, %4};"
                :: "r"(destination), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
 }
 
-// The hyperbolic tangent of x, by the special-function unit (sm_75 and later; absolute error below 2^-10).
+// Returns the hyperbolic tangent of x from the special-function unit (sm_75 and later; absolute error below 2^-10).
 __device__ __forceinline__ float tanh_approx(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// Starts copying the box of the map at coordinates (c0, ...) to shared memory, zeros where it leaves the tensor; its
-// bytes arrive at the barrier.
+// Starts a copy of the box at coordinates (c0, ...) of a tensor to shared memory, with zeros for elements outside of
+// the tensor. Its bytes complete a transaction of the mbarrier.
 __device__ __forceinline__ void tma_load_4d(unsigned destination, const TensorMap& map, unsigned barrier, int c0, int c1,
                                             int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
@@ -202,24 +203,25 @@ __device__ __forceinline__ void tma_load_4d(unsigned destination, const TensorMa
                :: "r"(destination), "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
 
-// Starts copying a box from shared memory to coordinates (c0, ...) of the map's tensor, clipped at its ends.
+// Starts a copy of a box in shared memory to coordinates (c0, ...) of a tensor, clipped to the tensor.
 __device__ __forceinline__ void tma_store_4d(const TensorMap& map, unsigned source, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, { %2, %3, %4, %5}], [%1];"
                :: "l"(&map), "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
 
-// Closes the group of wgmmas started since the last commit.
+// Commits this warpgroup's wgmmas since the last commit as a group.
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Orders this warpgroup's uses of registers before the wgmmas that follow, which read or accumulate in them.
+// Orders this warpgroup's register accesses before those of the following wgmmas.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// d (64 x kN, fp32) = a (64 x 16) * b (16 x kN), plus d where `accumulate`; a in registers, as of mma.m16n8k16, b a
-// described tile of shared memory, its rows along the depth where kTransposedB. Asynchronous.
+// Starts d (64 x kN, float32) = a (64 x 16) * b (16 x kN), plus d if `accumulate`. a is in registers, as for
+// mma.m16n8k16. b is the descriptor of a shared-memory tile, the rows of which run along the depth if kTransposedB. d
+// is valid after the group of the wgmma is complete.
 template <int kN, bool kTransposedB>
 __device__ __forceinline__ void wgmma_registers_bf16(float (&d)[kN / 2], const unsigned (&a)[4], unsigned long long b,
                                                      bool accumulate);
@@ -248,14 +250,9 @@ __device__ __forceinline__ void wgmma_registers_bf16<128, true>(
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
-// Waits until at most kPending of this warpgroup's groups of wgmmas are still in flight.
-template <int kPending>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory");
-}
-
-// d (64 x kN, fp32) = a (64 x 16) * b (16 x kN), plus d where `accumulate`; a and b are described tiles of shared memory,
-// b's rows along the depth where kTransposedB. Asynchronous: d is whole after wgmma_wait.
+// Starts d (64 x kN, float32) = a (64 x 16) * b (16 x kN), plus d if `accumulate`. a and b are descriptors of
+// shared-memory tiles. The rows of b run along the depth if kTransposedB. d is valid after the group of the wgmma is
+// complete.
 template <int kN, bool kTransposedB>
 __device__ __forceinline__ void wgmma_shared_bf16(float (&d)[kN / 2], unsigned long long a, unsigned long long b,
                                                   bool accumulate);
@@ -278,10 +275,17 @@ __device__ __forceinline__ void wgmma_shared_bf16<80, false>(
                : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
+// Waits until all but the latest kPending groups of this warpgroup's wgmmas are complete.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory");
+}
+
 #endif
 
-// What wgmma is told of a tile in shared memory (PTX ISA, "matrix descriptor"): where it begins, how far apart are its
-// panels (leading; unused where rows run along the depth) and its groups of 8 rows (stride), and how its 16-byte chunks are swizzled.
+// Returns the descriptor of a shared-memory tile for wgmma (PTX ISA, "matrix descriptor"): its address, the distances
+// between its panels (leading, unused if rows run along the depth) and between its groups of 8 rows (stride), and the
+// swizzle of its 16-byte chunks.
 template <int kSwizzleBytes>
 __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address, unsigned leading_bytes,
                                                                 unsigned stride_bytes) {
@@ -290,15 +294,16 @@ __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address
          static_cast<unsigned long long>(stride_bytes >> 4) << 32 | kMode << 62;
 }
 
+// Returns -inf.
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
-// The maximum over the four lanes that hold one row of an mma accumulator.
+// Returns the maximum over the four lanes that hold one row of an mma accumulator.
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// The sum over the four lanes that hold one row of an mma accumulator.
+// Returns the sum over the four lanes that hold one row of an mma accumulator.
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
@@ -498,17 +503,17 @@ __device__ __forceinline__ void round_probabilities(unsigned (&operand)[kTileK /
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// Where a score stands: batch, query head, this lane's first query and its first key within a tile.
+// The position of a lane's scores: batch, query head, the lane's first query and its first key within a tile.
 struct Position {
   int batch, head, query, key;
 };
 
-// Score function: softcap(30), with the scale folded into its constants
+// Score function softcap(30). The softmax scale is folded into its constants.
 __device__ __forceinline__ float score_mod(float product, const ForwardArguments& arguments) {
   return 30.0f * tanh_approx(product * (kScale / 30.0f));
 }
 
-// Mask: causal()
+// Mask causal(): returns whether query q may attend to key k.
 __device__ __forceinline__ bool mask_mod(int q, int k, const ForwardArguments& arguments) {
   return k <= q + (arguments.len_k - arguments.len_q);
 }
@@ -529,7 +534,7 @@ __device__ __forceinline__ WorkTile work_tile_at(int index, const ForwardArgumen
   return {first_query, head % arguments.heads_q, head / arguments.heads_q, kTileQ};
 }
 
-// The tiles of keys that a tile of queries attends to: one run, and a stretch of it in which every score counts.
+// The key tiles that a query tile visits. Those from full_begin to full_end need no mask.
 struct KeyTiles {
   int begin, count, full_begin, full_end;
 
@@ -540,7 +545,7 @@ struct KeyTiles {
 __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const ForwardArguments& arguments) {
   const int q_first = max(work.first_query, 0);
   const int q_last = min(work.first_query + work.queries, arguments.len_q) - 1;
-  // In keys, the ends not included.
+  // The bounds are half-open ranges of keys.
   const int begin = 0;
   const int end = min(arguments.len_k, q_last + arguments.len_k - arguments.len_q + 1);
   const int full_begin = 0;

@@ -17,15 +17,16 @@ _STRUCT, _ENTRY = "AppendArguments", "append_kv"
 def render_append(target: Target) -> RenderedKernel:
     """Renders the kernel. `Sizes.count`: groups of 8 elements in the new keys or values (the larger) of a sequence."""
     fields = [Field("const Element*", f"{name}_new") for name in "kv"] + [Field("Element*", name) for name in "kv"]
-    fields += [Field("const int*", "page_table"), Field("const int*", "seqused_k", comment="before")]
+    fields += [Field("const int*", "page_table")]
+    fields += [Field("const int*", "seqused_k", comment="(batch): keys before the new ones")]
     fields += [Field("Strides", f"{name}_strides") for name in ("k_new", "v_new", "k", "v")]
-    fields += [Field("long long", "table_pitch", comment="from a sequence's pages to the next one's")]
-    fields += [Field("long long", "most_keys", comment="that the table has pages for")]
+    fields += [Field("long long", "table_pitch", comment="elements of a row of page_table")]
+    fields += [Field("long long", "most_keys", comment="keys for which a row of page_table has pages")]
     fields += [Field("int", name) for name in ("tokens", "heads", "head_dim", "value_dim", "page_size", "pages")]
     layout = ordered(fields)
     types = environment().get_template("types.cuh.jinja")
     context = {
-        "header": "// flashgen: new keys and values, written into pages",
+        "header": "// flashgen: writes new keys and values into pages",
         "types": types.render(struct=_STRUCT, dtype="16-bit type", layout=layout).strip(),
         "struct": _STRUCT,
         "entry": _ENTRY,

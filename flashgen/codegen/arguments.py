@@ -101,7 +101,7 @@ LIST_FIELDS = (
     Field("Strides", "list_strides"),
 )
 DROPOUT_FIELDS = (
-    Field("const uint2*", "seed", comment="or null: seed_low, seed_high"),
+    Field("const uint2*", "seed", comment="null if seed_low and seed_high are the seed"),
     *(Field("unsigned", name) for name in ("seed_low", "seed_high", "offset")),
 )
 
@@ -112,9 +112,9 @@ _RESERVED = frozenset({
     "tile_entries", "tile_offsets", "counts", "entries", "offsets", "spacing", "seed", "seed_low", "seed_high",
     "offset", "section", "tiles", "tiles_q", "tiles_k", "next_tile", "heads_at_once", "packed", "row_tiles", "splits",
     "arrivals", "partial_outputs", "partial_states", "page_table", "seqused_k", "table_pitch", "pages", "k_scale",
-    "v_scale", "d_o", "d_lse", "dq", "dk", "dv", "dq_accum", "dq_semaphore", "dq_added", "dq_next",
-    "dk_sums", "dv_sums",
-    "part_sums", "part_turns", "turns", "divided", "parts", "statistics", "rows", "keys", "heads_kv", "heads_per_kv",
+    "v_scale", "d_o", "d_lse", "dq", "dk", "dv", "dq_accum", "dq_semaphore", "dq_added", "dq_next", "dk_sums",
+    "dv_sums", "part_sums", "part_semaphore", "part_semaphores", "divided", "parts", "statistics", "rows", "keys",
+    "heads_kv", "heads_per_kv",
     "sums", "gradient",
     "count", "shared_memory", "errno", "unix", "linux", "schedule", "cu_seqlens_q", "cu_seqlens_k", "total_q",
     "total_k",

@@ -130,22 +130,22 @@ def visited_tiles(
     ends: Mapping[sympy.Symbol, str] = ENDS_OF_TILES,
     ragged: bool = False,
     any_size: bool = False,
-    in_turns: bool = False,
+    semaphores: bool = False,
 ) -> str:
     """Returns the text that enumerates the tiles a block visits: by a range, or from lists if `tiles` is None.
 
     Args:
         queries: Whether a block visits tiles of queries instead of keys.
-        any_size: Whether tiles of keys have several sizes.
-        in_turns: Whether blocks add to a visited tile in a fixed order (by a semaphore), and therefore also ask which
-            tiles other blocks visit.
+        any_size: Whether the size of key tiles is a template parameter, for kernels with tiles of several sizes.
+        semaphores: Whether blocks add to a visited tile in a fixed order, and therefore also ask which tiles other
+            blocks visit.
     """
     module: Any = environment().get_template("key_tiles.cuh.jinja").module
     side = module.QUERIES if queries else module.KEYS
     if tiles is None:
         return str(module.lists(struct, side, ragged))
     texts = range_texts(tiles, {BATCH: _SEQUENCE, **ends})
-    return str(module.ranges(texts, struct, masked, side, ragged, any_size, in_turns))
+    return str(module.ranges(texts, struct, masked, side, ragged, any_size, semaphores))
 
 
 def longest_last(tiles: TileRange | None) -> bool:

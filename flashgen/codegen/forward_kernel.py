@@ -26,12 +26,12 @@ def page_fields(spec: AttentionSpec, strides: bool = True) -> list[Field]:
     """Returns the members that locate a sequence's keys in pages, if any. strides: Whether `k_strides` is a member."""
     if not spec.page_size:
         return []
-    of_pages = "; k_strides.batch is from page to page" if strides else ""
+    of_pages = "; k_strides.batch is the stride of a page" if strides else ""
     return [
-        Field("const int*", "page_table", comment="(batch, len_k / kPageSize): pages by keys"),
+        Field("const int*", "page_table", comment="(batch, len_k / kPageSize): page of each group of keys"),
         Field("const int*", "seqused_k", comment="(batch): keys of each sequence"),
-        Field("long long", "table_pitch", comment="from a sequence's pages to the next one's"),
-        Field("int", "pages", comment=f"that k and v have{of_pages}"),
+        Field("long long", "table_pitch", comment="elements of a row of page_table"),
+        Field("int", "pages", comment=f"pages of k and v{of_pages}"),
     ]
 
 
@@ -70,7 +70,7 @@ def forward_context(
         "score_operand": variant.score.operand_text(score) if variant.score else "",
         "score_call": variant.score.call(names) if variant.score else "",
         "divides_tiles": divides_tiles(spec, plan.tile_k),
-        "alike": None,
+        "uniform": None,
         "sink": f"load_{spec.sink.name}" if spec.sink else "",
         "sink_to_score": 1.0 if spec.score else 1 / spec.scale,
         "may_be_empty": variant.mask is not None or variant.score is not None,

@@ -12,39 +12,38 @@ from flashgen.language.spec import AttentionSpec
 
 _ONLINE_SOFTMAX = (  # names of the softmax state in the kernel and in the paper
     "online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): "
-    "row_max is the paper's m, which may lag; sum is its l"
+    "row_max is the paper's running maximum m, which may lag; sum is its row sum l"
 )
-_BLOCK_PER_TILE = "one block per (tile of queries, head, batch), along x, y and z"
-_BLOCK_PER_SLOT = "one block per (slot of a tile of queries of some sequence, head), along x and y"
+_BLOCK_PER_TILE = "one block per (query tile, query head, batch), along x, y and z"
+_BLOCK_PER_SLOT = "one block per (query tile slot of the packed sequences, query head), along x and y"
 _DOES = {
-    "preprocess": "of each row, its LSE to the base 2 and D = rowsum(dO * O) - dLSE",
-    "dkdv": "dK and dV{}; a block iterates over the queries of a key tile",
-    "dkdv of a head split": "partial sums of dK and dV{}; a block iterates over the queries of one head for a key tile",
-    "postprocess": "dQ, converted from its accumulator",
-    "postprocess_dk": "dK, converted from its sums over the query heads of a KV head",
-    "postprocess_dv": "dV, converted from its sums over the query heads of a KV head",
-    "dq": "dQ; a block iterates over the keys of a query tile",
-    "sink": "the gradient of the sinks, from the rows' LSE and D",
-    "d_": "the gradient of a captured array from its sums",
+    "preprocess": "Computes the base-2 LSE and D = rowsum(dO * O) - dLSE of each row.",
+    "dkdv": "Computes dK and dV{}; a block iterates over the queries of a key tile.",
+    "dkdv of a head split": "Accumulates dK and dV{}; a block iterates over the queries of one head for a key tile.",
+    "postprocess": "Converts the dQ accumulator to dQ.",
+    "postprocess_dk": "Converts dK from the sums over the query heads of a KV head.",
+    "postprocess_dv": "Converts dV from the sums over the query heads of a KV head.",
+    "dq": "Computes dQ; a block iterates over the keys of a query tile.",
+    "sink": "Computes the gradient of the sinks from the LSE and D of each row.",
+    "d_": "Converts the accumulated gradient of a captured array to its type.",
 }
 _GRIDS = {
-    "preprocess": "(rows, head, batch)",
-    "dkdv": "(tile of keys, head of K and V, batch)",
-    "dkdv of a head split": "(tile of keys, query head, batch)",
-    "postprocess": "(tile of queries, head, batch)",
-    "postprocess_dk": "(tile of keys, head of K and V, batch)",
-    "postprocess_dv": "(tile of keys, head of K and V, batch)",
-    "dq": "(tile of queries, head, batch)",
-    "sink": "head",
-    "d_": "256 elements",
+    "preprocess": "(group of rows, query head, batch)",
+    "dkdv": "(key tile, KV head, batch)",
+    "dkdv of a head split": "(key tile, query head, batch)",
+    "postprocess": "(query tile, query head, batch)",
+    "postprocess_dk": "(key tile, KV head, batch)",
+    "postprocess_dv": "(key tile, KV head, batch)",
+    "dq": "(query tile, query head, batch)",
+    "sink": "query head",
+    "d_": "256 elements of the array",
 }
 
-
 _VARLEN_GRIDS = {
-    "preprocess": "(rows of all sequences, head)",
-    "dkdv": "(slot of a tile of keys of some sequence, head of K and V)",
-    "postprocess": "(tile of queries of all sequences, head)",
-    "dq": "(slot of a tile of queries of some sequence, head)",
+    "preprocess": "(group of rows of the packed sequences, query head)",
+    "dkdv": "(key tile slot of the packed sequences, KV head)",
+    "postprocess": "(query tile of the packed sequences, query head)",
+    "dq": "(query tile slot of the packed sequences, query head)",
 }
 
 
@@ -56,7 +55,7 @@ class BackwardPlan(Protocol):
 
     @property
     def persistent(self) -> bool:
-        """Whether a block of the main kernel (dK and dV) processes several tiles of keys, one after the other."""
+        """Whether the main kernel (dK and dV) is persistent: its blocks process several key tiles each."""
 
     def summary(self, shared_bytes: int) -> str: ...
 
@@ -117,9 +116,9 @@ def backward_header(
     kind = "d_" if part.startswith("d_") else "dkdv of a head split" if apart and part == "dkdv" else part
     which = f"--kernel {part}{' --deterministic' if deterministic else ''}"
     which += " --heads-apart" if apart else ""
-    does = _DOES[kind].format("" if dq_apart else ", and dQ" if finishes else ", and partial sums of dQ")
+    does = _DOES[kind].format("" if dq_apart else ", and dQ" if finishes else ", and accumulates dQ")
     persistent = part == "dkdv" and plan is not None and plan.persistent
-    per = "one block per multiprocessor, one after the other" if persistent else "one block per"
+    per = "persistent, one block per multiprocessor; work tiles are" if persistent else "one block per"
     divided = [f"plan     {plan.summary(shared_bytes)}"] if plan else []
     return _comment(
         [f"flashgen: attention backward, {part}, {spec.name}", does],
@@ -145,5 +144,5 @@ def _facts(spec: AttentionSpec, target: Target, family: str, heads: str = "") ->
 
 
 def _comment(title: list[str], facts: list[str], costs: list[str], grid: str, command: str) -> str:
-    lines = [*title, "", *facts, *costs, "", f"Grid: {grid}. Made by", f"  {command}"]
+    lines = [*title, "", *facts, *costs, "", f"Grid: {grid}. Reproduce with", f"  {command}"]
     return "\n".join(f"// {line}".rstrip() for line in lines)

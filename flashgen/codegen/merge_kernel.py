@@ -31,11 +31,11 @@ def render_merge(dtype: str, parts: int, layout: str, target: Target) -> Rendere
     fields = [Field("const Element*", f"out{i}") for i in range(parts)]
     fields += [Field("const float*", f"lse{i}") for i in range(parts)]
     fields += [Field("Element*", "o"), Field("float*", "lse"), Field("long long", "rows")]
-    fields += [Field("int", "dim"), Field("int", "lane_bits", comment="log2 of the threads that a row has")]
+    fields += [Field("int", "dim"), Field("int", "lane_bits", comment="log2 of the threads per row")]
     fields += [Field("int", name) for name in ("heads", "len_q")] if bshd else []
     struct, entry = ordered(fields), f"merge_states_{parts}_{dtype}_{layout}"
     context = {
-        "header": f"// flashgen: outputs of {parts} parts of the keys, merged by their LSE; {dtype}, {layout}",
+        "header": f"// flashgen: merges {parts} partial outputs by their LSE; {dtype}, {layout}",
         "element": element.c_type,
         "dtype": dtype,
         "layout": struct,

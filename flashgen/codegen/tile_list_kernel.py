@@ -16,13 +16,13 @@ from flashgen.codegen.assembly import assemble
 from flashgen.codegen.environment import environment
 from flashgen.codegen.expressions.interval_text import interval_text
 from flashgen.codegen.expressions.printer import statements
-from flashgen.codegen.ragged import sequences_text, slots, varlen_fields
 from flashgen.codegen.rendered_kernel import Direction, Grid, RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.shared_memory import slot_per_warp
 from flashgen.codegen.sizes import Sizes, ceil_div, maximum
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import WARP
 from flashgen.codegen.variant import Variant, captures_read, variant_of
+from flashgen.codegen.varlen import sequences_text, slots, varlen_fields
 from flashgen.language.operations import BATCH, HEAD, KEY, QUERY, And, Load
 from flashgen.language.spec import AttentionSpec
 
@@ -44,9 +44,9 @@ _KINDS: dict[Direction, tuple[str, str]] = {
     "keys": ("lists", "list_key_tiles"),
     "queries": ("query-lists", "list_query_tiles"),
 }
-# Names of each side of a tile in the template: one element, the tile index, the tile size, the sequence length.
-_QUERIES = {"one": "query", "tile": "q_tile", "size": "kTileQ", "length": "arguments.len_q"}
-_KEYS = {"one": "key", "tile": "k_tile", "size": "kTileK", "length": "arguments.len_k"}
+# Names of each side of a tile in the template: an element, elements, the tile index, the tile size, the length.
+_QUERIES = {"one": "query", "many": "queries", "tile": "q_tile", "size": "kTileQ", "length": "arguments.len_q"}
+_KEYS = {"one": "key", "many": "keys", "tile": "k_tile", "size": "kTileK", "length": "arguments.len_k"}
 
 
 def depends_on_head(spec: AttentionSpec) -> bool:
@@ -105,7 +105,7 @@ def list_layout(spec: AttentionSpec) -> ArgumentLayout:
     fields = [Field("int*", "counts"), Field("long long*", "offsets"), Field("int*", "entries")]
     fields += [Field("int", name) for name in ("len_q", "len_k")]
     fields += varlen_fields() if spec.is_varlen else []
-    fields.append(Field("int", "spacing", comment="entries from list to list; 0 where `offsets` says"))
+    fields.append(Field("int", "spacing", comment="entries from list to list, or 0 if `offsets` is given"))
     return ordered(fields + capture_fields(captures_read(spec, score=False)))
 
 
@@ -178,8 +178,8 @@ def _mask(variant: Variant) -> dict[str, Any]:
         "mask_call": variant.mask.call({symbol: str(symbol) for symbol in used}),
         "mask_reads_q": QUERY in used,
         "mask_reads_k": KEY in used,
-        "place_parameters": "".join(f"int {symbol}, " for symbol in passed),
-        "place_call": "".join(f"{symbol}, " for symbol in passed),
+        "index_parameters": "".join(f"int {symbol}, " for symbol in passed),
+        "index_call": "".join(f"{symbol}, " for symbol in passed),
     }
 
 
@@ -201,7 +201,7 @@ def _within(spec: AttentionSpec, variant: Variant, plan: Tiles) -> dict[str, Any
         "operations": within.operations,
         "wide": within.wide,
         "scanned": [array for array in variant.arrays if array.name in names],
-        "most_scanned": 2 * max(plan.tile_q, plan.tile_k),
+        "max_scanned": 2 * max(plan.tile_q, plan.tile_k),
     }
 
 

@@ -9,9 +9,9 @@ from operator import itemgetter
 from typing import Any, Self
 
 from flashgen.codegen.arguments import QUERY_ARRAYS, VALUE_WIDE, ArgumentLayout
-from flashgen.codegen.ragged import MAP_ROWS
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes
+from flashgen.codegen.varlen import MAP_ROWS
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.argument_writer import Addresses, ArgumentWriter, Value
 from flashgen.runtime.caching import Cache

@@ -13,11 +13,11 @@ from typing import Any
 
 from flashgen.codegen.arguments import QUERY_ARRAYS, VALUE_WIDE, ArgumentLayout, member_name
 from flashgen.codegen.merge_kernel import MAX_PARTIALS
-from flashgen.codegen.ragged import MAP_ROWS
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import NAMED_SIZES
 from flashgen.codegen.stages import struct_values
 from flashgen.codegen.tiling import ELEMENT_BYTES
+from flashgen.codegen.varlen import MAP_ROWS
 from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 
@@ -59,7 +59,7 @@ _STEP_MEANINGS = {
         },
         "page_table": "(batch, pages of a sequence), int32",
         "tokens": "new keys of each sequence; count is tokens * heads * max(head_dim, value_dim) / 8",
-        "heads": "heads of k and v",
+        "heads": "KV heads",
         "head_dim": "head dim of k, a multiple of 8",
         "value_dim": "head dim of v, a multiple of 8",
         "page_size": "keys of a page",
@@ -130,7 +130,7 @@ def _member_meanings(spec: AttentionSpec) -> dict[str, str]:
     for name, dim in (("dk", "head_dim"), ("dv", "value_dim")):
         shape = f"(batch, heads_kv, keys, padded {dim})"
         meanings[f"{name}_sums"] = f"{name} accumulator over query heads, float32, {shape}, {_UNSPECIFIED_ORDER}"
-    meanings["part_sums"] = f"accumulators of dk and dv of split tiles, float32, {_UNSPECIFIED_ORDER}"
+    meanings["part_sums"] = f"partial dk and dv of split key tiles, float32, {_UNSPECIFIED_ORDER}"
     meanings["statistics"] = "base-2 LSE and D of each row, (batch, heads_q, rows, 2)"
     meanings |= {"tile_counts": "tiles of each list", "tile_offsets": "start of each list in tile_entries"}
     meanings |= {"tile_entries": "tile << 1 | 1 if no element is masked", "list_strides": "strides between lists"}
@@ -139,7 +139,7 @@ def _member_meanings(spec: AttentionSpec) -> dict[str, str]:
     meanings["seed"] = "dropout seed in GPU memory, 8 bytes, or null if seed_low and seed_high hold it"
     meanings |= {"seed_low": "low half of the dropout seed", "seed_high": "high half of the dropout seed"}
     meanings |= {"offset": "offset of the dropout counter"}
-    meanings |= {"heads_q": "query heads", "heads_kv": "heads of k and v", "heads_per_kv": "query heads per head of k"}
+    meanings |= {"heads_q": "query heads", "heads_kv": "KV heads", "heads_per_kv": "query heads per KV head"}
     meanings |= {"batch": "sequences", "len_q": "queries", "len_k": "keys", "count": "elements of the captured array"}
     meanings |= _varlen_meanings(rows, head, value) if spec.is_varlen else {}
     if spec.page_size:

@@ -64,7 +64,7 @@ _BACKWARD = (
     (
         "Weights and their gradients",
         _RECOMPUTED,
-        ("differentiate_scores", "multiply_by_factors", "multiply_by_probabilities"),
+        ("recompute_p_and_ds", "compute_ds_from_factors", "compute_ds"),
     ),
     ("Gradients of K and V", _GRADIENTS, ("differentiate_keys", "start_sum", "multiply_registers")),
     ("Gradients of Q", _OF_QUERIES, ("start_query_gradients", "add_query_gradients")),

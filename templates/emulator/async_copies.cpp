@@ -1,5 +1,5 @@
-// cp.async. Between issue and landing the destination holds NaN, so that a read without a wait shows in the values; to
-// ThreadSanitizer the copy is an engine of its own that may write at any time in between.
+// cp.async. Between its issue and its completion the destination holds NaN, so that a read without a wait shows in the
+// values. To ThreadSanitizer a copy is an engine of its own that may write at any time in between.
 #include "block.h"
 
 namespace emulator {
@@ -8,7 +8,8 @@ struct Chunk {
   u64 words[2];
 };
 
-// Plain assignments: ThreadSanitizer intercepts memcpy and memset even here, and would charge them to the thread.
+// Uses plain assignments: ThreadSanitizer intercepts memcpy and memset even here and would attribute them to the
+// thread.
 static void move_chunk(const AsyncCopy& copy) {
   Chunk zero{};
   *static_cast<Chunk*>(copy.destination) = copy.source ? *static_cast<const Chunk*>(copy.source) : zero;
@@ -27,7 +28,7 @@ static void land(Thread& owner, AsyncCopy& copy) {
   move_chunk(copy);
 }
 
-// Bounds and alignment are checked at the issue, whenever the copy lands: its line is the one to name.
+// Bounds and alignment are checked at the issue, so that errors name its line, whenever the copy completes.
 static AsyncCopy checked_copy(u32 destination, const void* source, u32 bytes, bool valid, Site site, void* caller) {
   if (bytes != sizeof(Chunk)) fail(site, "cp.async of %u bytes: only 16 is emulated", bytes);
   if (valid && u64(source) % bytes) fail(site, "misaligned global address %p: a copy of %u bytes", source, bytes);
@@ -48,7 +49,7 @@ void copy_async(u32 shared_destination, const void* global_source, u32 bytes, bo
     release(&self.copies.issue_order);
     AsEngine engine(created(block, self.carrier->copy_engine, "cp.async"));
     acquire(&self.copies.issue_order);
-    note_write(copy.destination, bytes, copy.caller);  // from now on it may land
+    note_write(copy.destination, bytes, copy.caller);  // it may complete from now on
   }
   *static_cast<Chunk*>(copy.destination) = {{~0ull, ~0ull}};
   if (policy == CopyPolicy::kEarly || (policy == CopyPolicy::kRandom && block.random.below(4) == 0)) land(self, copy);

@@ -26,12 +26,12 @@ void AsyncProxy::reset(unsigned char* shared, u32 shared_bytes) {
 void AsyncProxy::use() {
   if (used_) return;
   used_ = true;
-  seen_.assign(shared_bytes_ + kChunkBytes, 0xff);  // as shared memory begins
+  seen_.assign(shared_bytes_ + kChunkBytes, 0xff);  // as shared memory is initialised
   tags_.assign(shared_bytes_ / kChunkBytes + 1, 0);
 }
 
-// Plain stores tell nobody whose they are, so that any thread's fence publishes them. (A thread's own missing fence
-// shows if no other fences in between.) What stmatrix wrote waits for a fence of the warp that did.
+// Plain stores do not record their thread, so that a fence of any thread publishes them, and a missing fence is found
+// only if no other thread executes one in between. Stores by stmatrix are published by a fence of their own warp.
 void AsyncProxy::fence(u32 warp) {
   use();
   if (!has_tags_) {
@@ -63,9 +63,9 @@ void AsyncProxy::begin(Claim& claim) {
 }
 
 void AsyncProxy::end(Claim& claim) {
-  for (Claim*& place : claims_) {
-    if (place != &claim) continue;
-    place = claims_.back();
+  for (Claim*& entry : claims_) {
+    if (entry != &claim) continue;
+    entry = claims_.back();
     claims_.pop_back();
     return;
   }

@@ -1,4 +1,4 @@
-// The state of one running block: its threads, warps and barriers. The runtime's own view; kernels see interface.h.
+// The state of a running block: its threads, warps and barriers. Kernels see interface.h instead.
 #pragma once
 #include <vector>
 
@@ -21,7 +21,7 @@ enum class State : int { kReady, kWarpCollective, kBlockBarrier, kMbarrier, kPro
 
 enum class WarpOperation : int { kSyncWarp, kShuffle, kVote, kElect, kLoadMatrix, kStoreMatrix, kMultiply };
 
-// What a CUDA thread runs on. Blocks take turns on the same carriers; see launch.cpp for who gets which.
+// The fiber on which a CUDA thread runs. Successive blocks use the same carriers; launch.cpp assigns them.
 struct Carrier {
   Fiber fiber;
   Engine copy_engine;
@@ -32,7 +32,7 @@ struct Thread : ThreadContext {
   Block* block = nullptr;
   Warp* in_warp = nullptr;
   State state = State::kReady;
-  Site site{};  // where it waits
+  Site site{};  // line at which it waits
   int barrier = 0, barrier_result = 0;
   MBarrier* mbarrier = nullptr;
   AsyncCopies copies;
@@ -46,21 +46,21 @@ struct WarpGroup {
   WarpOperation operation{};
   Site site{};
   void* lanes[32];
-  // Two, used in turn: who still leaves one meeting must not learn what happened before the next.
+  // Two, used alternately, so that a lane that leaves one operation is not ordered after arrivals at the next.
   unsigned meetings = 0;
   char order[2];
 };
 
 struct Warp {
   WarpGroup groups[32];
-  u32 groups_used = 0;  // how many of them ever held a meeting
+  u32 groups_used = 0;  // number of groups ever used
   u32 live = 0;
-  u64 last_event = 0;  // its number, from 1
+  u64 last_event = 0;  // number of the last event, from 1
   Thread* first = nullptr;
   ReadyLanes ready;
 };
 
-// Which lanes of a warp have come to a barrier, and where.
+// The lanes of a warp that have arrived at a barrier, and the line.
 struct WarpArrival {
   u32 lanes = 0;
   Site site{};
@@ -68,7 +68,7 @@ struct WarpArrival {
 
 struct Barrier {
   u32 arrived = 0, votes = 0;
-  u32 count = 0;  // threads that open a named barrier
+  u32 count = 0;  // threads that complete a named barrier
   BarrierKind kind{};
   Site site{};
   std::vector<Thread*> waiting;
@@ -78,7 +78,7 @@ struct Barrier {
 };
 
 struct Block {
-  static constexpr int kBarriers = 16;  // as the hardware has; __syncthreads is number 0
+  static constexpr int kBarriers = 16;  // as in hardware; __syncthreads uses number 0
 
   LaunchRequest* request = nullptr;
   KernelThread run_thread = nullptr;
@@ -87,18 +87,18 @@ struct Block {
   std::vector<Warp> warps;
   Barrier barriers[kBarriers];
   ReadyQueue ready;
-  Vector<Thread*> polling;  // who looks again when nobody is ready
-  Warp* slow_warp = nullptr;  // of a random order
+  Vector<Thread*> polling;  // threads that poll again when no thread is ready
+  Warp* slow_warp = nullptr;  // in the random order
   Random random;
   unsigned char* shared = nullptr;
   u32 alive = 0;
   u32 copies_in_flight = 0;
   bool failed = false;
-  Thread* blamed = nullptr;  // whose doing an engine's failure is
+  Thread* blamed = nullptr;  // thread to which failures of an engine are attributed
   char message[sizeof(LaunchRequest::message)];
   u64 switches = 0, collectives = 0, async_copies = 0;
-  Fiber worker;      // the stack that started the block and goes on when it ends
-  char start_order;  // what happened before the launch happens before every thread
+  Fiber worker;      // stack that started the block and continues when it ends
+  char start_order;  // orders the time before the launch before every thread
 
   // TMA, wgmma, mbarriers and register budgets
   AsyncProxy async_proxy;
@@ -110,7 +110,7 @@ struct Block {
   Pool<MatrixProduct> product_pool;
   Pool<Accumulator> accumulator_pool;
   ProductWorkspace workspace;
-  u32 products_in_flight = 0;  // issued by all and not done
+  u32 products_in_flight = 0;  // issued by all threads and not performed
   u32 free_registers = 0;
 
   u32 whole_warpgroups() const { return u32(threads.size()) / kWarpgroupThreads; }
@@ -119,7 +119,7 @@ struct Block {
 inline Thread& running_thread() { return *static_cast<Thread*>(current); }
 inline u32 rank_of(const Thread& thread) { return thread.linear % kWarpgroupThreads; }  // in its warpgroup
 
-// While it lives, failures name another thread than the one that runs.
+// While it exists, failures name another thread than the running one.
 class Blame {
  public:
   explicit Blame(Thread& thread) : block_(*thread.block), before_(block_.blamed) { block_.blamed = &thread; }
@@ -133,18 +133,18 @@ class Blame {
 };
 
 // ---- warp_collectives.cpp ----
-// Runs when the last lane of `mask` has arrived; lanes[i] is what lane i passed as lane_data.
+// Runs when the last lane of `mask` has arrived. lanes[i] is the lane_data of lane i.
 using WarpAction = void (*)(void* const* lanes, u32 mask);
 void warp_collective(u32 mask, WarpOperation operation, void* lane_data, WarpAction action, Site site);
 
 // ---- scheduler.cpp ----
 void make_ready(Thread& thread);
-void suspend(State state, Site site);  // waits until somebody makes the running thread ready
-void poll(Site site);                  // waits until nobody of the block can go on but who polls
-void hesitate(Site site);              // does so in the warp that is slow
-void run_block(Block& block);          // on the worker's stack: runs all threads to their end, or to a failure
+void suspend(State state, Site site);  // waits until the running thread is made ready
+void poll(Site site);                  // waits until only polling threads of the block can continue
+void hesitate(Site site);              // polls in the slow warp
+void run_block(Block& block);          // on the worker's stack: runs all threads to their end or to a failure
 
-// ---- hooks of a thread's end, called by the scheduler ----
+// ---- checks at the end of a thread or block, called by the scheduler ----
 void check_warp_at_exit(Thread& thread);      // warp_collectives.cpp
 void release_barriers_at_exit(Block& block);  // block_barriers.cpp
 void check_copies_at_exit(Thread& thread);    // async_copies.cpp
@@ -152,12 +152,12 @@ void check_stores_at_exit(Thread& thread);    // tensor_copies.cpp
 void check_products_at_exit(Thread& thread);  // wgmma.cpp
 void check_block_at_end(Block& block);        // engines.cpp
 
-// ---- engines.cpp: what is asynchronous goes on by itself ----
+// ---- engines.cpp: progress of asynchronous operations ----
 void advance_engines_at_random(Block& block);  // between any two steps
-bool advance_engines(Block& block);            // when nobody is ready; false: nothing to do
-Engine& created(Block& block, Engine& engine, const char* name);  // made when it is first asked for
+bool advance_engines(Block& block);            // when no thread is ready; returns false if nothing is pending
+Engine& created(Block& block, Engine& engine, const char* name);  // creates it at the first use
 
-// ---- what engines do, one piece at a time ----
+// ---- single operations of engines ----
 void land_random_copy(Block& block);                       // async_copies.cpp
 void perform_tensor_copy(Block& block, size_t in_flight);  // tensor_copies.cpp
 bool land_newest_load(Block& block);
@@ -174,10 +174,10 @@ Warpgroup& warpgroup_of(Thread& self, Site site);
 void reset_registers(Block& block);
 void check_registers_at_end(const Block& block);
 
-// ---- timeline.cpp: a step of the running thread's warp; `of_any_lane`: not of lane 0 alone ----
+// ---- timeline.cpp: records an action of the running thread's warp; `of_any_lane`: even if it is not lane 0 ----
 void record(Did did, Site site, u32 object = 0, u32 phase = 0, u32 amount = 0, bool of_any_lane = false);
 
-// ---- in words, for deadlocks: as snprintf ----
+// ---- descriptions of waits for deadlock messages, with the results of snprintf ----
 int describe_mbarrier_wait(const Thread& thread, char* text, size_t room);
 int describe_product_wait(const Thread& thread, char* text, size_t room);
 int describe_register_wait(const Thread& thread, char* text, size_t room);

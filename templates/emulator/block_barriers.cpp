@@ -1,4 +1,4 @@
-// __syncthreads and its like: barrier 0 of a block's sixteen, which waits for all threads that have not ended.
+// __syncthreads and its variants: barrier 0 of the sixteen of a block, which waits for all threads that have not ended.
 #include "block.h"
 
 namespace emulator {
@@ -17,7 +17,7 @@ static int result_of(const Barrier& barrier) {
   return 0;
 }
 
-// bar.sync is .aligned: the lanes of one warp must meet in one instruction, and all threads in one kind of it.
+// bar.sync is .aligned: the lanes of a warp must execute the same instruction, and all threads the same variant.
 static void check_arrival(Barrier& barrier, const Thread& self, BarrierKind kind, Site site) {
   if (barrier.arrived && barrier.kind != kind)
     fail(site, "barrier misuse: another kind of __syncthreads waits at %s:%d", barrier.site.file, barrier.site.line);
@@ -70,7 +70,7 @@ void release_barriers_at_exit(Block& block) {
   if (barrier.arrived && barrier.arrived == block.alive) open_barrier(barrier);
 }
 
-// ThreadSanitizer knows no fences; one object that all pass in turn orders at least as much as a fence does.
+// ThreadSanitizer does not model fences. One object that all threads acquire and release orders at least as much.
 void memory_fence() {
   static char fence;
   release(&fence);

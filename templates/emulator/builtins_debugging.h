@@ -1,4 +1,4 @@
-// What one adds to a kernel to look into it: NVRTC knows both without an include, and so does the emulator.
+// printf and assert, which NVRTC provides without an include, and so does the emulator.
 #pragma once
 
 extern "C" __attribute__((format(printf, 1, 2))) int printf(const char*, ...);

@@ -19,7 +19,7 @@ inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b)
   return (unsigned long long)((unsigned __int128)a * b >> 64);
 }
 
-// Bytes 0..3 are x's, 4..7 are y's; each nibble of the selector picks one. Unlike prmt's, a nibble's top bit means nothing.
+// Selects four of eight bytes, 0 to 3 from x and 4 to 7 from y. Unlike in prmt, the top bit of a nibble is ignored.
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   unsigned long long bytes = (unsigned long long)y << 32 | x;
   unsigned result = 0;

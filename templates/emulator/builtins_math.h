@@ -1,5 +1,5 @@
-// CUDA's float functions. The C library's are declared here instead of included (see emulator.h). The approximate ones
-// give the exact function's float: an emulated result is at least as good as a GPU's, never equal to its last bit.
+// CUDA's float functions. Those of the C library are declared here instead of included (see emulator.h). Approximate
+// functions return the exact result rounded to float, which is at least as accurate as on a GPU, but not bitwise equal.
 #pragma once
 
 extern "C" {
@@ -38,8 +38,8 @@ double fabs(double) noexcept;
 inline float rsqrtf(float value) { return 1.0f / sqrtf(value); }
 inline float exp10f(float value) { return powf(10.0f, value); }
 
-// As PTX's max and min: the other operand where one is NaN, and -0.0 is less than +0.0. The C library's, and what a
-// compiler makes of a call of them, may give either zero.
+// max and min as in PTX: they return the other operand if one is NaN, and -0.0 is less than +0.0. Those of the C
+// library, and compiler builtins, may return either zero.
 inline float fmaxf(float a, float b) {
   return a > b || b != b || (a == b && !__builtin_signbit(a)) ? a : b;
 }
@@ -76,7 +76,7 @@ inline float __uint_as_float(unsigned bits) { return ::emulator::bit_cast<float>
 inline int __float_as_int(float value) { return ::emulator::bit_cast<int>(value); }
 inline unsigned __float_as_uint(float value) { return ::emulator::bit_cast<unsigned>(value); }
 
-// Conversions to int saturate and turn NaN into 0, as cvt does; a plain C++ cast out of range is undefined.
+// Conversions to int saturate and turn NaN into 0 as cvt does. An out-of-range C++ cast would be undefined.
 namespace emulator {
 inline int saturated_int(float value) {
   if (!(value == value)) return 0;

@@ -1,5 +1,5 @@
-// Read-only loads and atomics. Atomics are relaxed, as CUDA's are: ThreadSanitizer then accepts the update itself, and
-// still reports plain accesses that nothing orders after it.
+// Read-only loads and atomics. Atomics are relaxed as in CUDA, so that ThreadSanitizer accepts the update itself and
+// still reports unordered plain accesses.
 #pragma once
 
 template <class T>
@@ -29,7 +29,7 @@ inline size_t __cvta_generic_to_shared(const void* pointer, FLASHGEN_SITE) {
 
 namespace emulator {
 
-// Replaces *pointer by update(*pointer) in one step and returns what stood there before.
+// Atomically replaces *pointer by update(*pointer) and returns the previous value.
 template <class T, class Update>
 inline T atomic_update(T* pointer, Update update) {
   T seen;
@@ -56,7 +56,7 @@ template <class T>
 inline T atomicSub(T* pointer, typename ::emulator::Same<T>::Type value) {
   return ::emulator::atomic_update(pointer, [value](T old) { return T(old - value); });
 }
-// Counts up to the limit and then from 0 again.
+// Increments a counter that wraps to 0 after the limit.
 inline unsigned atomicInc(unsigned* pointer, unsigned limit) {
   return ::emulator::atomic_update(pointer, [limit](unsigned old) { return old >= limit ? 0u : old + 1u; });
 }

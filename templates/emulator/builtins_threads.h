@@ -1,4 +1,4 @@
-// CUDA's barriers, shuffles and votes. The trailing Site is filled in by the compiler at the call.
+// CUDA's barriers, shuffles and votes. The compiler fills in the trailing Site at the call.
 #pragma once
 
 namespace emulator {
@@ -27,7 +27,7 @@ inline int __syncthreads_count(int predicate, FLASHGEN_SITE) {
 }
 inline void __syncwarp(unsigned mask = 0xffffffffu, FLASHGEN_SITE) { ::emulator::sync_warp(mask, site); }
 
-// `width` cuts the warp into segments; a source outside the lane's segment gives the lane's own value.
+// `width` divides the warp into segments. A source outside of the lane's segment gives the lane's own value.
 template <class T>
 inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, FLASHGEN_SITE) {
   unsigned lane = ::emulator::current->lane, segment = lane & ~unsigned(width - 1);

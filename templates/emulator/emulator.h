@@ -1,8 +1,9 @@
-// The host twin of a CUDA compilation: force-included in front of every emitted kernel (c++ -include emulator.h), so
-// that the same text that NVRTC compiles for a GPU compiles for the CPU, with every CUDA thread a fiber.
+// Force-included before every emitted kernel (c++ -include emulator.h), so that the text that NVRTC compiles for a GPU
+// compiles for the CPU, with a fiber for every CUDA thread.
 //
-// No C or C++ library header is included here or below: a kernel's unit then compiles in a fraction of a second, and no
-// library name can collide with a CUDA name. What is heavy stands in runtime.cpp, compiled once per mode.
+// Neither this header nor those that it includes include a C or C++ library header: a kernel then compiles in a
+// fraction of a second, and no library name collides with a CUDA name. The rest is in runtime.cpp, compiled once per
+// mode.
 #pragma once
 #define FLASHGEN_EMULATOR 1
 

@@ -1,9 +1,9 @@
-// When TMA and wgmma do their work: between any two steps of the block, or only when nothing else can go on.
+// Progress of TMA and wgmma: between any two steps of the block, or only when no thread can continue.
 #include "block.h"
 
 namespace emulator {
 
-constexpr u32 kSeldom = 8;  // one step in so many
+constexpr u32 kSeldom = 8;  // one step in eight
 
 void advance_engines_at_random(Block& block) {
   if (CopyPolicy(block.request->copies) != CopyPolicy::kRandom) return;
@@ -13,11 +13,11 @@ void advance_engines_at_random(Block& block) {
   if (block.products_in_flight && block.random.below(kSeldom) == 0) perform_random_product(block);
 }
 
-// Nobody is ready: what somebody waits for is done now, one piece at a time. False if there is nothing to do.
+// Called when no thread is ready: performs one operation for which a thread waits. Returns false if there is none.
 bool advance_engines(Block& block) { return perform_awaited_product(block) || land_newest_load(block); }
 
-// Most kernels use few kinds of engines, and each costs ThreadSanitizer a millisecond, and time at every acquire. The
-// worker makes it, who knows nothing of what the block's threads did, so that the engine does not either.
+// Creates an engine at its first use, since each costs ThreadSanitizer a millisecond, and time at every acquire. The
+// worker is its creator: it is not ordered after the block's threads, so neither is the engine.
 Engine& created(Block& block, Engine& engine, const char* name) {
   if (kThreadSanitizer && !engine.tsan) {
     AsEngine creator(Engine{block.worker.tsan});

@@ -1,4 +1,4 @@
-// How a launch fails: the message, and leaving the block with its threads where they stand.
+// Failure of a launch: the message, and leaving the block with its threads where they are.
 #include <stdarg.h>
 #include <stdio.h>
 
@@ -14,7 +14,7 @@ namespace emulator {
 
 void fail(Site site, const char* format, ...) {
   Block& block = *running_thread().block;
-  AsEngine running(Engine{running_thread().carrier->fiber.tsan});  // an engine's doing ends here, too
+  AsEngine running(Engine{running_thread().carrier->fiber.tsan});  // also ends the identity of an engine
   const Thread& self = block.blamed ? *block.blamed : running_thread();
   char what[1024];
   va_list arguments;
@@ -27,7 +27,7 @@ void fail(Site site, const char* format, ...) {
   abandon_block(block);
 }
 
-static bool wait_alike(const Thread& a, const Thread& b) {
+static bool waits_equally(const Thread& a, const Thread& b) {
   if (a.state != b.state) return false;
   if (a.state == State::kMbarrier && a.mbarrier != b.mbarrier) return false;
   return a.state == State::kFinished || (a.site.line == b.site.line && a.site.file == b.site.file);
@@ -57,7 +57,7 @@ static int describe(const Block& block, const Thread& thread, char* text, size_t
   return snprintf(text, room, "are ready");
 }
 
-// One line for each run of neighbouring threads that wait at the same place.
+// Writes one line for each sequence of neighbouring threads that wait at the same line.
 void report_deadlock(Block& block) {
   const uint3& b = block.index;
   char* text = block.message;
@@ -69,7 +69,7 @@ void report_deadlock(Block& block) {
                           waiting->site.line, b.x, b.y, b.z));
   for (size_t first = 0; first < block.threads.size() && used + 400 < room;) {
     size_t last = first;
-    while (last + 1 < block.threads.size() && wait_alike(block.threads[last + 1], block.threads[first])) ++last;
+    while (last + 1 < block.threads.size() && waits_equally(block.threads[last + 1], block.threads[first])) ++last;
     used += size_t(snprintf(text + used, room - used, "\n  threads %zu to %zu ", first, last));
     used += size_t(describe(block, block.threads[first], text + used, room - used));
     first = last + 1;

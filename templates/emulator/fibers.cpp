@@ -1,4 +1,4 @@
-// Fibers: stacks, the switch between them in assembly, and what the sanitizers need to hear about it.
+// Fibers: stacks, the switch between them in assembly, and the annotations for sanitizers.
 #include "fibers.h"
 
 #include <stdint.h>
@@ -6,8 +6,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-// Pushes the callee-saved registers, stores the stack pointer in *from, loads `to` and pops. ucontext would do the same
-// with two system calls per switch for the signal mask.
+// Pushes the callee-saved registers, stores the stack pointer in *from, loads `to` and pops. ucontext would do the
+// same, but with two system calls per switch for the signal mask.
 extern "C" void flashgen_switch_stack(void** from, void* to);
 
 #if defined(__x86_64__)
@@ -98,13 +98,13 @@ void free_stack(Fiber& fiber) {
 void prepare(Fiber& fiber, void (*entry)()) {
   void** top = reinterpret_cast<void**>(fiber.stack + fiber.stack_bytes);
 #ifdef FLASHGEN_ASAN
-  // The thread before left red zones in the frames that it never returned from: those above where it stopped.
+  // The previous thread left red zones in the frames from which it never returned.
   char* stopped = static_cast<char*>(fiber.stack_pointer);
   if (stopped) __asan_unpoison_memory_region(stopped, size_t(reinterpret_cast<char*>(top) - stopped));
 #endif
 #if defined(__x86_64__)
-  // From the top: no return address (a debugger's walk ends here; it also gives entry the alignment of a call), entry
-  // for the jump, six registers.
+  // From the top: no return address, at which a debugger's backtrace ends and which aligns `entry` as a call would;
+  // `entry` for the jump; six registers.
   top -= 8;
   memset(top, 0, 8 * sizeof(void*));
   top[6] = reinterpret_cast<void*>(entry);
@@ -117,7 +117,7 @@ void prepare(Fiber& fiber, void (*entry)()) {
   fiber.asan_fake_stack = nullptr;
 }
 
-// Who was left last by this worker: the one that runs next learns its stack's bounds from ASan.
+// The fiber that this worker left last. The next one learns the bounds of its stack from ASan.
 static __thread Fiber* left_last __attribute__((tls_model("initial-exec")));
 
 void fiber_entered(Fiber& fiber) {

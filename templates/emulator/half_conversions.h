@@ -24,21 +24,21 @@ inline u16 f16_from_float(float value) {
   u16 sign = u16((bits >> 16) & 0x8000u);
   u32 magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return 0x7fff;
-  if (magnitude >= 0x47800000u) return sign | 0x7c00u;  // 65536 and more, and infinity
+  if (magnitude >= 0x47800000u) return sign | 0x7c00u;  // 65536 or more, or infinity
   if (magnitude < 0x38800000u) {
     // Below 2**-14 the result is subnormal: adding 0.5 aligns its last place (2**-24) with the float's own last place,
     // so that the float addition does the rounding.
     return sign | u16(bit_cast<u32>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u);
   }
   u32 rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1);
-  return sign | u16((rounded - 0x38000000u) >> 13);  // 65520 and more carry into the exponent and become infinity
+  return sign | u16((rounded - 0x38000000u) >> 13);  // 65520 or more carries into the exponent and becomes infinity
 }
 
 inline float float_from_f16(u16 bits) {
   u32 sign = u32(bits & 0x8000u) << 16;
   u32 shifted = u32(bits & 0x7fffu) << 13;
-  // Read as a float, the pattern is too small by 2**112, subnormals included; infinity and NaN need their own exponent,
-  // of which they have some bits then. No branch: loops of it become vector instructions.
+  // Read as a float, the pattern is too small by 2**112, subnormals included. Infinity and NaN need the remaining bits
+  // of their exponent. There is no branch, so that loops can be vectorised.
   u32 scaled = bit_cast<u32>(bit_cast<float>(shifted) * 0x1p112f);
   return bit_cast<float>(sign | scaled | (shifted >= 0x0f800000u ? 0x7f800000u : 0));
 }

@@ -1,5 +1,5 @@
-// What a kernel's unit sees of the runtime: who the running CUDA thread is, and the operations that wait, check or
-// touch shared memory. Each takes the Site of its caller by default argument, so that findings name a line of the
+// The part of the runtime that a kernel's unit sees: the running CUDA thread, and the operations that wait, check or
+// access shared memory. Each takes the Site of its caller as a default argument, so that findings name a line of the
 // emitted source.
 #pragma once
 
@@ -17,27 +17,27 @@ struct Site {
 };
 #define FLASHGEN_SITE ::emulator::Site site = ::emulator::Site::here()
 
-// The running CUDA thread, as the kernel may know it; the runtime's Thread (block.h) extends it.
+// The running CUDA thread as the kernel sees it. The runtime's Thread (block.h) extends it.
 struct ThreadContext {
   uint3 thread_index, block_index;
   dim3 block_size, grid_size;
   u32 linear, warp, lane;  // linear: x fastest, then y, then z, as CUDA numbers them
   unsigned char* shared;   // the block's dynamic shared memory
   u32 shared_bytes;
-  u32 exponentials;        // how many the thread has taken so far
+  u32 exponentials;        // computed by the thread so far
 };
 
-// Initial-exec, since kernels read it for every threadIdx and the library that holds it needs one pointer only.
+// Initial-exec, since kernels read it for every threadIdx, and the library that defines it has no other TLS variable.
 extern __thread ThreadContext* current __attribute__((tls_model("initial-exec")));
 
 inline unsigned char* dynamic_shared_memory() { return current->shared; }
 
-// Ends the launch with an error at `site`: the block is abandoned and no other starts.
+// Ends the launch with an error at `site`. The block is abandoned, and no other block starts.
 [[noreturn]] __attribute__((format(printf, 2, 3))) void fail(Site site, const char* format, ...);
 
 // ---- shared memory (shared_memory.cpp) ----
-u32 shared_address(const void* pointer, Site site);                      // generic pointer -> shared window
-void* shared_pointer(u32 address, u32 bytes, u32 alignment, Site site);  // and back, checked
+u32 shared_address(const void* pointer, Site site);                      // generic pointer -> shared address
+void* shared_pointer(u32 address, u32 bytes, u32 alignment, Site site);  // the inverse, checked
 
 // ---- warps (lane_exchange.cpp, warp_collectives.cpp) ----
 u64 shuffle_bits(u32 mask, u64 bits, u32 source_lane, Site site);
@@ -64,7 +64,7 @@ void mbarrier_expect_bytes(u32 barrier, u32 bytes, Site site);
 void mbarrier_arrive(u32 barrier, Site site);
 void mbarrier_wait(u32 barrier, u32 parity, Site site);
 
-// ---- TMA (tensor_copies.cpp); `map` is a tensor map of flashgen/runtime/tensor_maps.py, `start` its coordinates ----
+// ---- TMA (tensor_copies.cpp); `map` is from flashgen/runtime/tensor_maps.py, `start` are coordinates ----
 void tensor_load(u32 destination, const void* map, u32 barrier, int rank, const int* start, Site site);
 void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier, Site site);
 void tensor_store(const void* map, u32 source, int rank, const int* start, bool add, Site site);
@@ -74,18 +74,18 @@ void bulk_commit();
 void bulk_wait_read(int pending);
 void fence_async_shared();  // async_proxy.cpp
 
-// ---- turns (turns.cpp) ----
-void await_turn(const u32* place, u32 turn, Site site);
-bool had_turn(const u32* place, u32 turn);
-void end_turn(u32* place, u32 turn, Site site);
-void count_added(u32* count, u32 amount);
-void await_added(const u32* count, u32 wanted, Site site);
+// ---- semaphores and counters in global memory (semaphores.cpp) ----
+void semaphore_wait(const u32* semaphore, u32 value, Site site);
+bool semaphore_test(const u32* semaphore, u32 value);
+void semaphore_release(u32* semaphore, u32 value, Site site);
+void counter_add(u32* counter, u32 amount);
+void counter_wait(const u32* counter, u32 target, Site site);
 
 // ---- matrices (matrix.cpp) ----
-enum class Element : int { kf16, kbf16 };  // spelled as PTX does, which the primitives' names follow
+enum class Element : int { kf16, kbf16 };  // spelled as in PTX and in the names of primitives
 void load_matrix(u32* fragment, int count, bool transposed, u32 shared_source, Site site);
 void store_matrix(u32 shared_destination, const u32* fragment, int count, bool transposed, Site site);
-// d += a * b on fragments of m16n8k16; partial sums are rounded to float after every `depth` steps of k.
+// d += a * b on fragments of m16n8k16. Partial sums are rounded to float after every `depth` steps of k.
 void multiply_accumulate(float* d, const u32* a, u32 b0, u32 b1, Element element, int depth, Site site);
 
 // ---- warpgroups (wgmma.cpp, register_budget.cpp) ----
@@ -94,7 +94,7 @@ struct WarpgroupProduct {
   int columns;
   Element element;
   bool transposed_b, accumulate;
-  const u32* a_registers;  // or null: a is in shared memory
+  const u32* a_registers;  // null if a is in shared memory
   u64 a, b;                // descriptors
 };
 void wgmma(float* d, const WarpgroupProduct& what, Site site);
@@ -103,27 +103,28 @@ void wgmma_commit();
 void wgmma_wait(int pending, Site site);
 void set_registers(u32 count, bool increase, Site site);
 
-// ---- what warps do, recorded (timeline.cpp) ----
-// Mirrored by flashgen/runtime/timeline.py; keep both alike.
+// ---- recorded actions of warps (timeline.cpp) ----
+// Keep in step with flashgen/runtime/timeline.py.
 enum class Did : u32 {
   kCopy, kCommitCopies, kAwaitCopies,              // cp.async: amount is bytes of a lane, or groups left pending
   kLoad, kStore,                                   // TMA: object is the mbarrier; amount is bytes
-  kMultiply,                                       // mma: amount is 16 x 8 x 16 products
-  kMultiplyAsync, kCommitProducts, kAwaitProducts, // wgmma: amount is columns of 64 x 16 products, or groups pending
+  kMultiply,                                       // mma: amount is the number of 16 x 8 x 16 products
+  kMultiplyAsync, kCommitProducts, kAwaitProducts, // wgmma: amount is the columns of a product, or groups pending
   kArrive, kAwaitPhase,                            // mbarriers: object, phase
   kReach, kLeave,                                  // barriers of a block: object is the number, amount the threads
 };
 
 struct TimelineEvent {
   u32 warp, did, line;
-  u32 exponentials;  // of lane 0, up to here
+  u32 exponentials;  // computed by lane 0 so far
   u32 object, phase, amount;
 };
 
-void count_exponential();  // the running thread has taken one more; in the runtime, whose memory sanitizers leave alone
+// Counts an exponential of the running thread. The count is in memory of the runtime, which sanitizers do not check.
+void count_exponential();
 
 // ---- launch (launch.cpp) ----
-// Mirrored by flashgen/runtime/emulator.py (ctypes); keep both alike.
+// Keep in step with flashgen/runtime/emulator.py (ctypes).
 struct LaunchRequest {
   u32 grid[3], block[3];
   u32 shared_bytes;
@@ -133,9 +134,9 @@ struct LaunchRequest {
   u32 failed;
   u64 seed;
   u64 blocks, switches, collectives, async_copies;  // results
-  TimelineEvent* events;                            // null: nothing is recorded
-  u64 event_capacity, event_count;                  // the count may go beyond the capacity
-  char message[8192];                               // result: what failed, if failed
+  TimelineEvent* events;                            // null to record nothing
+  u64 event_capacity, event_count;                  // the count may exceed the capacity
+  char message[8192];                               // result: the error, if failed
 };
 
 using KernelThread = void (*)(const void* arguments);
@@ -143,7 +144,7 @@ int launch(LaunchRequest* request, KernelThread run_thread);
 int refuse_arguments(LaunchRequest* request, u32 expected_bytes);
 int run_request_file(int argc, char** argv, int (*launch_kernel)(LaunchRequest*));
 
-// The argument struct's type is taken from the kernel itself, so that its size can be checked against what was passed.
+// Takes the type of the argument struct from the kernel, so that its size can be checked against the bytes passed.
 template <class Arguments>
 int launch_kernel(void (*)(Arguments), LaunchRequest* request, KernelThread run_thread) {
   if (request->argument_bytes != sizeof(Arguments)) return refuse_arguments(request, sizeof(Arguments));

@@ -1,4 +1,4 @@
-// The CUDA keywords, as far as the host compiler must see past them.
+// Definitions of the CUDA keywords for the host compiler.
 #pragma once
 
 #define __global__ __attribute__((visibility("default")))
@@ -7,7 +7,7 @@
 #define __constant__
 #define __grid_constant__
 #define __forceinline__ inline
-// Always, so that the address from which the runtime was called is one in the kernel.
+// Always inlined, so that the address from which the runtime is called is in the kernel.
 #define FLASHGEN_PRIMITIVE inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
 #define __restrict__ __restrict
@@ -16,12 +16,12 @@
 #define __maxnreg__(...)
 #define __cluster_dims__(...)
 
-// Shared memory is one dynamic buffer per block: of exact size, so that an overflow by one byte is seen, and new for
-// every block. A static variable could give neither, so it is refused instead of emulated loosely.
+// Shared memory is one dynamic buffer per block, newly allocated with its exact size, so that an overflow by one byte
+// is detected. A static variable allows neither, so it is refused.
 #define __shared__ static_assert(false, "the emulator has dynamic shared memory only: use shared_memory");
 #define shared_memory (::emulator::dynamic_shared_memory())
 
-struct TensorMap;  // the emitted source defines it; primitives take it by reference
+struct TensorMap;  // defined by the emitted source; primitives take references
 
 #define threadIdx (::emulator::current->thread_index)
 #define blockIdx (::emulator::current->block_index)

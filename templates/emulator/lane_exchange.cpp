@@ -1,5 +1,5 @@
-// Shuffles, votes and elections: what goes from lane to lane. In the runtime and not in a kernel's header, since the
-// last lane to arrive serves all: compiled into a kernel, ThreadSanitizer would take that for a race.
+// Exchanges between lanes: shuffles, votes and elections. They are in the runtime instead of a header, since the last
+// lane to arrive performs them for all lanes: in a kernel's unit ThreadSanitizer would report that as a race.
 #include "block.h"
 
 namespace emulator {
@@ -10,7 +10,7 @@ struct ShuffleLane {
   u64 result;
 };
 
-// A lane outside the mask has no value to give; CUDA calls the result undefined, and NaN is what shows.
+// A lane outside of the mask provides no value. In CUDA the result is undefined; here it is NaN.
 static void shuffle_action(void* const* lanes, u32 mask) {
   for (u32 lane = 0; lane < 32; ++lane) {
     if (!(mask >> lane & 1)) continue;
@@ -45,7 +45,7 @@ u32 ballot(u32 mask, bool predicate, Site site) {
   return lane.result;
 }
 
-// The same lane of a warp each time, as PTX promises, but which one is the schedule's choice.
+// Elects the same lane of a warp each time, as PTX guarantees. The schedule chooses which one.
 bool elect(Site site) {
   Thread& self = running_thread();
   warp_collective(0xffffffffu, WarpOperation::kElect, nullptr, nullptr, site);

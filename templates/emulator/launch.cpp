@@ -15,15 +15,15 @@
 
 namespace emulator {
 
-// Kernels keep their fragments on the stack, and sanitizers pad every variable; untouched pages cost nothing.
+// Large, since kernels keep fragments on the stack and sanitizers pad every variable. Untouched pages cost nothing.
 constexpr size_t kStackBytes = 512 * 1024;
 constexpr size_t kSharedAlignment = 1024;
 
 static u32 threads_of(const LaunchRequest& request) { return request.block[0] * request.block[1] * request.block[2]; }
 static u64 blocks_of(const LaunchRequest& request) { return u64(request.grid[0]) * request.grid[1] * request.grid[2]; }
 
-// New for every block and of exact size: ASan's red zone begins right behind it. ThreadSanitizer remembers accesses by
-// address; mapping the memory anew makes it forget those of the block before, with which this one shares nothing.
+// Allocates exactly `bytes` for each block, so that ASan's red zone follows directly. ThreadSanitizer remembers
+// accesses by address; a new mapping makes it forget those of the previous block, whose shared memory is unrelated.
 static unsigned char* allocate_shared(u32 bytes) {
   void* memory = nullptr;
   if (kThreadSanitizer) {
@@ -43,14 +43,14 @@ static void free_shared(unsigned char* memory, u32 bytes) {
     free(memory);
 }
 
-// Runs blocks, one at a time. Kept by its operating-system thread between launches, for the stacks' sake.
+// Runs blocks, one at a time. Its operating-system thread keeps it between launches to reuse the stacks.
 class Worker {
  public:
   ~Worker() {
     for (Carrier& carrier : carriers_) free_stack(carrier.fiber);
   }
 
-  bool begin(LaunchRequest& request, KernelThread run_thread);  // false: no memory for the stacks
+  bool begin(LaunchRequest& request, KernelThread run_thread);  // returns false if there is no memory for the stacks
   void run(u64 number);
   const Block& block() const { return block_; }
 
@@ -100,9 +100,9 @@ bool Worker::begin(LaunchRequest& request, KernelThread run_thread) {
 }
 
 // Threads of consecutive blocks run on shifted carriers. To ThreadSanitizer a carrier is a thread, so that the blocks
-// of a grid, which nothing orders, are not ordered here either: their races are found although they run one after
-// another, up to a block's first barrier. From there on blocks seem ordered, since they share what tells
-// ThreadSanitizer of a barrier: races between blocks behind barriers are for the tests of the emitted text.
+// of a grid are unordered as on a GPU, and races between them are found although they run one after another. This holds
+// up to the first barrier of a block. After it blocks appear ordered, since they share the object that represents a
+// barrier to ThreadSanitizer. Tests of the emitted text cover races between blocks after barriers.
 void Worker::place_thread(u32 linear, u64 block_number) {
   const u32 *size = block_.request->block, *grid = block_.request->grid;
   u32 threads = u32(block_.threads.size());
@@ -170,7 +170,8 @@ void Worker::run(u64 number) {
   free_shared(block_.shared, request.shared_bytes);
 }
 
-// They never come to say that they have ended; without it, ThreadSanitizer sees races with whoever takes their memory.
+// Ends threads that never reach their own end. Otherwise ThreadSanitizer reports races with later users of their
+// memory.
 void Worker::end_abandoned_threads() {
   for (Thread& thread : block_.threads) {
     AsEngine identity(Engine{thread.carrier->fiber.tsan});
@@ -179,7 +180,7 @@ void Worker::end_abandoned_threads() {
   acquire(block_.request);
 }
 
-// The order of the blocks follows that of the threads.
+// Returns the order of the blocks, which corresponds to that of the threads.
 static std::vector<u64> block_order(const LaunchRequest& request) {
   std::vector<u64> order(blocks_of(request));
   for (u64 i = 0; i < order.size(); ++i) order[i] = i;
@@ -192,7 +193,7 @@ static std::vector<u64> block_order(const LaunchRequest& request) {
   return order;
 }
 
-// Hands out blocks to workers and collects what they report.
+// Distributes blocks to workers and collects their results.
 class Grid {
  public:
   Grid(LaunchRequest& request, KernelThread run_thread)
@@ -249,7 +250,7 @@ int refuse_arguments(LaunchRequest* request, u32 expected_bytes) {
                 request->argument_bytes, expected_bytes);
 }
 
-// What every GPU refuses too.
+// Refuses sizes that every GPU refuses.
 static int check_sizes(LaunchRequest& request) {
   constexpr u32 kMaxThreads = 1024, kMaxGridYZ = 65535;
   for (int i = 0; i < 3; ++i) {

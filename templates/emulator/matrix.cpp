@@ -1,5 +1,5 @@
-// ldmatrix, stmatrix and mma. Fragment layouts are PTX's: g = lane / 4 is a fragment's row, t = lane % 4 its pair of
-// columns.
+// ldmatrix, stmatrix and mma. Fragment layouts are those of PTX: g = lane / 4 is the row of a fragment, t = lane % 4
+// its pair of columns.
 #include "block.h"
 #include "half_conversions.h"
 
@@ -17,7 +17,7 @@ struct MatrixRow {
 static void load_matrix_action(void* const* lanes, u32) {
   const MatrixRow& any = *static_cast<MatrixRow*>(lanes[0]);
   for (int matrix = 0; matrix < any.count; ++matrix) {
-    const u16* rows[8];  // lane 8 * matrix + i brought the address of row i
+    const u16* rows[8];  // lane 8 * matrix + i passes the address of row i
     for (int i = 0; i < 8; ++i) rows[i] = static_cast<MatrixRow*>(lanes[8 * matrix + i])->row;
     for (int lane = 0; lane < 32; ++lane) {
       int g = lane / 4, t = lane % 4 * 2;
@@ -48,7 +48,7 @@ struct StoredRow {
 static void store_matrix_action(void* const* lanes, u32) {
   const StoredRow& any = *static_cast<StoredRow*>(lanes[0]);
   for (int matrix = 0; matrix < any.count; ++matrix) {
-    u16* rows[8];  // lane 8 * matrix + i brought the address of row i
+    u16* rows[8];  // lane 8 * matrix + i passes the address of row i
     for (int i = 0; i < 8; ++i) rows[i] = static_cast<StoredRow*>(lanes[8 * matrix + i])->row;
     for (int lane = 0; lane < 32; ++lane) {
       int g = lane / 4, t = lane % 4 * 2;
@@ -79,7 +79,7 @@ struct Operands {
   int depth;
 };
 
-// A row of b or d. Its elements are multiplied and added one by one, in no other order than a loop's.
+// A row of b or d. Its elements are multiplied and added one by one in ascending order.
 typedef float Row __attribute__((vector_size(8 * sizeof(float))));
 
 template <Element element, int count>

@@ -30,7 +30,7 @@ u32 MatrixDescriptor::along_depth(u32 row, u32 part) const {
 
 u32 MatrixDescriptor::along_rows(u32 group, u32 k) const {
   if (!swizzle_bytes) return start + group * stride + k % 8 * kChunkBytes + k / 8 * leading;
-  u32 groups = swizzle_bytes / kChunkBytes;  // of a panel
+  u32 groups = swizzle_bytes / kChunkBytes;  // in a panel
   u32 offset = group % groups * kChunkBytes + group / groups * leading + k % 8 * swizzle_bytes + k / 8 * stride;
   return swizzled(start + offset, swizzle_bytes);
 }

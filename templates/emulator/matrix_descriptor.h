@@ -1,4 +1,4 @@
-// wgmma's matrix descriptors: where the 16-byte chunks of an operand lie in shared memory.
+// Matrix descriptors of wgmma: the addresses of an operand's 16-byte chunks in shared memory.
 #pragma once
 #include "shared_window.h"
 
@@ -8,13 +8,14 @@ namespace emulator {
 struct MatrixDescriptor {
   u32 start, leading, stride, swizzle_bytes;
 
-  // Refuses what the hardware leaves undefined: bits that must be 0, and a start in the middle of a swizzle's pattern,
-  // for which a base offset would be needed.
+  // Refuses what is undefined in hardware: bits that must be 0, and a start within the pattern of a swizzle, which
+  // would need a base offset.
   static MatrixDescriptor decode(u64 bits, const char* operand, Site site);
 
-  // Address of the chunk with the elements (row, 8 * part ... + 7), where the depth is contiguous: part is 0 or 1.
+  // Returns the address of the chunk with the elements (row, 8 * part ... + 7) if the depth is contiguous. part: 0 or
+  // 1.
   u32 along_depth(u32 row, u32 part) const;
-  // Address of the chunk with the elements (8 * group ... + 7, k), where rows are contiguous ("transposed").
+  // Returns the address of the chunk with the elements (8 * group ... + 7, k) if rows are contiguous ("transposed").
   u32 along_rows(u32 group, u32 k) const;
 };
 

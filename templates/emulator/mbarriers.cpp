@@ -1,4 +1,5 @@
-// mbarriers. Their state stands beside shared memory; in it stands a mark, so that overwriting one is seen.
+// mbarriers. Their state is kept outside of shared memory, which holds only a mark, so that overwriting one is
+// detected.
 #include "mbarriers.h"
 
 #include <stdio.h>
@@ -66,7 +67,7 @@ void fence_own_mbarriers(Thread& self) {
 
 void mbarrier_fence_init() { fence_own_mbarriers(running_thread()); }
 
-// Ends the phase if nothing is missing, at the doing of `site`.
+// Ends the phase if nothing is missing after the operation at `site`.
 static void end_phase_if_due(Block& block, MBarrier& barrier, Site site) {
   if (barrier.pending || barrier.bytes > 0) return;
   if (barrier.bytes < 0)
@@ -84,7 +85,7 @@ static void end_phase_if_due(Block& block, MBarrier& barrier, Site site) {
   barrier.ended_at = site;
   barrier.observed = !barrier.waiting.empty();
   if (barrier.observed) barrier.unseen_load = Site{};
-  for (Thread* thread : barrier.waiting) make_ready(*thread);  // all wait for the phase that ends
+  for (Thread* thread : barrier.waiting) make_ready(*thread);  // all of them wait for the phase that ends
   barrier.waiting.clear();
 }
 
@@ -127,8 +128,8 @@ void MBarrier::complete_bytes(u32 count, u32 issued_in, Thread& issuer, Site iss
   end_phase_if_due(*issuer.block, *this, issued_at);
 }
 
-// Every wait of a thread is for a later phase than its last: with two parities only, one that has passed already and
-// one that is to come look alike, and a wait for the wrong one returns at once.
+// Requires that each wait of a thread is for a later phase than its previous one. Since there are only two parities, a
+// completed phase cannot be told from a future one, and a wait for the wrong one returns at once.
 static void check_parity(MBarrier& barrier, Thread& self, u32 phase_and_two, Site site) {
   u32& seen = barrier.last_seen[self.linear];
   if (seen == phase_and_two)

@@ -13,7 +13,7 @@ static void check_named(const Block& block, const Barrier& barrier, u32 id, u32 
          barrier.site.line);
 }
 
-// barrier.sync.aligned: the lanes of a warp are at one instruction; a warp counts once for every opening.
+// barrier.sync.aligned: the lanes of a warp execute one instruction, and a warp arrives once per completion.
 static void check_warp(Barrier& barrier, const Thread& self, u32 id, Site site) {
   WarpArrival& warp = barrier.warps[self.warp];
   if (warp.lanes >> self.lane & 1)

@@ -13,7 +13,7 @@ struct FreeBlock {
   FreeBlock* next;
 };
 
-// Sizes are powers of two; what was freed waits for the next of its size.
+// Sizes are powers of two. Freed memory is kept for the next allocation of its size.
 static thread_local FreeBlock* free_blocks[48];
 static thread_local char* fresh;
 static thread_local size_t fresh_bytes;

@@ -1,5 +1,5 @@
-// Containers of the runtime's own that may grow while CUDA threads run. ThreadSanitizer intercepts malloc and free and
-// would take both for accesses by the CUDA thread that happens to run; under TSan this memory comes from elsewhere.
+// Containers of the runtime that may grow while CUDA threads run. ThreadSanitizer intercepts malloc and free and would
+// attribute both to the running CUDA thread; under TSan this memory comes from mmap instead.
 #pragma once
 #include <stddef.h>
 
@@ -26,7 +26,7 @@ struct OwnMemory {
 template <class T>
 using Vector = std::vector<T, OwnMemory<T>>;
 
-// Objects that stay where they are while in use, and keep their memory for the next use.
+// Objects with stable addresses while in use, which keep their memory for the next use.
 template <class T>
 class Pool {
  public:

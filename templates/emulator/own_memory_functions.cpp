@@ -1,13 +1,12 @@
-// Under TSan, memcpy and its like of the runtime's own: ThreadSanitizer intercepts the C library's whoever calls them,
-// and would take the scheduler's bookkeeping for accesses by the CUDA thread that happens to run, which race with what
-// another did to the same memory - with the mmap it comes from, to begin with. Compilers call them on their own
-// account, so avoiding them in the source is not enough.
+// Under TSan, the runtime's own memcpy, memset and the like. ThreadSanitizer intercepts those of the C library for all
+// callers and would attribute the scheduler's bookkeeping to the running CUDA thread, as races with accesses of other
+// threads to the same memory. Avoiding them in the source is not enough, since compilers insert calls of them.
 #ifdef FLASHGEN_TSAN
 #include <stddef.h>
 
-// The symbol is hidden in this library, under a name of ours in C++, where the C library's declarations hold.
+// The symbol is hidden in this library and has another name in C++, where the C library declares the original.
 #define FLASHGEN_OWN(type, name) __attribute__((visibility("hidden"), used)) type own_##name
-// The empty statement keeps a compiler from recognising the loop and replacing it by a call of the very function.
+// The empty statement keeps compilers from recognising the loop and replacing it by a call of the function itself.
 #define FLASHGEN_KEEP_LOOP asm volatile("" ::: "memory")
 
 namespace emulator {
@@ -22,12 +21,12 @@ struct Word {
 } __attribute__((packed, may_alias));
 
 void* own_memcpy(void* to, const void* from, size_t bytes) {
-  size_t whole = bytes / sizeof(Word);
-  for (size_t i = 0; i < whole; ++i) {
+  size_t words = bytes / sizeof(Word);
+  for (size_t i = 0; i < words; ++i) {
     static_cast<Word*>(to)[i] = static_cast<const Word*>(from)[i];
     FLASHGEN_KEEP_LOOP;
   }
-  for (size_t i = whole * sizeof(Word); i < bytes; ++i) {
+  for (size_t i = words * sizeof(Word); i < bytes; ++i) {
     static_cast<char*>(to)[i] = static_cast<const char*>(from)[i];
     FLASHGEN_KEEP_LOOP;
   }
@@ -44,13 +43,13 @@ void* own_memmove(void* to, const void* from, size_t bytes) {
 }
 
 void* own_memset(void* to, int value, size_t bytes) {
-  size_t whole = bytes / sizeof(Word);
+  size_t words = bytes / sizeof(Word);
   const Word word{0x0101010101010101ull * static_cast<unsigned char>(value)};
-  for (size_t i = 0; i < whole; ++i) {
+  for (size_t i = 0; i < words; ++i) {
     static_cast<Word*>(to)[i] = word;
     FLASHGEN_KEEP_LOOP;
   }
-  for (size_t i = whole * sizeof(Word); i < bytes; ++i) {
+  for (size_t i = words * sizeof(Word); i < bytes; ++i) {
     static_cast<char*>(to)[i] = static_cast<char>(value);
     FLASHGEN_KEEP_LOOP;
   }

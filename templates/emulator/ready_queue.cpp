@@ -8,7 +8,7 @@ void ReadyQueue::reset(Order order, u32 threads, u32 warps) {
   order_ = order;
   ring_.assign(threads, nullptr);
   begin_ = count_ = 0;
-  // Reserved whole: growing would call memmove, which ThreadSanitizer would take for an access by the running thread.
+  // Reserved in full: growth would call memmove, which ThreadSanitizer would attribute to the running thread.
   ready_warps_.clear();
   ready_warps_.reserve(warps);
   last_warp_ = nullptr;
@@ -22,8 +22,8 @@ void ReadyQueue::push(Thread& thread) {
     ready.lanes[ready.count++] = &thread;
     return;
   }
-  u32 place = begin_ + count_ - 1;
-  ring_[place < ring_.size() ? place : place - ring_.size()] = &thread;
+  u32 index = begin_ + count_ - 1;
+  ring_[index < ring_.size() ? index : index - ring_.size()] = &thread;
 }
 
 Thread& ReadyQueue::pop(Random& random) {
@@ -37,9 +37,9 @@ Thread& ReadyQueue::pop(Random& random) {
     case Order::kReverse:
       return *ring_[count_];
     case Order::kRandom: {
-      u32 place = random.below(count_ + 1);
-      Thread* thread = ring_[place];
-      ring_[place] = ring_[count_];
+      u32 index = random.below(count_ + 1);
+      Thread* thread = ring_[index];
+      ring_[index] = ring_[count_];
       return *thread;
     }
     case Order::kGreedyWarp:
@@ -52,9 +52,9 @@ Thread& ReadyQueue::pop(Random& random) {
 Thread& ReadyQueue::pop_greedy(Random& random) {
   if (!last_warp_ || last_warp_->ready.count == 0) last_warp_ = ready_warps_[random.below(u32(ready_warps_.size()))];
   ReadyLanes& ready = last_warp_->ready;
-  u32 place = random.below(ready.count);
-  Thread* thread = ready.lanes[place];
-  ready.lanes[place] = ready.lanes[--ready.count];
+  u32 index = random.below(ready.count);
+  Thread* thread = ready.lanes[index];
+  ready.lanes[index] = ready.lanes[--ready.count];
   if (ready.count == 0) {
     for (Warp*& warp : ready_warps_) {
       if (warp != last_warp_) continue;

@@ -1,4 +1,4 @@
-// Who runs next: the schedules. Each order is legal on a GPU, and each brings out other mistakes.
+// Schedules: which thread runs next. Each order is legal on a GPU, and each exposes different mistakes.
 #pragma once
 #include <vector>
 
@@ -10,7 +10,7 @@ namespace emulator {
 struct Thread;
 struct Warp;
 
-// Mirrored by flashgen/runtime/schedule.py.
+// Keep in step with flashgen/runtime/schedule.py.
 enum class Order : u32 { kInOrder, kReverse, kRandom, kGreedyWarp };
 
 // xorshift64*: small, seeded, the same on every machine.
@@ -40,7 +40,7 @@ class ReadyQueue {
   Thread& pop_greedy(Random& random);
 
   Order order_ = Order::kInOrder;
-  // A ring of as many places as there are threads; only in_order moves its beginning.
+  // A ring with an entry per thread. Only in_order moves its beginning.
   std::vector<Thread*> ring_;
   u32 begin_ = 0, count_ = 0;
   std::vector<Warp*> ready_warps_;

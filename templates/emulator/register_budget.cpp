@@ -1,4 +1,4 @@
-// setmaxnreg: registers move between warpgroups, and whoever takes more waits until others have given enough up.
+// setmaxnreg: moves registers between warpgroups. A warpgroup that takes more waits until others have released enough.
 #include <stdio.h>
 
 #include "block.h"
@@ -7,7 +7,7 @@ namespace emulator {
 
 constexpr u32 kRegistersOfBlock = 65536, kGranularity = 8, kMostRegisters = 256, kFewestRegisters = 24;
 
-// A kernel compiled for a number of threads begins with as many registers as that many can have.
+// A kernel begins with the maximum number of registers for its number of threads.
 void reset_registers(Block& block) {
   u32 each = kRegistersOfBlock / u32(block.threads.size()) / kGranularity * kGranularity;
   for (Warpgroup& group : block.warpgroups) {

@@ -1,7 +1,7 @@
-// The sanitized modes' way in: a program reads one launch from a file, runs it, and writes the result to another. A
-// process of its own, since sanitizers must be there from a process's start and end it at their first finding.
+// The entry of the sanitized modes: a program reads one launch from a file, runs it, and writes the result to another
+// file. It is a process of its own, since sanitizers must be loaded at its start and end it at their first finding.
 //
-// Request, little-endian, mirrored by flashgen/runtime/sanitized.py:
+// Request, little-endian, as in flashgen/runtime/sanitized.py:
 //   char magic[8] "FGEMU001"; u32 grid[3], block[3], shared_bytes, order, copies, argument_bytes, buffers, pointers;
 //   u64 seed; argument bytes; per buffer: u64 bytes, u64 alignment_offset, the bytes;
 //   per pointer: u32 argument_offset, u32 buffer, u64 offset in the buffer.
@@ -24,8 +24,8 @@ struct Header {
   u64 seed;
 };
 
-// A buffer of the kernel in an allocation of its own and of exact size, so that red zones stand at both its ends. An
-// array that was not 16-byte aligned stays as misaligned as it was.
+// A buffer of the kernel in an allocation of exactly its size, with red zones at both ends. An array that was not
+// 16-byte aligned keeps its misalignment.
 struct Buffer {
   char* allocation;
   u64 bytes, offset;

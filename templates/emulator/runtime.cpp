@@ -1,5 +1,5 @@
-// The whole runtime as one unit: most of its compile time is the standard library's headers, read once this way.
-#include "own_memory_functions.cpp"  // first: the others call them
+// The runtime as one unit, so that the standard library's headers, most of the compile time, are read once.
+#include "own_memory_functions.cpp"  // first, since the others call them
 #include "own_memory.cpp"
 #include "fibers.cpp"
 #include "ready_queue.cpp"
@@ -10,7 +10,7 @@
 #include "lane_exchange.cpp"
 #include "block_barriers.cpp"
 #include "named_barriers.cpp"
-#include "turns.cpp"
+#include "semaphores.cpp"
 #include "mbarriers.cpp"
 #include "shared_memory.cpp"
 #include "async_copies.cpp"

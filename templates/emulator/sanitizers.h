@@ -1,9 +1,9 @@
-// What the runtime tells AddressSanitizer and ThreadSanitizer, and nothing in plain builds. The only place that knows
-// their interfaces.
+// The annotations for AddressSanitizer and ThreadSanitizer, which do nothing in plain builds. No other file uses the
+// interfaces of sanitizers.
 //
-// Under ASan the runtime itself is instrumented. Under TSan (-DFLASHGEN_TSAN) it is not, and finds ThreadSanitizer in
-// the program that loads it: it moves data between CUDA threads in ways of its own, and states here what a GPU would
-// do.
+// Under ASan the runtime itself is instrumented. Under TSan (-DFLASHGEN_TSAN) it is not, and uses the ThreadSanitizer
+// of the program that loads it: it moves data between CUDA threads internally, and annotates the accesses and the order
+// that a GPU would have.
 #pragma once
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -45,7 +45,7 @@ constexpr unsigned kNoSynchronisation = 1;  // a switch of fibers orders nothing
 constexpr bool kThreadSanitizer = false;
 #endif
 
-// happens-before: everything before release(x) is seen by everything after a later acquire(x)
+// Happens-before: everything before release(x) is visible to everything after a later acquire(x).
 inline void acquire(void* address) {
 #ifdef FLASHGEN_TSAN
   __tsan_acquire(address);
@@ -60,8 +60,8 @@ inline void release(void* address) {
   (void)address;
 }
 
-// Accesses that the runtime makes for the kernel. `caller` is the address in the kernel that asked for it, so that the
-// report names a line of the emitted source.
+// Notes accesses that the runtime makes for the kernel. `caller` is the address of the call in the kernel, so that
+// reports name a line of the emitted source.
 inline void note_read(const void* address, unsigned long bytes, void* caller) {
 #if defined(FLASHGEN_TSAN)
   __tsan_func_entry(caller);
@@ -84,7 +84,7 @@ inline void note_write(void* address, unsigned long bytes, void* caller) {
   (void)address, (void)bytes, (void)caller;
 }
 
-// Atomic updates of 16-bit numbers, or of wider ones half by half.
+// Notes atomic updates of 16-bit numbers, or of wider ones half by half.
 inline void note_atomics(void* address, unsigned long bytes, void* caller) {
 #if defined(FLASHGEN_TSAN)
   __tsan_func_entry(caller);
@@ -96,7 +96,7 @@ inline void note_atomics(void* address, unsigned long bytes, void* caller) {
 #endif
 }
 
-// Variables of the kernel that hold no value for the time being: ASan reports accesses to them.
+// Marks variables of the kernel that temporarily hold no value, so that ASan reports accesses to them.
 inline void forbid_access(void* address, unsigned long bytes) {
 #ifdef FLASHGEN_ASAN
   __asan_poison_memory_region(address, bytes);
@@ -111,8 +111,8 @@ inline void allow_access(void* address, unsigned long bytes) {
   (void)address, (void)bytes;
 }
 
-// A second identity for ThreadSanitizer: what asynchronous hardware does on behalf of a CUDA thread. It runs on no
-// stack of its own; AsEngine makes the running code count as the engine while it lives.
+// Asynchronous hardware that acts for a CUDA thread, as a thread of its own to ThreadSanitizer. It has no stack: while
+// an AsEngine exists, the running code counts as the engine.
 struct Engine {
   void* tsan = nullptr;
   void create(const char* name) {

@@ -1,4 +1,4 @@
-// Runs a block: switches from thread to thread wherever one waits, until all have ended or nothing can go on.
+// Runs a block: switches threads whenever one waits, until all have ended or none can continue.
 #include <unistd.h>
 
 #include "block.h"
@@ -14,7 +14,7 @@ void make_ready(Thread& thread) {
   thread.block->ready.push(thread);
 }
 
-// Lets those look again who wait for another block, after giving the other workers some time for that.
+// Wakes the threads that poll for another block, after some time for the other workers to run.
 static bool wake_polling(Block& block) {
   if (block.polling.empty()) return false;
   if (block.request->workers > 1) usleep(kPollMicroseconds);
@@ -59,8 +59,8 @@ void poll(Site site) {
   suspend(State::kPolls, site);
 }
 
-// Where threads run in a random order, one block after the other, one warp of each is slow: when it has arrived somewhere,
-// it goes on when nobody else can. So others get as far ahead of it as they are let.
+// In the random order with a single worker, one warp of each block is slow: after an arrival it continues only when no
+// other thread can, so that the others get as far ahead of it as the barriers allow.
 void hesitate(Site site) {
   Thread& self = running_thread();
   if (self.in_warp == self.block->slow_warp) poll(site);

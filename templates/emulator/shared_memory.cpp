@@ -1,4 +1,4 @@
-// The 32-bit shared window: what shared_address() gives and what ldmatrix and cp.async take.
+// The 32-bit shared window, with the addresses that shared_address() returns and ldmatrix and cp.async take.
 #include "block.h"
 #include "shared_window.h"
 

@@ -1,5 +1,5 @@
-// TMA: what all copies share, and loads, which hold NaN at their destination until they land. To ThreadSanitizer each
-// copy is an engine that may do its work at any time after the issue.
+// TMA: functions of all copies, and loads. The destination of a load holds NaN until it completes. To ThreadSanitizer
+// each copy is an engine that may run at any time after the issue.
 #include "tensor_copies.h"
 
 #include <string.h>
@@ -27,7 +27,7 @@ u32 chunk_offset(const TensorCopy& copy, u32 row, u32 byte) {
 void TensorCopies::reset() {
   in_flight.clear();
   pool.give_all_back();
-  for (Engine& engine : engines) engine.destroy();  // those of the next block know nothing of this one's
+  for (Engine& engine : engines) engine.destroy();  // engines of the next block are not ordered after this one
 }
 
 static Engine next_engine(Block& block) {
@@ -141,10 +141,10 @@ void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier, Site
   start_load(run_box(source, bytes, site), destination, kRunAlignment, barrier, site, __builtin_return_address(0));
 }
 
-// ---- what the scheduler calls ----
+// ---- called by the scheduler ----
 
-void perform_tensor_copy(Block& block, size_t place) {
-  TensorCopy& copy = *block.tensor_copies.in_flight[place];
+void perform_tensor_copy(Block& block, size_t index) {
+  TensorCopy& copy = *block.tensor_copies.in_flight[index];
   Blame issuer(*copy.issuer);
   if (copy.operation == TensorOperation::kLoad)
     land(block, copy);
@@ -152,7 +152,7 @@ void perform_tensor_copy(Block& block, size_t place) {
     perform_store(block, copy);
 }
 
-// The newest, since waiting for a copy must not promise those before it.
+// Completes the newest load first, since a wait for one copy guarantees nothing about earlier ones.
 bool land_newest_load(Block& block) {
   for (size_t i = block.tensor_copies.in_flight.size(); i > 0; --i) {
     if (block.tensor_copies.in_flight[i - 1]->operation != TensorOperation::kLoad) continue;

@@ -6,7 +6,7 @@ namespace emulator {
 
 enum class TensorElement : u32 { kF16, kBf16, kF32 };
 
-// Mirrored by flashgen/runtime/tensor_maps.py; keep both alike.
+// Keep in step with flashgen/runtime/tensor_maps.py.
 struct TensorMapLayout {
   static constexpr u64 kMagic = 0x3150414d54455247ull;
   char* base;
@@ -19,26 +19,26 @@ struct TensorMapLayout {
   u16 box[5];
   u16 reserved_too;
   long long stride[4];  // in bytes, of dimensions 1 to 4
-  long long shift;      // bytes from where the map begins to `base`
+  long long shift;      // bytes from the beginning of the map to `base`
   u64 unused[3];
 };
 static_assert(sizeof(TensorMapLayout) == 128, "as large as a CUtensorMap");
 
-// One box at given coordinates, some of it perhaps outside of the tensor.
+// A box at given coordinates, which may be partly outside of the tensor.
 struct TensorBox {
   TensorMapLayout map;
   int start[5];
   u32 rows, row_bytes;         // rows of shared memory: all but the first dimension
-  u32 first_byte, past_bytes;  // the bytes of each row that lie inside of the tensor
+  u32 first_byte, past_bytes;  // range of the bytes of each row that are inside of the tensor
 
   u32 bytes() const { return rows * row_bytes; }
-  // Where byte `first_byte` of a row lies in the tensor, or null if no byte of the row lies in it.
+  // Returns the address of byte `first_byte` of a row in the tensor, or null if the row is outside of the tensor.
   char* row_address(u32 row) const;
 };
 
-// Checked as TMA does: a map of that rank, and boxes that fit shared memory.
+// Checks what TMA checks: that the map has this rank, and that the box fits shared memory.
 TensorBox tensor_box(const void* map, int rank, const int* start, Site site);
-// A run of bytes as a box: rows of 16, one after the other.
+// Represents contiguous bytes as a box with rows of 16 bytes.
 TensorBox run_box(const void* begin, u32 bytes, Site site);
 const TensorMapLayout& checked_map(const void* map, Site site);
 

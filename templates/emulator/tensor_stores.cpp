@@ -1,5 +1,5 @@
-// TMA's stores and additions: they read shared memory when they are done, and what they read then must be what stood
-// there at the issue.
+// Stores and reductions by TMA. They read shared memory when they are performed, and its contents must not have changed
+// since the issue.
 #include <string.h>
 
 #include "block.h"

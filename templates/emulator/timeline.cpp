@@ -1,11 +1,11 @@
-// What the warps of the first block do, step by step, for whoever asks for it: LaunchRequest::events. Lane 0 speaks for
-// its warp, but for what one elected lane does. Nothing is recorded under a sanitizer.
+// Records the actions of the warps of the first block in LaunchRequest::events. The actions of lane 0 stand for its
+// warp, except for those of an elected lane. Nothing is recorded under a sanitizer.
 #include "block.h"
 
 namespace emulator {
 
-// Steps of one kind at one line, or at two that follow each other, are one event of so much more where the warp did
-// nothing between them.
+// Consecutive actions of the same kind at one line, or at two adjacent lines, are merged into one event, and their
+// amounts are added.
 static bool joins(const TimelineEvent& last, const TimelineEvent& next) {
   bool adds_up = next.did == u32(Did::kMultiply) || next.did == u32(Did::kMultiplyAsync) ||
                  next.did == u32(Did::kCopy) || next.did == u32(Did::kStore);

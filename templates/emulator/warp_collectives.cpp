@@ -1,4 +1,4 @@
-// Operations in which the lanes of a mask meet. The last to arrive does the work for all.
+// Operations in which the lanes of a mask meet. The last lane to arrive performs the operation for all.
 #include "block.h"
 
 namespace emulator {
@@ -23,21 +23,21 @@ static const char* name_of(WarpOperation operation) {
   return "?";
 }
 
-// PTX's .aligned operations must be the same instruction in every lane, not only the same kind.
+// .aligned operations of PTX must be the same instruction in every lane, not only the same kind.
 static bool is_aligned(WarpOperation operation) {
   return operation == WarpOperation::kLoadMatrix || operation == WarpOperation::kStoreMatrix ||
          operation == WarpOperation::kMultiply;
 }
 
-// __syncwarp orders memory; shuffles, votes, mma and stmatrix do not. ldmatrix ends when its reads have ended in every
-// lane, so that a warp may write where its own fragments came from; a happens-before relation cannot tell reads from
-// writes, so that here it orders both.
+// __syncwarp orders memory; shuffles, votes, mma and stmatrix do not. ldmatrix completes when its reads are complete in
+// all lanes, so that a warp may then overwrite its source. A happens-before relation cannot distinguish reads from
+// writes, so that here ldmatrix orders both.
 static bool orders_memory(WarpOperation operation) {
   return operation == WarpOperation::kSyncWarp || operation == WarpOperation::kLoadMatrix;
 }
 
-// Masks may overlap: lanes may be ahead in a meeting of the whole warp while others are still among themselves. But two
-// lanes that wait for each other in different meetings will wait for ever.
+// Masks may overlap: some lanes may wait for the whole warp while others are still in an operation of their own. But
+// two lanes that wait for each other in different operations never continue.
 static void check_divergence(const WarpGroup& group, u32 mask, u32 lane, WarpOperation operation, Site site) {
   if ((group.mask >> lane & 1) && (group.arrived & mask))
     fail(site, "divergent warp collective: %s of lanes %08x, but lanes %08x already wait in %s at %s:%d",
@@ -57,7 +57,7 @@ static WarpGroup& group_of(Warp& warp, u32 mask, u32 lane, WarpOperation operati
       free_slot = &group;
   }
   if (joined) return *joined;
-  // Never more than lanes: in each group at least one waits, and in one group only.
+  // There are never more groups than lanes: at least one lane waits in each group, and a lane waits in one group only.
   if (!free_slot) free_slot = &warp.groups[warp.groups_used++];
   free_slot->mask = mask;
   free_slot->arrived = 0;

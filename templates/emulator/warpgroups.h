@@ -1,4 +1,4 @@
-// wgmma: the products that a warpgroup has in flight, and the accumulators they work on.
+// wgmma: the products that a warpgroup has in flight, and their accumulators.
 #pragma once
 #include "async_proxy.h"
 #include "sanitizers.h"
@@ -10,16 +10,16 @@ struct Thread;
 
 constexpr u32 kWarpgroupThreads = 128, kWarpgroupWarps = 4, kMaxColumns = 256;
 
-// A matrix of 64 rows that wgmmas in flight accumulate in. Its registers hold NaN until their thread has waited.
+// A matrix of 64 rows in which wgmmas in flight accumulate. Its registers hold NaN until their thread has waited.
 struct Accumulator {
   int columns;
   u32 holders;                           // threads that have not waited yet
-  float* registers[kWarpgroupThreads];   // null: not this thread's, or waited for
-  u64 last_group[kWarpgroupThreads];     // the last that works on it
+  float* registers[kWarpgroupThreads];   // null for threads that do not take part or have waited
+  u64 last_group[kWarpgroupThreads];     // last group that accumulates in it
   Vector<float> values;                  // 64 x columns
 };
 
-// One wgmma, from the first thread that issues it until the first that has waited for it.
+// A wgmma, from its issue by the first thread until the first thread has waited for it.
 struct MatrixProduct {
   WarpgroupProduct what;
   Accumulator* accumulator;
@@ -28,35 +28,35 @@ struct MatrixProduct {
   void* caller;
   u64 group;
   u32 arrived;
-  u32 warps;  // a bit for each that has begun to issue it
+  u32 warps;  // bit mask of the warps that have begun to issue it
   bool done;
   Claim a_rows[kWarpgroupWarps], b_tile;  // each warp reads its own 16 rows of a
-  u16 a[64][16], b[kMaxColumns][16];      // as they were at the issue; they must not change until it is done
+  u16 a[64][16], b[kMaxColumns][16];      // contents at the issue, which must not change until it is performed
 };
 
-// Room to do one product in.
+// Scratch memory for one product.
 struct ProductWorkspace {
   u16 tile[kMaxColumns * 16];
   float b[16][kMaxColumns];
 };
 
 struct Warpgroup {
-  // Groups take turns with these: what works on one must not be taken to know what works on the next.
+  // Groups use these cyclically, so that one group is not ordered after the previous one.
   static constexpr u32 kEngines = 4, kOrders = 16;
 
   Vector<MatrixProduct*> products;  // issued and not waited for, oldest first
-  u64 first_product = 0;            // number of the oldest
+  u64 first_product = 0;            // number of the oldest product
   Vector<Accumulator*> accumulators;
-  // A warp's wait says nothing of what its product reads and writes for the other warps.
+  // By warp, since the wait of a warp guarantees nothing about accesses for the other warps.
   Engine operand_engines[kEngines], register_engines[kWarpgroupWarps][kEngines];
-  char group_order[kWarpgroupWarps][kOrders];  // by group, in turn
+  char group_order[kWarpgroupWarps][kOrders];  // by group, cyclically
   u32 registers = 0;          // of each thread
-  u32 changing = 0;           // threads that have come to a setmaxnreg which is not complete
+  u32 changing = 0;           // threads that have reached an incomplete setmaxnreg
   u32 wanted = 0;
   Site change_site{};
 };
 
-// A thread's own view of its warpgroup's work.
+// The state of a thread within its warpgroup.
 struct WarpgroupMember {
   u64 issued = 0, open_group = 0, ordered_groups = 0, awaited_groups = 0;
   bool fenced = false;

@@ -1,4 +1,5 @@
-// wgmma: issue, groups and waits. The four warps need not come together: a product may be done once all have issued it.
+// wgmma: issue, groups and waits. The four warps need not be in step: a product may be performed once all have issued
+// it.
 #include <stdio.h>
 
 #include "block.h"
@@ -31,7 +32,7 @@ static void wake_waiting(Block& block, u32 number) {
   }
 }
 
-// Does the oldest product that is not done; false if there is none, or not all threads have issued it.
+// Performs the oldest pending product. Returns false if there is none, or if not all threads have issued it.
 static bool perform_product(Block& block, u32 number) {
   for (MatrixProduct* product : block.warpgroups[number].products) {
     if (product->done) continue;
@@ -85,10 +86,10 @@ static void check_agreement(const MatrixProduct& product, const WarpgroupProduct
 
 static MatrixProduct& joined_product(Thread& self, Warpgroup& group, const WarpgroupProduct& what, Site site,
                                      void* caller) {
-  u64 place = self.matrix.issued++ - group.first_product;
-  if (place < group.products.size()) {
-    check_agreement(*group.products[place], what, self.matrix.open_group, site);
-    return *group.products[place];
+  u64 index = self.matrix.issued++ - group.first_product;
+  if (index < group.products.size()) {
+    check_agreement(*group.products[index], what, self.matrix.open_group, site);
+    return *group.products[index];
   }
   MatrixProduct& product = self.block->product_pool.take();
   product.what = what;
@@ -102,7 +103,8 @@ static MatrixProduct& joined_product(Thread& self, Warpgroup& group, const Warpg
   return product;
 }
 
-// What the thread did to its registers before its last wgmma_fence is ordered before the product, the rest is not.
+// Accesses of the thread to its registers before its last wgmma_fence are ordered before the product, later ones are
+// not.
 static void note_registers(Thread& self, Warpgroup& group, const MatrixProduct& product, float* d, const u32* a) {
   if (!kThreadSanitizer) return;
   u32 warp = rank_of(self) / 32;
@@ -150,7 +152,7 @@ void wgmma_commit() {
 
 // ---- waits ----
 
-// The first that has waited knows that shared memory is free again.
+// After the first wait, the product no longer uses shared memory.
 static void end_claims(Block& block, Warpgroup& group, u64 complete) {
   size_t ended = 0;
   while (ended < group.products.size() && group.products[ended]->group < complete) {

@@ -1,4 +1,4 @@
-// The registers that wgmmas in flight accumulate in: their values stand in the runtime until their thread has waited.
+// The registers in which wgmmas in flight accumulate. The runtime holds their values until their thread has waited.
 #include <string.h>
 
 #include "block.h"
@@ -24,7 +24,7 @@ static void give_registers(const Accumulator& accumulator, u32 rank) {
     d[i] = accumulator.values[accumulator_row(rank, i) * accumulator.columns + accumulator_column(rank, i)];
 }
 
-// The accumulator that this thread has in flight in these registers, if any.
+// Returns the accumulator of this thread that is in flight in these registers, or null.
 static Accumulator* accumulator_in_flight(Warpgroup& group, u32 rank, float* d, int columns, Site site) {
   for (Accumulator* accumulator : group.accumulators) {
     float* other = accumulator->registers[rank];
@@ -35,7 +35,7 @@ static Accumulator* accumulator_in_flight(Warpgroup& group, u32 rank, float* d, 
   return nullptr;
 }
 
-// The product works on these registers of the thread, which hold NaN until it has waited.
+// Adds these registers of the thread to the accumulator of the product. They hold NaN until the thread has waited.
 void hold_accumulator(Warpgroup& group, Thread& self, MatrixProduct& product, float* d) {
   u32 rank = rank_of(self);
   int columns = product.what.columns;

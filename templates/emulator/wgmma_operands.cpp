@@ -1,4 +1,4 @@
-// What a wgmma reads: tiles of shared memory by their descriptors, or fragments of a in registers.
+// The operands of a wgmma: tiles of shared memory by their descriptors, or fragments of a in registers.
 #include <string.h>
 
 #include "block.h"
@@ -6,8 +6,8 @@
 
 namespace emulator {
 
-// Visits (address, place): where each 16-byte chunk of rows [begin, end) lies, and where its first element goes in
-// `tile`, whose rows are 16 deep; elements of a chunk are `step` apart there.
+// Calls visit(address, index, step) for each 16-byte chunk of rows [begin, end): its address, the index of its first
+// element in `tile`, the rows of which are 16 deep, and the distance of its elements there.
 template <class Visit>
 static void for_each_chunk(const MatrixDescriptor& descriptor, bool transposed, u32 begin, u32 end, Visit visit) {
   if (!transposed) {
@@ -20,13 +20,13 @@ static void for_each_chunk(const MatrixDescriptor& descriptor, bool transposed, 
 }
 
 static void read_tile(const MatrixDescriptor& descriptor, bool transposed, u32 begin, u32 end, u16* tile, Site site) {
-  for_each_chunk(descriptor, transposed, begin, end, [&](u32 address, u32 place, u32 step) {
+  for_each_chunk(descriptor, transposed, begin, end, [&](u32 address, u32 index, u32 step) {
     const u16* chunk = static_cast<const u16*>(shared_pointer(address, kChunkBytes, kChunkBytes, site));
-    for (u32 i = 0; i < 8; ++i) tile[place + i * step] = chunk[i];
+    for (u32 i = 0; i < 8; ++i) tile[index + i * step] = chunk[i];
   });
 }
 
-// From now on the product may read these rows, for this thread's warp: those of b for others are not noted beside.
+// Notes that the product may read these rows from now on, for this thread's warp. The rows of b are noted once.
 static void begin_operand(Thread& self, Warpgroup& group, MatrixProduct& product, Claim& claim, u64 bits,
                           bool transposed, u32 begin, u32 end, u16* tile, const char* operand) {
   Block& block = *self.block;

@@ -166,7 +166,7 @@ def test_tiles_that_read_one_element_have_scores_of_their_own(target: str) -> No
     clipped, endless = fg.relative_bias("table", 24), fg.alibi("slopes")
     for score, alike in ((clipped, True), (endless, False)):
         text = keys_of(fg.AttentionSpec(64, score=score), target)
-        assert ("differentiate_scores<Tests::kUniform>" in text or "exponentiate<Tests::kUniform>" in text) == alike
+        assert ("recompute_p_and_ds<Tests::kUniform>" in text or "recompute_p<Tests::kUniform>" in text) == alike
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
@@ -202,7 +202,7 @@ def test_shares_of_dq_are_added_in_one_piece(target: str, addition: str) -> None
     touching = [line.strip() for line in body.splitlines() if re.search(r"\b(sums|tile)\b", line)][1:]
     begin, tile, added = touching
     assert begin.startswith("sums += warp * ") and tile.startswith("float* tile = sums + (")
-    assert re.fullmatch(rf"(for \(.*\) )?{re.escape(addition)}tile \+ sum_place\(lane, \w\), .*\);", added)
+    assert re.fullmatch(rf"(for \(.*\) )?{re.escape(addition)}tile \+ accum_offset\(lane, \w\), .*\);", added)
     assert source.count("dq_accum") == 2, "in the struct, and where they are added to"
     assert "dq_accum + (first_row + first_query) * kHeadDimPadded" in source
 
@@ -214,13 +214,13 @@ def test_gradients_of_captures_are_where_the_sums_are() -> None:
     of_heads = parts(fg.AttentionSpec(64, score=learned(fg.alibi("slopes"))))["dkdv"]
     whole = fg.Tensor("bias", "float32", 4, grad=True)
     of_scores = parts(fg.AttentionSpec(64, score=lambda s, b, h, q, k: s + whole[b, h, q, k]))["dkdv"]
-    assert "add_gathered(gathered, position, arguments);" in of_heads and "warp_sum" in of_heads
-    assert "add_gathered(" not in of_scores and "add_to_gradient(arguments.d_bias" in of_scores
+    assert "add_capture_gradients(captured, position, arguments);" in of_heads and "warp_sum" in of_heads
+    assert "add_capture_gradients(" not in of_scores and "add_to_gradient(arguments.d_bias" in of_scores
     of_distances = parts(fg.AttentionSpec(64, score=learned(fg.relative_bias("table", 8))))["dkdv"]
-    assert "begin_run(gathered.run0, arguments.d_table" in of_distances and "end_runs(gathered.run0" in of_distances
+    assert "begin_run(captured.run0, arguments.d_table" in of_distances and "end_runs(captured.run0" in of_distances
     assert "Run" not in of_heads and "Run" not in of_scores
     plain = parts(fg.AttentionSpec(64, score=fg.alibi("slopes")))["dkdv"]
-    assert "Gathered" not in plain and "add_to_gradient" not in plain
+    assert "CaptureGradients" not in plain and "add_to_gradient" not in plain
 
 
 @pytest.mark.parametrize("split", [1, 2, 4])

@@ -71,8 +71,8 @@ def rendered(name: str, **options: Any) -> str:
 
 def test_softcap_computes_tanh_once_and_has_the_scale_in_its_constant() -> None:
     assert rendered("softcap") == (
-        "// Score function: softcap(30), with the scale folded into its constants\n"
-        "// slope: its derivative by the score.\n"
+        "// Score function softcap(30). The softmax scale is folded into its constants.\n"
+        "// Sets `slope` to its derivative with respect to the score.\n"
         "__device__ __forceinline__ float score_mod(float product, const TestArguments& arguments, float& slope) {\n"
         "  const float x0 = tanh_approx(product * (kScale / 30.0f));\n"
         "  slope = 1.0f - x0 * x0;\n"
@@ -88,12 +88,12 @@ def test_a_slope_of_one_is_not_emitted() -> None:
     assert gradient.call("x", "slope") == "score_mod(x * kScale, position.head, q, k, arguments)"
     (gather,) = gradient.gathers
     assert (gather.capture, gather.member, gather.shown, gather.shared) == ("slopes", "slopes", "slopes[h]", "block")
-    assert gather.place_call("x") == "gather0_place(position.head, arguments)"
+    assert gather.offset_call("x") == "gather0_offset(position.head, arguments)"
     assert gather.addend("ds", "dx", "x") == "ds * gather0_factor(q, k, arguments)"
     for line in (
-        "// The place, row-major, of slopes[h] in an array of its shape.",
-        "__device__ __forceinline__ long long gather0_place(int h, const TestArguments& arguments) {",
-        "// What the gradient by slopes[h] is of that by the modified score.",
+        "// Returns the row-major offset of slopes[h] in the array.",
+        "__device__ __forceinline__ long long gather0_offset(int h, const TestArguments& arguments) {",
+        "// Returns the gradient of slopes[h] divided by the gradient of the modified score.",
         "  return min(static_cast<unsigned>(h), arguments.slopes_size[0] - 1u);",
         "__device__ __forceinline__ float gather0_factor(int q, int k, const TestArguments& arguments) {",
         "  return static_cast<float>(k - q);",
@@ -105,10 +105,10 @@ def test_a_gather_that_is_added_has_a_place_alone() -> None:
     text = rendered("relative bias")
     assert "_factor(" not in text
     for line in (
-        "  long long place = min(static_cast<unsigned>(h), arguments.table_size[0] - 1u);",
-        "  place = place * arguments.table_size[1] "
+        "  long long offset = min(static_cast<unsigned>(h), arguments.table_size[0] - 1u);",
+        "  offset = offset * arguments.table_size[1] "
         "+ min(static_cast<unsigned>(min(max(k - q, -3), 3) + 3), arguments.table_size[1] - 1u);",
-        "  return place;",
+        "  return offset;",
     ):
         assert line in text.splitlines(), line
     (gather,) = gradient_of("relative bias").gathers
@@ -123,7 +123,7 @@ def test_a_gather_beside_the_score_has_the_gradient_by_the_score() -> None:
     assert biased is not None and of_alibi is not None
     assert biased.gathers[0].addend("ds", "dx", "x") == "dx" and biased.gathers[0].factor is None
     assert of_alibi.gathers[0].addend("ds", "dx", "x") == "dx * gather0_factor(q, k, arguments)"
-    assert "// What the gradient by slopes[h] is of that by the score before." in rendered("softcap of alibi")
+    assert "gradient of slopes[h] divided by the gradient of the unmodified score." in rendered("softcap of alibi")
 
 
 def test_indices_below_zero_are_clamped() -> None:
@@ -139,7 +139,7 @@ def test_what_scores_share_an_element() -> None:
     found = score_gradient(fg.AttentionSpec(64, score=score))
     assert found is not None
     assert [gather.shared for gather in found.gathers] == ["block", "query", "key", "some", "some", "block"]
-    assert found.gathers[4].place_call("x") == "gather4_place(x * kScale, arguments)"
+    assert found.gathers[4].offset_call("x") == "gather4_offset(x * kScale, arguments)"
 
 
 def test_what_is_shared_is_printed_once() -> None:
@@ -204,7 +204,7 @@ def source_of(spec: fg.AttentionSpec) -> tuple[str, ArgumentLayout]:
     lines = ["const int i = blockIdx.x * 32 + threadIdx.x;", "float slope = 1.0f;"]
     lines += [f"arguments.value[i] = {gradient.call(product, 'slope', names)};", "arguments.slope[i] = slope;"]
     for number, gather in enumerate(gradient.gathers):
-        lines.append(f"arguments.place{number}[i] = {gather.place_call(product, names)};")
+        lines.append(f"arguments.place{number}[i] = {gather.offset_call(product, names)};")
         lines.append(f"arguments.change{number}[i] = {gather.addend('1.0f', 'slope', product, names)};")
     functions = templates.get_template("variant.cuh.jinja").render(struct=STRUCT, variant=variant, position=False)
     head = f'extern "C" __global__ void derivatives(const __grid_constant__ {STRUCT} arguments) {{\n  '

@@ -31,7 +31,7 @@ struct Arguments {
 extern "C" __global__ void sums(const __grid_constant__ Arguments arguments) {
   if (threadIdx.x < arguments.count) add_exactly(arguments.limbs, arguments.values[threadIdx.x]);
   __syncthreads();
-  if (threadIdx.x == 0) *arguments.sum = sum_of(arguments.limbs);
+  if (threadIdx.x == 0) *arguments.sum = float_from_limbs(arguments.limbs);
 }
 """
 
@@ -42,7 +42,7 @@ def kernel() -> HostKernel:
     table = fg.Tensor("table", "float32", 1, grad=True)
     spec = fg.AttentionSpec(16, score=fg.trace_score(lambda s, b, h, q, k: s + table[h], "table"))
     source = backward_kernels(spec, TARGETS["sm_80"], deterministic=True)["d_table"].source
-    function = re.search(r"__device__ __forceinline__ float sum_of.*?^}", source, re.DOTALL | re.MULTILINE)
+    function = re.search(r"__device__ __forceinline__ float float_from_limbs.*?^}", source, re.DOTALL | re.MULTILINE)
     assert function
     _, shared = primitives_for("add_exactly(", TARGETS["sm_80"])
     return compile_host("\n".join([*shared, function[0], KERNEL]), "sums")

@@ -60,12 +60,12 @@ class GatherText:
     The gradient of the element is the sum of `base` * `factor` over the scores that read it.
 
     Attributes:
-        number: Number of the gather, from which its functions are named: `gather0_place` and `gather0_factor`.
+        number: Number of the gather, from which its functions are named: `gather0_offset` and `gather0_factor`.
         capture, member: Name of the array, and of its member in the argument struct.
         shown: The element in readable notation.
         shared: Which scores of a block read the same element. "distance" is used only if the element's gradient is a
             plain sum of dX.
-        place: The function that returns the element's row-major position in an array of the capture's shape.
+        offset: The function that returns the element's row-major offset in an array of the capture's shape.
         base: The gradient with respect to the modified score ("ds"), or to scale * q·k ("dx").
         factor: The function that returns the factor; None if the factor is 1.
     """
@@ -75,13 +75,13 @@ class GatherText:
     member: str
     shown: str
     shared: Shared
-    place: GatherFunction
+    offset: GatherFunction
     base: Base
     factor: GatherFunction | None
 
-    def place_call(self, product: str, names: Names = DEVICE_NAMES) -> str:
-        """Returns a call of the position function (a long long), given the text of the product q·k."""
-        return f"gather{self.number}_place({self.place.arguments(product, names)})"
+    def offset_call(self, product: str, names: Names = DEVICE_NAMES) -> str:
+        """Returns a call of the offset function (a long long), given the text of the product q·k."""
+        return f"gather{self.number}_offset({self.offset.arguments(product, names)})"
 
     def addend(self, ds: str, dx: str, product: str, names: Names = DEVICE_NAMES) -> str:
         """Returns the addend of one score to the element's gradient, given the texts of dS, dX and q·k."""

@@ -18,9 +18,11 @@ from flashgen.codegen.backward_kernels import (
     KEYS,
     ROWS,
     STATISTICS,
+    Block,
+    DqAccumulation,
+    Rendering,
     Rows,
     backward_kernel,
-    capture_sums,
     is_masked,
     numbers,
     postprocess_dkv,
@@ -28,10 +30,10 @@ from flashgen.codegen.backward_kernels import (
     preprocess,
     row_values,
     rows_of,
-    sink_sums,
     strides,
     varlen_context,
 )
+from flashgen.codegen.capture_gradient_kernels import capture_kernels, sink_kernels
 from flashgen.codegen.demand import divides_tiles
 from flashgen.codegen.expressions.derivative_text import GatherText, score_gradient
 from flashgen.codegen.expressions.uniform_text import uniform_text
@@ -46,11 +48,11 @@ from flashgen.codegen.hopper.backward_scheduler import padded_keys
 from flashgen.codegen.hopper.plans import panel_columns
 from flashgen.codegen.hopper.queries_plans import HopperQueriesPlan, choose_hopper_queries_plan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan, choose_hopper_wide_plan, handed_over
-from flashgen.codegen.ragged import MAP_ROWS, tiles_of_keys, tiles_of_queries, varlen_fields
 from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import padded
 from flashgen.codegen.variant import layout_of
+from flashgen.codegen.varlen import MAP_ROWS, tiles_of_keys, tiles_of_queries, varlen_fields
 from flashgen.errors import UnsupportedError
 from flashgen.language.operations import QUERY
 from flashgen.language.spec import AttentionSpec
@@ -84,24 +86,25 @@ def render_hopper_backward(
         )
     rows = rows_of(plan.tile_q, spec.is_varlen)
     if isinstance(plan, HopperWidePlan):
-        dq_apart, by_mode, converts_dq, semaphores = True, False, False, None
+        dq, by_mode = DqAccumulation(apart=True), False
         keys = _wide_keys(spec, target, plan, rows, deterministic)
     else:
-        dq_apart, by_mode = deterministic and not plan.in_turns, deterministic
-        converts_dq, semaphores = plan.finishes(spec, dq_apart), backward_scheduler.semaphores(spec, plan, dq_apart)
+        apart, by_mode = deterministic and not plan.in_turns, deterministic
+        semaphores = backward_scheduler.semaphores(spec, plan, apart)
+        dq = DqAccumulation(apart, not apart, plan.finishes(spec, apart), semaphores)
         keys = _keys(spec, target, plan, rows, deterministic)
-    kernels = [preprocess(spec, target, plan, rows, by_mode, dq_apart, not dq_apart, converts_dq, semaphores), keys]
-    if dq_apart:
+    kernels = [preprocess(spec, target, plan, rows, by_mode, dq), keys]
+    if dq.apart:
         queries_plan = choose_hopper_queries_plan(spec, target)
         kernels.append(_queries(spec, target, queries_plan, rows, by_mode, plan.tile_q))
-    elif not converts_dq:
+    elif not dq.converted:
         kernels.append(postprocess_dq(spec, target, plan, rows, True))
     if plan.heads_apart:
         kernels += [
             postprocess_dkv(spec, target, plan, array, width, padded_keys(plan))
             for array, width in _row_widths(spec, plan)
         ]
-    return (*kernels, *sink_sums(spec, target, rows), *capture_sums(spec, target, deterministic))
+    return (*kernels, *sink_kernels(spec, target, rows), *capture_kernels(spec, target, deterministic))
 
 
 def _keys(
@@ -151,19 +154,8 @@ def _keys(
         "shared_forms": list(dict.fromkeys([(plan.tile_q, "false"), *gradients])),
         "register_forms": [(width, "true") for width in widths],
     }
-    return backward_kernel(
-        "dkdv",
-        spec,
-        target,
-        layout,
-        context,
-        plan.threads,
-        shared,
-        launch,
-        template=_KEYS,
-        primitives=primitives,
-        optional=_OPTIONAL,
-    )
+    rendering = Rendering(template=_KEYS, primitives=primitives, optional=_OPTIONAL)
+    return backward_kernel("dkdv", spec, target, layout, context, Block(plan.threads, shared), launch, rendering)
 
 
 def _keys_context(
@@ -176,7 +168,7 @@ def _keys_context(
         "by_wgmma": True,
         "in_turns": plan.in_turns,
         "divides_columns": divides_tiles(spec, plan.tile_q, QUERY),
-        "alike": uniform_text(spec),
+        "uniform": uniform_text(spec),
         "gradient": score_gradient(spec),
         "gathers": _gathers(spec),
         "exact_sums": deterministic,
@@ -190,7 +182,7 @@ def _keys_context(
             is_masked(spec),
             queries=True,
             ragged=spec.is_varlen,
-            in_turns=plan.in_turns,
+            semaphores=plan.in_turns,
         ),
         "map_rows": MAP_ROWS,
     }
@@ -258,19 +250,8 @@ def _wide_keys(
     launch["boxes"] = _boxes(spec, plan)
     widths = dict.fromkeys((padded(spec.head_dim), padded(spec.value_dim)))
     primitives = {"shared_forms": [(plan.tile_q, "false")], "register_forms": [(width, "true") for width in widths]}
-    return backward_kernel(
-        "dkdv",
-        spec,
-        target,
-        layout,
-        context,
-        plan.threads,
-        shared,
-        launch,
-        template=_WIDE_KEYS,
-        primitives=primitives,
-        optional=_OPTIONAL,
-    )
+    rendering = Rendering(template=_WIDE_KEYS, primitives=primitives, optional=_OPTIONAL)
+    return backward_kernel("dkdv", spec, target, layout, context, Block(plan.threads, shared), launch, rendering)
 
 
 def _queries(
@@ -286,7 +267,7 @@ def _queries(
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dq")]
     fields += [STATISTICS, *numbers(*(() if spec.is_varlen else ("heads_q",)), "len_q", "len_k"), ROWS]
     fields += varlen_fields() if spec.is_varlen else []
-    fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
+    fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))
     head, value = plan.head_panel(spec), panel_columns(spec.value_dim)
     context = {
         "plan": plan,
@@ -312,19 +293,8 @@ def _queries(
     layout = layout_of(spec, fields, lists=tiles is None)
     context |= varlen_context(spec, "BackwardDqArguments", layout, multiple, "kTileQ")
     primitives = {"shared_forms": [(plan.tile_k, "false")], "register_forms": [(padded(spec.head_dim), "true")]}
-    return backward_kernel(
-        "dq",
-        spec,
-        target,
-        layout,
-        context,
-        plan.threads,
-        shared,
-        launch,
-        template=_QUERIES,
-        primitives=primitives,
-        optional=_OPTIONAL,
-    )
+    rendering = Rendering(template=_QUERIES, primitives=primitives, optional=_OPTIONAL)
+    return backward_kernel("dq", spec, target, layout, context, Block(plan.threads, shared), launch, rendering)
 
 
 def _boxes(spec: AttentionSpec, plan: HopperPlans) -> dict[str, tuple[int, ...]]:

@@ -17,27 +17,25 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from flashgen.codegen.arguments import Field
-from flashgen.codegen.backward_kernels import PART_TURNS, Rows, is_masked, row_values
+from flashgen.codegen.backward_kernels import PART_SEMAPHORE, Rows, is_masked, row_values
 from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan
-from flashgen.codegen.ragged import tiles_of_keys
 from flashgen.codegen.rendered_kernel import Grid, Workspace
 from flashgen.codegen.sizes import Sizes, ceil_div, maximum, minimum
 from flashgen.codegen.tiling import padded
+from flashgen.codegen.varlen import tiles_of_keys
 from flashgen.language.spec import AttentionSpec
 
-_NEXT_TILE = Field(
-    "unsigned*", "next_tile", comment="of all tiles of keys the next that no block has: 0, before and after"
-)
-_TILES = Field("int", "tiles", comment="of keys, of all heads and batches")
-_TILES_OF_HEAD = Field("int", "tiles_k", comment="of them those of a head")
-_HEADS = Field("int", "heads", comment="of a batch that have blocks of their own: of K and V, or query heads")
-_HEADS_AT_ONCE = Field("int", "heads_at_once", comment="whose blocks fill the card")
+_NEXT_TILE = Field("unsigned*", "next_tile", comment="index of the next work tile; 0 before and after a launch")
+_TILES = Field("int", "tiles", comment="work tiles: key tiles of all heads and batches")
+_TILES_OF_HEAD = Field("int", "tiles_k", comment="key tiles of a head")
+_HEADS = Field("int", "heads", comment="heads of a sequence with work tiles of their own: KV heads, or query heads")
+_HEADS_AT_ONCE = Field("int", "heads_at_once", comment="heads with enough work tiles for all multiprocessors")
 _PARTS = (
-    Field("float*", "part_sums", comment="dK and dV of tiles in parts, as far as they are added up"),
-    PART_TURNS,
-    Field("int", "divided", comment="tiles in parts, the last ones; each part counts as one of the tiles"),
-    Field("int", "parts", comment="of each of these"),
+    Field("float*", "part_sums", comment="partial dK and dV of split key tiles"),
+    PART_SEMAPHORE,
+    Field("int", "divided", comment="split key tiles, the last ones; each split is a work tile"),
+    Field("int", "parts", comment="splits of each of them"),
 )
 # As measured on an H200 at head dims 64 and 128: with twice as many parts, of half the queries, short calls are slower.
 _MAX_PARTS, _MIN_QUERIES = 8, 512

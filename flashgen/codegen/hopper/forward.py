@@ -27,12 +27,12 @@ from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.pages import GROUP_ROWS, box_keys, panels_joined
 from flashgen.codegen.hopper.plans import PROMPT_QUERIES, HopperPlan, panel_columns
 from flashgen.codegen.hopper.smaller_tiles import smaller_option
-from flashgen.codegen.ragged import MAP_ROWS, sequences_text, slots, varlen_fields
 from flashgen.codegen.rendered_kernel import Grid, RenderedKernel
 from flashgen.codegen.sizes import Sizes, ceil_div, maximum, minimum, reciprocal
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import ELEMENT_BYTES, padded
 from flashgen.codegen.variant import layout_of
+from flashgen.codegen.varlen import MAP_ROWS, sequences_text, slots, varlen_fields
 from flashgen.codegen.visited import visited_keys
 from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
@@ -40,8 +40,8 @@ from flashgen.language.spec import AttentionSpec
 _WARPGROUP_ROWS, _WARP_ROWS, _LANE_ROWS = 64, 16, 8  # the last: distance of a lane's rows
 _SECTION_BYTES = 32 * 2**20  # of K and V, which concurrent CTAs should find in L2
 
-_METHOD = "a warpgroup loads; the others overlap products with softmax (Shah et al. 2024, algorithm 2)"
-_GRID = "one block per multiprocessor; each takes tiles of queries until none is left"
+_METHOD = "a producer warp loads; consumer warpgroups overlap products with softmax (Shah et al. 2024, algorithm 2)"
+_GRID = "persistent, one block per multiprocessor; work tiles are (query tile, query head, batch)"
 
 
 def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> ArgumentLayout:
@@ -50,7 +50,7 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
     fields = [Field("TensorMap", f"{name}_map") for name in "qkvo"]
     fields.append(Field("float*", "lse", comment="(batch, heads_q, len_q), or null"))
     fields.append(
-        Field("unsigned*", "next_tile", comment="0, before and after; null: no tiles beside each block's first")
+        Field("unsigned*", "next_tile", comment="0 before and after a launch; null if each block has one work tile")
     )
     ragged = spec.is_varlen
     if ragged:
@@ -58,18 +58,18 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
         fields += varlen_fields(keys=not spec.page_size)
     fields += page_fields(spec, strides=False)
     fields += [
-        Field("int", f"{name}_head_panels", comment=f"from a head of {name} to the next, in panels of columns")
+        Field("int", f"{name}_head_panels", comment=f"distance of two heads of {name}, in panels of columns")
         for name in "kv"
         if _joined(spec, name) > 1
     ]
     if not (ragged and spec.page_size):  # there the device counts the prompts' tiles
-        what = "slots of queries" if ragged else "of queries"
-        fields.append(Field("int", "tiles", comment=f"{what}, of all heads and batches"))
-        fields.append(Field("int", "tiles_q", comment=f"of each {heads[:-1]}"))
-    fields.append(Field("int", "heads", comment=f"{heads if packed else 'of queries'}, of all batches"))
-    fields.append(Field("int", "section", comment=f"{heads} that take turns with their tiles"))
+        what = "query tile slots" if ragged else "query tiles"
+        fields.append(Field("int", "tiles", comment=f"{what} of all heads and batches"))
+        fields.append(Field("int", "tiles_q", comment=f"{what} of each {heads[:-1]}"))
+    fields.append(Field("int", "heads", comment=f"{heads if packed else 'query heads'} of all batches"))
+    fields.append(Field("int", "section", comment=f"{heads} of a section, the tiles of which alternate"))
     fields += [Field("int", name) for name in (*(() if ragged else ("heads_q",)), "len_q", "len_k")]
-    fields.append(Field("unsigned", "kv_reciprocal", comment=f"2^31 / {heads} per head of K and V, rounded up"))
+    fields.append(Field("unsigned", "kv_reciprocal", comment=f"2^31 / ({heads} per KV head), rounded up"))
     return layout_of(spec, fields, lists, sink=True)
 
 
@@ -100,7 +100,7 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         "consumer_registers": consumer_registers,
         "output_apart": plan.output_apart(spec),
         "packed": packed,
-        "alike": _uniformity_test(spec, plan),
+        "uniform": _uniformity_test(spec, plan),
         "map_rows": MAP_ROWS,
         "suffix": suffix_of(spec),
         "page_size": spec.page_size,

@@ -13,19 +13,21 @@ from flashgen.codegen.backward_kernels import (
     EXACT_LIMBS,
     ROWS,
     STATISTICS,
+    Block,
+    DqAccumulation,
+    Rendering,
     Rows,
     backward_kernel,
-    capture_sums,
     is_masked,
     numbers,
     postprocess_dq,
     preprocess,
     row_values,
     rows_of,
-    sink_sums,
     strides,
     varlen_context,
 )
+from flashgen.codegen.capture_gradient_kernels import capture_kernels, sink_kernels
 from flashgen.codegen.demand import divides_tiles
 from flashgen.codegen.expressions.derivative_text import score_gradient
 from flashgen.codegen.expressions.uniform_text import uniform_text
@@ -35,10 +37,10 @@ from flashgen.codegen.mma_sync.backward_plans import (
     choose_backward_plan,
     choose_queries_plan,
 )
-from flashgen.codegen.ragged import tiles_of_keys, tiles_of_queries, varlen_fields
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import layout_of
+from flashgen.codegen.varlen import tiles_of_keys, tiles_of_queries, varlen_fields
 from flashgen.language.operations import QUERY
 from flashgen.language.spec import AttentionSpec
 
@@ -64,14 +66,14 @@ def render_mma_sync_backward(
     plan.check(spec, target, deterministic)
     rows = rows_of(plan.tile_q, spec.is_varlen)
     kernels = [
-        preprocess(spec, target, plan, rows, deterministic, deterministic),
+        preprocess(spec, target, plan, rows, deterministic, DqAccumulation(apart=deterministic)),
         _keys(spec, target, plan, rows, deterministic),
     ]
     if deterministic:
         kernels.append(_queries(spec, target, choose_queries_plan(spec, target), rows, plan.tile_q))
     else:
         kernels.append(postprocess_dq(spec, target, plan, rows))
-    return (*kernels, *sink_sums(spec, target, rows), *capture_sums(spec, target, deterministic))
+    return (*kernels, *sink_kernels(spec, target, rows), *capture_kernels(spec, target, deterministic))
 
 
 def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, deterministic: bool) -> RenderedKernel:
@@ -93,7 +95,7 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
         "dq_apart": deterministic,
         "vector_reductions": target.vector_reductions,
         "divides_columns": divides_tiles(spec, plan.tile_q, QUERY),
-        "alike": uniform_text(spec),
+        "uniform": uniform_text(spec),
         "gradient": gradient,
         "gathers": gathers,
         "exact_sums": deterministic,
@@ -105,7 +107,8 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
     context |= varlen_context(spec, "BackwardDkdvArguments", layout, plan.tile_q, "kTileK", of_keys=True)
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
     launch["grid"] = partial(tiles_of_keys, spec, plan.tile_k)
-    return backward_kernel("dkdv", spec, target, layout, context, plan.threads, shared, launch, template=_KEYS)
+    block, rendering = Block(plan.threads, shared), Rendering(template=_KEYS)
+    return backward_kernel("dkdv", spec, target, layout, context, block, launch, rendering)
 
 
 def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows, multiple: int) -> RenderedKernel:
@@ -119,7 +122,7 @@ def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows,
         ROWS,
         *(varlen_fields() if spec.is_varlen else ()),
     ]
-    fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
+    fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))
     context = {
         "plan": plan,
         "by_wgmma": False,
@@ -135,4 +138,5 @@ def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows,
     launch["grid"] = partial(tiles_of_queries, spec, plan.tile_q)
     layout = layout_of(spec, fields, tiles is None)
     context |= varlen_context(spec, "BackwardDqArguments", layout, multiple, "kTileQ")
-    return backward_kernel("dq", spec, target, layout, context, plan.threads, shared, launch, template=_QUERIES)
+    block, rendering = Block(plan.threads, shared), Rendering(template=_QUERIES)
+    return backward_kernel("dq", spec, target, layout, context, block, launch, rendering)

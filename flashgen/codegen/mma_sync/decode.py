@@ -37,20 +37,20 @@ PARTIALS_AT_ONCE = 16  # 6 registers each; those of scores and output are free w
 _METHOD = (
     "keys split over warps and blocks; the last block to arrive merges their shares (Dao et al. 2023, Flash-Decoding)"
 )
-_GRID = "one block per (tile of rows and split, heads that share rows, batch), along x, y and z"
+_GRID = "one block per (row tile and split, group of query heads, batch), along x, y and z"
 _RUNS = (
     "every column of blocks has an equal run of the tiles of keys of all sequences (Osama et al. 2023, stream-K); the "
     "last block of a tile of rows to arrive merges its shares (Dao et al. 2023, Flash-Decoding)"
 )
-_COLUMNS = "one block per (column, heads that share rows), along x and y"
+_COLUMNS = "one block per (column of work units, group of query heads), along x and y"
 _NAMES: Names = {**DEVICE_NAMES, HEAD: "position.head[i][e / 2]"}
 WIDENS = {"float8_e4m3fn": "e4m3", "int8": "int8"}
 _QUERY = "position.query[i][e / 2]"
 _SPLIT_FIELDS = [
     Field("int", "packed", comment="query heads that share tiles of rows"),
-    Field("int", "rows", comment="of them: queries x heads"),
-    Field("int", "row_tiles", comment="that these are"),
-    Field("int", "splits", comment="parts of the keys"),
+    Field("int", "rows", comment="rows of a sequence and KV head: queries x packed"),
+    Field("int", "row_tiles", comment="row tiles of a sequence and KV head"),
+    Field("int", "splits", comment="KV splits"),
 ]
 
 
@@ -58,8 +58,10 @@ def cache_fields(spec: AttentionSpec) -> list[Field]:
     """Returns the struct members for the addresses of keys and values, and for the scales of 8-bit ones."""
     fields = page_fields(spec)
     if spec.kv_dtype:
-        fields += [Field("const float*", f"{name}_scale", comment="of each head, or of all") for name in "kv"]
-        fields += [Field("int", f"{name}_scales", comment="1 where each head has its own, else 0") for name in "kv"]
+        fields += [
+            Field("const float*", f"{name}_scale", comment="scale of each KV head, or one scale") for name in "kv"
+        ]
+        fields += [Field("int", f"{name}_scales", comment="1 if each KV head has a scale, else 0") for name in "kv"]
     return fields
 
 
@@ -103,14 +105,16 @@ def decode_layout(spec: AttentionSpec, lists: bool, scheduled: bool = False) -> 
     fields.append(Field("float*", "partial_outputs", comment=f"of {owner}: ({each}{two}, kTileQ, kValueDim)"))
     fields.append(Field("float*", "partial_states", comment=f"({each}{two}, kTileQ, 2): row maximum and row sum"))
     counted = "column and group of heads" if scheduled else "tile of rows"
-    fields.append(Field("unsigned*", "arrivals", comment=f"of each {counted}: 0, before and after; null for 1 split"))
+    fields.append(
+        Field("unsigned*", "arrivals", comment=f"of each {counted}; 0 before and after a launch; null for 1 split")
+    )
     if scheduled:
-        fields.append(Field("const int*", "schedule", comment="or null: each block sums up the batch itself"))
+        fields.append(Field("const int*", "schedule", comment="tile schedule, or null if each block computes it"))
     fields += cache_fields(spec)
     fields += [Field("Strides", f"{name}_strides") for name in "qkvo"]
     fields += [Field("int", name) for name in ("heads_q", "len_q", "len_k")]
     fields += work_unit_fields() if scheduled else _SPLIT_FIELDS
-    fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
+    fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))
     return layout_of(spec, fields, lists, sink=True)
 
 

@@ -11,10 +11,10 @@ from flashgen.codegen.expressions.uniform_text import uniform_text
 from flashgen.codegen.forward_kernel import forward_context, forward_kernel, page_fields
 from flashgen.codegen.header import header
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, choose_forward_plan
-from flashgen.codegen.ragged import sequences_text, tiles_of_queries, varlen_fields
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import layout_of
+from flashgen.codegen.varlen import sequences_text, tiles_of_queries, varlen_fields
 from flashgen.language.spec import AttentionSpec
 
 
@@ -28,7 +28,7 @@ def forward_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
     if spec.is_varlen:
         fields[4] = Field("float*", "lse", comment="(heads_q, total_q), or null")
         fields += varlen_fields()
-    fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
+    fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))
     return layout_of(spec, fields, lists, sink=True)
 
 
@@ -43,7 +43,7 @@ def render_mma_sync(spec: AttentionSpec, target: Target, plan: ForwardPlan | Non
     plan.check(spec, target)
     layout = forward_layout(spec, demand_of(spec).listed)
     context = forward_context(spec, target, plan, layout, "scores[i][j][e]")
-    context |= {"header": header(spec, target, plan), "page_size": spec.page_size, "alike": uniform_text(spec)}
+    context |= {"header": header(spec, target, plan), "page_size": spec.page_size, "uniform": uniform_text(spec)}
     if spec.is_varlen:
         context["sequences"] = sequences_text(context["struct"], layout, "kTileQ")
     source = assemble("mma_sync/forward.cu.jinja", context, target)

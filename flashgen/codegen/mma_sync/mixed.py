@@ -24,11 +24,11 @@ from flashgen.codegen.mma_sync.decode_plans import MAX_STREAM_K_TILES, TILE_OVER
 from flashgen.codegen.mma_sync.mixed_plans import FEW, MixedPlan, choose_mixed_plan
 from flashgen.codegen.mma_sync.splits import head_groups, packed_heads
 from flashgen.codegen.mma_sync.stream_k import LAST_QUERY, arrival_counters, full_wave_work_units, partial_slots
-from flashgen.codegen.ragged import EXTRA_SEQUENCES
 from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.sizes import Sizes, ceil_div
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import layout_of
+from flashgen.codegen.varlen import EXTRA_SEQUENCES
 from flashgen.errors import UnsupportedError
 from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
@@ -58,20 +58,22 @@ def mixed_layout(spec: AttentionSpec, plan: MixedPlan) -> ArgumentLayout:
     shape = "of columns: (groups of heads, splits, 2, kTileQ"
     fields.append(Field("float*", "partial_outputs", comment=f"{shape}, kValueDim)"))
     fields.append(Field("float*", "partial_states", comment=f"{shape}, 2): row maximum and row sum"))
-    fields.append(Field("unsigned*", "arrivals", comment="of each column and group of heads: 0, before and after"))
-    fields.append(Field("const int*", "cu_seqlens_q", comment="(batch + 1): where sequences begin among the rows of q"))
+    fields.append(
+        Field("unsigned*", "arrivals", comment="of each column and group of heads; 0 before and after a launch")
+    )
+    fields.append(Field("const int*", "cu_seqlens_q", comment="(batch + 1): first row of each sequence in q"))
     fields += cache_fields(spec)
     fields += [Field("Strides", f"{name}_strides") for name in "qkvo"]
     fields += [Field("int", "batch"), Field("int", "total_q", comment="rows of q")]
-    fields += [Field("int", name, comment="of a sequence, at most") for name in ("len_q", "len_k")]
-    fields.append(Field("int", "packed", comment="query heads that share tiles of rows of few queries"))
-    fields.append(Field("int", "groups", comment="of such heads"))
-    fields.append(Field("int", "splits", comment="columns, each of which has a run for each group"))
+    fields += [Field("int", name, comment="maximum over the sequences") for name in ("len_q", "len_k")]
+    fields.append(Field("int", "packed", comment="query heads that share row tiles of decode sequences"))
+    fields.append(Field("int", "groups", comment="groups of such heads"))
+    fields.append(Field("int", "splits", comment="columns of stream-K work units, for each group"))
     if plan.prompt:
         fields.append(Field("int", "heads_q"))
-        fields.append(Field("int", "prompts", comment="blocks for tiles of prompts: as many as there may be"))
-        fields.append(Field("int", "first_prompts", comment="of them, those that begin before runs do"))
-    fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / heads per head of K and V, rounded up"))
+        fields.append(Field("int", "prompts", comment="blocks for query tiles of prompts, an upper bound"))
+        fields.append(Field("int", "first_prompts", comment="of these, the blocks that come before the work units"))
+    fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))
     return layout_of(spec, fields, lists=False, sink=True)
 
 

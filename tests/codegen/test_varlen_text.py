@@ -11,11 +11,11 @@ import pytest
 
 import flashgen.language as fg
 from flashgen.codegen.hopper.plans import HopperPlan
-from flashgen.codegen.ragged import slots
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import NAMED_SIZES, Sizes
 from flashgen.codegen.stages import backward_kernels, kernels_of
 from flashgen.codegen.targets import TARGETS
+from flashgen.codegen.varlen import slots
 from flashgen.errors import UnsupportedError
 from flashgen.verify import variants
 from flashgen.verify.variants import spec_of

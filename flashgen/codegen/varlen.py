@@ -1,6 +1,6 @@
-"""Varlen batches: what kernels of layout "thd" have in addition.
+"""Varlen batches: the arguments, grids and device functions that kernels of layout "thd" have in addition.
 
-The sequences of a batch are concatenated in packed arrays (tokens, heads, dim); where each begins is known only on the
+The sequences of a batch are concatenated in packed arrays (tokens, heads, dim). Their first rows are known only on the
 device (`cu_seqlens`). Tiles are numbered by slots. The slots of sequence b begin at first_row / tile + b + 1, which
 leaves enough slots for the tiles of all earlier sequences whatever their lengths, so that the launch does not depend on
 the lengths. A block finds the sequence of its slot by a binary search, replaces the lengths and array pointers of its
@@ -27,10 +27,10 @@ _PADDED_ROWS = frozenset(("statistics", "dq_accum"))
 
 def varlen_fields(keys: bool = True) -> list[Field]:
     """Returns the members by which a kernel finds its sequence; without `keys` only those about the queries."""
-    fields = [Field("const int*", "cu_seqlens_q", comment="(batch + 1): where sequences begin among the rows of q")]
+    fields = [Field("const int*", "cu_seqlens_q", comment="(batch + 1): first row of each sequence in q")]
     if keys:
-        fields.append(Field("const int*", "cu_seqlens_k", comment="(batch + 1): and among those of k and v"))
-        fields.append(Field("const int*", "seqused_k", comment="(batch): keys of a sequence that count, or null"))
+        fields.append(Field("const int*", "cu_seqlens_k", comment="(batch + 1): first row of each sequence in k and v"))
+        fields.append(Field("const int*", "seqused_k", comment="(batch): keys of each sequence that are used, or null"))
     fields += [Field("int", "batch"), Field("int", "total_q", comment="rows of q")]
     return fields + ([Field("int", "total_k", comment="rows of k")] if keys else [])
 
@@ -85,10 +85,9 @@ def sequences_text(
         "slot_rows": slot_rows,
         "row_multiple": row_multiple,
         "moved": [line for line in moved if line],
-        "sums": "dq_accum" in names,
         "lengths": [name for name in ("len_q", "len_k") if name in names],
     }
-    return environment().get_template("ragged.cuh.jinja").render(context).strip()
+    return environment().get_template("varlen.cuh.jinja").render(context).strip()
 
 
 def _moved(name: str, members: set[str]) -> str:
