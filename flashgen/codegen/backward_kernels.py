@@ -405,7 +405,7 @@ def backward_kernel(
     struct, entry = f"Backward{part.title()}Arguments", entry_name(f"attention_backward_{part}{of and f'_{of}'}", spec)
     shown = (f"postprocess_{of}" if part == "postprocess" else f"d_{of}") if of else part
     plan, dq_apart = context.get("plan"), context.get("dq_apart", False)
-    finishes = part == "dkdv" and context.get("finishes", False)
+    finishes = part == "dkdv" and context.get("converts_dq", False)
     exact_sums, columns = context.get("exact_sums", False), context.get("head_padded", 0)
     cost = backward_cost(shown, spec, dq_apart, exact_sums, columns, finishes)
     facts = (shared.total_bytes, cost, context["deterministic"], dq_apart, finishes)

@@ -122,7 +122,7 @@ def test_barriers_have_addresses_names_and_bytes() -> None:
     )
     layout = SharedMemoryLayout((TILES[0], mbarriers(groups)), groups)
     assert layout.total_bytes == 2048 + 8 * 8
-    assert layout.barrier_address("keys_empty") == "first + 16 + use % kStages * 16"
+    assert layout.barrier_address("keys_empty") == "first + 16 + iteration % kStages * 16"
     assert layout.barrier_address("tail_full") == "first + kStages * 16 + 8"
     known = {"first": 2048, "kStages": 3}
     for at, name in layout.barrier_offsets().items():

@@ -30,7 +30,7 @@ from flashgen.codegen.tiling import padded, value_extent
 from flashgen.language.spec import AttentionSpec
 
 _ROWS = 64  # of a wgmma
-_SCORE_STAGES = 2  # tiles of dS: one is written while dQ is computed from the other
+_DS_STAGES = 2  # tiles of dS: one is written while dQ is computed from the other
 _WORK_BYTES, _RAGGED_WORK_BYTES = 16, 48  # coordinates of a work tile
 _MAX_ACCUMULATORS = 224  # registers of a thread for accumulators and products in flight
 _CROWDED = 200  # accumulator registers above which a derivative of the score function does not fit
@@ -150,16 +150,16 @@ class HopperBackwardPlan(Checked):
         """
         queries, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
         head, value = Extent("kHeadDimPadded", self.head_columns(spec)), value_extent(spec)
-        stages, score_stages = Extent("kStages", self.stages), Extent("kScoreStages", _SCORE_STAGES)
+        stages, ds_stages = Extent("kStages", self.stages), Extent("kDsStages", _DS_STAGES)
         work_bytes = literal(_RAGGED_WORK_BYTES if spec.is_ragged else _WORK_BYTES)
-        barriers = key_barriers(stages, score_stages, dq_apart)
+        barriers = key_barriers(stages, ds_stages, dq_apart)
         panels, own_parts = "a panel of 64 keys for each warpgroup", "the parts of the warps side by side"
         summed = (
-            Buffer("Score", "dS", (queries, keys), copies=score_stages, note=panels),
-            Buffer("Gradient", "dQ", (queries, head), FLOAT, note=own_parts),
+            Buffer("Ds", "dS", (queries, keys), copies=ds_stages, note=panels),
+            Buffer("Dq", "dQ", (queries, head), FLOAT, note=own_parts),
         )
         stored = (
-            Buffer("KeyGradient", "dK", (keys, head), overlays="Gradient" if self.loads_early(dq_apart) else "Key"),
+            Buffer("KeyGradient", "dK", (keys, head), overlays="Dq" if self.loads_early(dq_apart) else "Key"),
             Buffer("ValueGradient", "dV", (keys, value), overlays="Value"),
         )
         return SharedMemoryLayout(
@@ -167,7 +167,7 @@ class HopperBackwardPlan(Checked):
                 Buffer("Key", "K", (keys, head)),
                 Buffer("Value", "V", (keys, value)),
                 Buffer("Query", "Q", (queries, head), copies=stages),
-                Buffer("Output", "dO", (queries, value), copies=stages),
+                Buffer("DOutput", "dO", (queries, value), copies=stages),
                 *(() if dq_apart else summed),
                 Buffer("Statistics", "L, D", (queries,), FLOAT2, copies=stages),
                 mbarriers(barriers),

@@ -64,7 +64,7 @@ class HopperQueriesPlan(Checked):
         return SharedMemoryLayout(
             (
                 Buffer("Query", "Q", (rows, head), copies=consumers),
-                Buffer("Output", "dO", (rows, value), copies=consumers),
+                Buffer("DOutput", "dO", (rows, value), copies=consumers),
                 Buffer("Key", "K", (keys, head), copies=key_stages),
                 Buffer("Value", "V", (keys, value), copies=value_stages),
                 mbarriers(barriers),
