@@ -355,7 +355,7 @@ FAULTS = [
     ]),
     *caught_by(FORWARD, [OVERFLOW], [
         ("pages behind the table", PAGES, r"min\((first_key \+ static_cast[^;]*), arguments\.len_k - 1\);", r"\1;"),
-        ("a length that is none", PAGES, r"min\(max\((__ldg\(launched\.seqused_k.*?\)), 0\), most\)", r"\1 + 900"),
+        ("a length that is none", PAGES, r"min\(max\((__ldg\(launched\.seqused_k.*?\)), 0\), max_len\)", r"\1 + 900"),
     ]),
     # mma.sync's backward. The first subjects, of which each commit runs every row, have both modes, warps that share no
     # keys, that share them by 2 and by 4, and one and two stages.
@@ -818,7 +818,7 @@ FAULTS = [
         ("a tile that no block fetches", "Hopper, prompts", r"gridDim\.x \+ atomicInc", "gridDim.x + 1 + atomicInc"),
     ]),
     *caught_by(MIXED, [EARLY_RACE_AT_LINE], [
-        ("no syncwarp", "Hopper, prompts", r"(kept = tiles;\s+)__syncwarp\(\);", r"\1"),
+        ("no syncwarp", "Hopper, prompts", r"(count = tiles;\s+)__syncwarp\(\);", r"\1"),
     ]),
     *caught_by(MIXED, [OVERFLOW], [
         ("offsets that are not bounded", "Hopper, prompts",
