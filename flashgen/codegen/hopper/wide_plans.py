@@ -113,7 +113,7 @@ class HopperWidePlan(Checked):
     def summary(self, shared_bytes: int) -> str:
         """Returns the line that the kernel's header has about the plan."""
         return (
-            f"{self.tile_q} queries x {self.tile_k} keys, a warpgroup for dV and one for dK, of "
+            f"{self.tile_q} queries x {self.tile_k} keys, one warpgroup for dV and one for dK, of "
             f"{self.consumer_registers} registers, {self.stages} stages of Q and dO, {shared_bytes} bytes of shared "
             "memory"
         )
@@ -127,7 +127,7 @@ class HopperWidePlan(Checked):
         if self.tile_q % 16 or not 16 <= self.tile_q <= 256 or self.stages < 2:
             return f"tile_q={self.tile_q} must be a multiple of 16 up to 256, and stages={self.stages} at least 2"
         if self.registers(spec) > _MAX_ACCUMULATORS:
-            return f"it takes {self.registers(spec)} registers of a thread for sums and products: take fewer queries"
+            return f"it takes {self.registers(spec)} registers of a thread for accumulators: take fewer queries"
         return shared_memory_problem(self.shared_bytes(spec), target, "take fewer queries or stages")
 
 
