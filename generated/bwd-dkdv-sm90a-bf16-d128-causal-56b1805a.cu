@@ -6,7 +6,7 @@
 // dropout  0
 // dims     head 128, value 128; bfloat16, accumulated in float32
 // target   sm_90a, family hopper
-// plan     64 queries x 128 keys, 2 warpgroups of 232 registers, the next scores early, 3 stages of Q and dO, 231144 bytes of shared memory
+// plan     64 queries x 128 keys, 2 warpgroups of 232 registers, early scores, 3 stages of Q and dO, 231144 bytes of shared memory
 // FLOPs    1280 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      1800 * batch * heads_q * len_q + 1024 * batch * heads_kv * len_k bytes, at least
 //

@@ -6,7 +6,7 @@
 // dropout  0
 // dims     head 256, value 256; bfloat16, accumulated in float32
 // target   sm_90a, family hopper
-// plan     64 queries x 64 keys, a warpgroup for dV and one for dK, of 240 registers, 2 stages of Q and dO, 214112 bytes of shared memory
+// plan     64 queries x 64 keys, one warpgroup for dV and one for dK, of 240 registers, 2 stages of Q and dO, 214112 bytes of shared memory
 // FLOPs    2048 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      1032 * batch * heads_q * len_q + 2048 * batch * heads_kv * len_k bytes, at least
 //
@@ -641,7 +641,8 @@ __device__ __forceinline__ void load_exchanged(float (&probabilities)[kTileQ / 2
 }
 
 // The first consumer warpgroup: computes S = Q * K^T and P, and accumulates dV = P^T * dO. The exponentials of an iteration
-// run while the wgmma of the previous one does. It passes the probabilities of each iteration to the other warpgroup.
+// run while the wgmma of the previous one does.
+// It passes P to the other warpgroup.
 __device__ __forceinline__ void consumer_dv(const WorkTile& work, unsigned shared, const Barriers& barriers,
                                             const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
@@ -705,8 +706,8 @@ __device__ __forceinline__ void consumer_dv(const WorkTile& work, unsigned share
   if (lane == 0) bulk_wait_read<0>();   // before the block ends and its shared memory is freed
 }
 
-// The second consumer warpgroup: computes dP = dO * V^T, and dS from dP and the probabilities of the other warpgroup. It
-// accumulates dK = dS^T * Q.
+// The second consumer warpgroup: computes dP = dO * V^T, computes dS from dP and from what the other warpgroup passes to it,
+// and accumulates dK = dS^T * Q.
 __device__ __forceinline__ void consumer_dk(const WorkTile& work, unsigned shared, const Barriers& barriers,
                                             const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
