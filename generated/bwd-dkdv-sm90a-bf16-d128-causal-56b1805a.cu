@@ -420,7 +420,7 @@ __device__ __forceinline__ void quad_transpose(unsigned (&values)[4]) {
 struct Barriers {
   unsigned first;
 
-  // A stage of Q and of the row statistics has landed, and has been released. Then the same for dO.
+  // A stage of Q and its row statistics has landed, and every consumer warp has released it. Then for dO.
   __device__ __forceinline__ unsigned queries_full(int iteration) const { return first + iteration % kStages * 32; }
   __device__ __forceinline__ unsigned queries_empty(int iteration) const { return first + 8 + iteration % kStages * 32; }
   __device__ __forceinline__ unsigned d_outputs_full(int iteration) const { return first + 16 + iteration % kStages * 32; }
@@ -436,7 +436,7 @@ struct Barriers {
   }
   static __device__ __forceinline__ unsigned ds_phase(int iteration) { return iteration / kDsStages & 1; }
 
-  // The previous tile of dQ has been read from its buffer and is added to global memory.
+  // The dQ writer has read a tile of dQ from the buffer, which is free. There is one phase for each iteration.
   __device__ __forceinline__ unsigned dq_empty() const { return first + kStages * 32 + kDsStages * 16; }
 
   // Every consumer warp has written its part of a tile of dQ, in an even and in an odd iteration.
@@ -445,7 +445,7 @@ struct Barriers {
   }
   static __device__ __forceinline__ unsigned dq_phase(int iteration) { return iteration / 2 & 1; }
 
-  // Every consumer warp has released K of a work tile. Then the same for V.
+  // Every consumer warp has released K, and V. There is one phase for each work tile.
   __device__ __forceinline__ unsigned keys_empty() const { return first + kStages * 32 + kDsStages * 16 + 24; }
   __device__ __forceinline__ unsigned values_empty() const { return first + kStages * 32 + kDsStages * 16 + 32; }
 
@@ -1015,6 +1015,8 @@ __device__ __forceinline__ void mainloop(float (&d_keys)[kHeadDimPadded / 2], fl
     iterator.advance(work, arguments);
     is_done = iterator.done(arguments);
 
+    // wgmmas start in this order: dQ of the previous iteration, dV, dK, and S and dP of the next iteration. Each is a group of
+    // its own. dQ waits for nothing: at the end of the previous iteration both warpgroups had written dS.
     const auto start_dk_and_dv = [&] {
       start_accumulate<kValueDimPadded, kValuePanel, kTileQ>(d_values, p_fragments, d_outputs_at(shared, iteration));
       start_accumulate<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, ds_fragments, queries_at(shared, iteration));
@@ -1037,7 +1039,7 @@ __device__ __forceinline__ void mainloop(float (&d_keys)[kHeadDimPadded / 2], fl
     await_product<2>(d_values);
     await_product<1>(d_keys);
     start_dp(d_scores, warpgroup, shared, barriers, next, is_done);
-    if (!is_done) {
+    if (!is_done) {   // otherwise the wgmmas that were started again still read these stages
       release(barriers.d_outputs_empty(iteration));
       release(barriers.queries_empty(iteration));
     }

@@ -321,7 +321,7 @@ __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address
 struct Barriers {
   unsigned first;
 
-  // A stage of Q and of the row statistics has landed, and has been released. Then the same for dO.
+  // A stage of Q and its row statistics has landed, and every consumer warp has released it. Then for dO.
   __device__ __forceinline__ unsigned queries_full(int iteration) const { return first + iteration % kStages * 32; }
   __device__ __forceinline__ unsigned queries_empty(int iteration) const { return first + 8 + iteration % kStages * 32; }
   __device__ __forceinline__ unsigned d_outputs_full(int iteration) const { return first + 16 + iteration % kStages * 32; }

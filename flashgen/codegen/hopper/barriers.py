@@ -40,7 +40,7 @@ def forward_barriers(stages: Extent, paged: bool) -> tuple[BarrierGroup, ...]:
 
 
 def _queries_and_d_outputs(stages: Extent) -> BarrierGroup:
-    comment = "A stage of Q and of the row statistics has landed, and has been released. Then the same for dO."
+    comment = "A stage of Q and its row statistics has landed, and every consumer warp has released it. Then for dO."
     return _pipeline(comment, "queries", "d_outputs", stages=stages, parity="phase")
 
 
@@ -55,7 +55,9 @@ def key_barriers(stages: Extent, ds_stages: Extent, dq_apart: bool) -> tuple[Bar
     """Returns the barriers of the persistent backward kernel. `dq_apart`: another kernel computes dQ."""
     ds_comment = "Every consumer warp has written its part of dS, and has read dS."
     ds = _between_consumers(ds_comment, "ds", ds_stages, _CONSUMER_WARPS)
-    dq_read = "The previous tile of dQ has been read from its buffer and is added to global memory."
+    dq_read = (
+        "The dQ writer has read a tile of dQ from the buffer, which is free. There is one phase for each iteration."
+    )
     dq_written = "Every consumer warp has written its part of a tile of dQ, in an even and in an odd iteration."
     dq = (
         BarrierGroup(dq_read, (Barrier("dq_empty", _ONE_THREAD),)),
@@ -68,7 +70,7 @@ def key_barriers(stages: Extent, ds_stages: Extent, dq_apart: bool) -> tuple[Bar
     return (
         _queries_and_d_outputs(stages),
         *(() if dq_apart else (ds, *dq)),
-        BarrierGroup("Every consumer warp has released K of a work tile. Then the same for V.", released),
+        BarrierGroup("Every consumer warp has released K, and V. There is one phase for each work tile.", released),
         BarrierGroup(published, work_tile, literal(2), parity="work_tile_phase"),
     )
 

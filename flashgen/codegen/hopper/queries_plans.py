@@ -91,9 +91,7 @@ class HopperQueriesPlan(Checked):
         if self.key_stages < 2 or self.value_stages < 1:
             return f"key_stages={self.key_stages} must be at least 2, and value_stages={self.value_stages} positive"
         if self.registers(spec) > _MAX_ACCUMULATORS:
-            return (
-                f"it takes {self.registers(spec)} registers of a thread for accumulators: take fewer keys"
-            )
+            return f"it takes {self.registers(spec)} registers of a thread for accumulators: take fewer keys"
         return shared_memory_problem(self.shared_bytes(spec), target, "take fewer keys or stages")
 
 
