@@ -607,12 +607,6 @@ __device__ __forceinline__ WorkTile& work_tile_slot(int tile_number) {
   return reinterpret_cast<WorkTile*>(shared_memory + kWorkTileOffset)[tile_number % 2];
 }
 
-// Fetches the next index that no other CTA has taken. Each CTA fetches one that is too large, and the last such increment
-// wraps the counter to 0, as it began.
-__device__ __forceinline__ unsigned fetch_tile_index(const BackwardDkdvArguments& arguments) {
-  return atomicInc(arguments.next_tile, arguments.tiles + gridDim.x - 1);
-}
-
 // The tiles of queries that a tile of keys is attended by: one run, and a stretch of it in which every score counts.
 struct QueryTiles {
   int begin, count, full_begin, full_end;
@@ -636,11 +630,11 @@ __device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int h
 
 // Iterates over the query tiles that attend to the keys of a work tile, for one query head after the other. Each query tile
 // is one iteration of the mainloop.
-struct QueryTileIterator {
+struct QueryIterator {
   QueryTiles tiles;       // of the current head
   int group_head, step;   // index of the head among those of the work tile, and of the query tile in `tiles`
 
-  __device__ __forceinline__ QueryTileIterator(const WorkTile& work, const BackwardDkdvArguments& arguments)
+  __device__ __forceinline__ QueryIterator(const WorkTile& work, const BackwardDkdvArguments& arguments)
       : tiles(query_tiles_of(work, work.head_kv * arguments.heads_per_kv, arguments)), group_head(0), step(0) {
     skip_empty_heads(work, arguments);
   }
@@ -681,7 +675,7 @@ __device__ __forceinline__ unsigned ds_at(unsigned shared, int iteration) {
 }
 
 // Returns the row of the workspaces at which the iterator's query tile begins.
-__device__ __forceinline__ long long first_row(const QueryTileIterator& iterator, const WorkTile& work,
+__device__ __forceinline__ long long first_row(const QueryIterator& iterator, const WorkTile& work,
                                                const BackwardDkdvArguments& arguments) {
   const long long head = static_cast<long long>(work.batch) * arguments.heads_q + iterator.head(work, arguments);
   return head * arguments.rows + iterator.first_query();
@@ -691,36 +685,31 @@ __device__ __forceinline__ long long first_row(const QueryTileIterator& iterator
 
 // Loads a work tile: Q, the row statistics and dO of each iteration, and with the first iteration K and V, once the buffers
 // of the previous work tile are released.
-__device__ __forceinline__ void load_work_tile(const WorkTile& work, QueryTileIterator& iterator, int tile_number,
+__device__ __forceinline__ void load_work_tile(const WorkTile& work, QueryIterator& iterator, int tile_number,
                                                int& iteration, unsigned shared, const Barriers& barriers,
                                                const BackwardDkdvArguments& arguments) {
-  for (bool is_first = true; !iterator.done(arguments);
-       iterator.advance(work, arguments), ++iteration, is_first = false) {
+  for (bool first = true; !iterator.done(arguments); iterator.advance(work, arguments), ++iteration, first = false) {
     const int head = iterator.head(work, arguments), stage = iteration % kStages;
+    const unsigned q_full = barriers.queries_full(iteration), d_o_full = barriers.d_outputs_full(iteration);
     mbarrier_wait(barriers.queries_empty(iteration), barriers.phase(iteration) ^ 1);
-    mbarrier_expect_bytes(barriers.queries_full(iteration),
-                          kQueryBytes + kStatisticsBytes + (is_first ? kKeyBytes : 0));
-    load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(queries_at(shared, iteration), arguments.q_map,
-                                                  barriers.queries_full(iteration), iterator.first_query(), head,
-                                                  work.batch);
+    mbarrier_expect_bytes(q_full, kQueryBytes + kStatisticsBytes + (first ? kKeyBytes : 0));
+    load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(queries_at(shared, iteration), arguments.q_map, q_full,
+                                                  iterator.first_query(), head, work.batch);
     bulk_load(shared + kStatisticsOffset + stage * kStatisticsBytes,
-              arguments.statistics + first_row(iterator, work, arguments) * 2, kStatisticsBytes,
-              barriers.queries_full(iteration));
-    if (is_first) {
+              arguments.statistics + first_row(iterator, work, arguments) * 2, kStatisticsBytes, q_full);
+    if (first) {
       mbarrier_wait(barriers.keys_empty(), tile_number & 1 ^ 1);
-      load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared, arguments.k_map, barriers.queries_full(iteration),
-                                                    work.first_key, work.head_kv, work.batch);
+      load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared, arguments.k_map, q_full, work.first_key, work.head_kv,
+                                                    work.batch);
     }
     mbarrier_wait(barriers.d_outputs_empty(iteration), barriers.phase(iteration) ^ 1);
-    mbarrier_expect_bytes(barriers.d_outputs_full(iteration), kDOutputBytes + (is_first ? kValueBytes : 0));
-    load_rows<kTileQ, kValueDimPadded, kValuePanel>(d_outputs_at(shared, iteration), arguments.d_o_map,
-                                                    barriers.d_outputs_full(iteration), iterator.first_query(), head,
-                                                    work.batch);
-    if (is_first) {
+    mbarrier_expect_bytes(d_o_full, kDOutputBytes + (first ? kValueBytes : 0));
+    load_rows<kTileQ, kValueDimPadded, kValuePanel>(d_outputs_at(shared, iteration), arguments.d_o_map, d_o_full,
+                                                    iterator.first_query(), head, work.batch);
+    if (first) {
       mbarrier_wait(barriers.values_empty(), tile_number & 1 ^ 1);
-      load_rows<kTileK, kValueDimPadded, kValuePanel>(shared + kValueOffset, arguments.v_map,
-                                                      barriers.d_outputs_full(iteration), work.first_key, work.head_kv,
-                                                      work.batch);
+      load_rows<kTileK, kValueDimPadded, kValuePanel>(shared + kValueOffset, arguments.v_map, d_o_full, work.first_key,
+                                                      work.head_kv, work.batch);
     }
   }
 }
@@ -728,7 +717,9 @@ __device__ __forceinline__ void load_work_tile(const WorkTile& work, QueryTileIt
 // The producer: takes work tiles until none is left, publishes each of them to the other warps, and loads it.
 __device__ __forceinline__ void producer(unsigned shared, const Barriers& barriers, const BackwardDkdvArguments& arguments) {
   for (int tile_number = 0, iteration = 0;; ++tile_number) {
-    const unsigned index = fetch_tile_index(arguments);
+    // Fetches the next index that no other CTA has taken. Each CTA fetches one that is too large, and the last such increment
+    // wraps the counter to 0, as it began.
+    const unsigned index = atomicInc(arguments.next_tile, arguments.tiles + gridDim.x - 1);
     mbarrier_wait(barriers.work_tile_empty(tile_number), barriers.work_tile_phase(tile_number) ^ 1);
     WorkTile& work = work_tile_slot(tile_number);
     if (index >= arguments.tiles) {
@@ -737,7 +728,7 @@ __device__ __forceinline__ void producer(unsigned shared, const Barriers& barrie
       return;
     }
     work = work_tile_at(index, arguments);
-    QueryTileIterator iterator(work, arguments);
+    QueryIterator iterator(work, arguments);
     if (iterator.done(arguments)) {
       // Consumers wait for no load of a work tile without iterations. It is published once they have released the previous
       // one: a barrier that completes two phases between two waits looks as if it had completed none.
@@ -773,8 +764,7 @@ __device__ __forceinline__ void store_dq(const float (&d_queries)[kDqColumns / 2
 // semaphores need zeroing: a semaphore is 0 before that store, 1 during it and 2 after it. Others add in any order.
 __device__ __forceinline__ void accumulate_dq(const WorkTile& work, int& iteration, unsigned shared,
                                               const Barriers& barriers, const BackwardDkdvArguments& arguments) {
-  for (QueryTileIterator iterator(work, arguments); !iterator.done(arguments);
-       iterator.advance(work, arguments), ++iteration) {
+  for (QueryIterator iterator(work, arguments); !iterator.done(arguments); iterator.advance(work, arguments), ++iteration) {
     const long long row = first_row(iterator, work, arguments);
     unsigned* const semaphore = arguments.dq_semaphore + row / kTileQ;
     float* const accumulator = arguments.dq_accum + row * kHeadDimPadded;
@@ -844,8 +834,7 @@ __device__ __forceinline__ void convert_dq(const BackwardDkdvArguments& argument
   const int lane = threadIdx.x % 32;
   const unsigned head_chunks = arguments.heads_per_kv * arguments.rows / kConvertedRows;   // of a KV head
   const unsigned chunks = arguments.batch * arguments.heads * head_chunks;
-  unsigned next = lane == 0 ? atomicAdd(arguments.dq_next, 1u) : 0;
-  unsigned complete_heads = 0;   // heads that this warp has waited for
+  unsigned next = lane == 0 ? atomicAdd(arguments.dq_next, 1u) : 0, complete_heads = 0;   // heads that it has waited for
   for (;;) {
     const unsigned chunk = __shfl_sync(0xffffffffu, next, 0);
     if (chunk >= chunks) return;
@@ -940,9 +929,8 @@ __device__ __forceinline__ void start_dp(float (&d_scores)[kTileQ / 2], int warp
 
 // Turns the scores into P while the wgmma of dP runs, and then dP into dS.
 __device__ __forceinline__ void compute_p_and_ds(float (&scores)[kTileQ / 2], float (&d_scores)[kTileQ / 2],
-                                                 const QueryTileIterator& iterator, int iteration, const WorkTile& work,
-                                                 const Position& position,
-                                                 const BackwardDkdvArguments& arguments) {
+                                                 const QueryIterator& iterator, int iteration, const WorkTile& work,
+                                                 const Position& position, const BackwardDkdvArguments& arguments) {
   const int first_query = iterator.first_query();
   const unsigned char* statistics = shared_memory + kStatisticsOffset + iteration % kStages * kStatisticsBytes;
   if (work.first_key + kTileK > arguments.len_k || has_large_lse(statistics)) {
@@ -994,13 +982,12 @@ __device__ __forceinline__ void start_dq(float (&d_queries)[kDqColumns / 2], int
 // It computes its part of an iteration's dQ in the next iteration, when the other warpgroup has written its dS as well. The
 // wgmmas of one warpgroup run while the other one computes P and dS.
 __device__ __forceinline__ void mainloop(float (&d_keys)[kHeadDimPadded / 2], float (&d_values)[kValueDimPadded / 2],
-                                         const WorkTile& work, QueryTileIterator& iterator, int& iteration, int warpgroup,
+                                         const WorkTile& work, QueryIterator& iterator, int& iteration, int warpgroup,
                                          unsigned shared, const Barriers& barriers, const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32, key = work.first_key + warpgroup * kPartK + threadIdx.x / 32 % 4 * 16 + lane / 4;
   float scores[kTileQ / 2], d_scores[kTileQ / 2];
   float(&d_queries)[kDqColumns / 2] = scores;   // the scores are no longer needed when dQ starts
-  bool has_previous = false;   // whether there is an iteration before
-  bool has_stored = false;     // whether an iteration's dQ has been stored
+  bool has_previous = false, has_stored = false;   // whether there is an iteration before, and whether it has stored dQ
   start_scores(scores, warpgroup, shared, barriers, iteration, false);
   start_dp(d_scores, warpgroup, shared, barriers, iteration, false);
   await_product<1>(scores);
@@ -1059,8 +1046,7 @@ __device__ __forceinline__ void mainloop(float (&d_keys)[kHeadDimPadded / 2], fl
 __device__ __forceinline__ void epilogue(const float (&d_keys)[kHeadDimPadded / 2],
                                          const float (&d_values)[kValueDimPadded / 2], const WorkTile& work,
                                          int iteration, bool has_iterations, int warpgroup,
-                                         unsigned shared, const Barriers& barriers,
-                                         const BackwardDkdvArguments& arguments) {
+                                         unsigned shared, const Barriers& barriers, const BackwardDkdvArguments& arguments) {
   const int row = warpgroup * kPartK + threadIdx.x / 32 % 4 * 16, lane = threadIdx.x % 32;
   named_barrier_sync(1 + warpgroup, 128);   // the warpgroup has read its V
   store_rows<kValueDimPadded, kValuePanel, kTileK>(
@@ -1077,11 +1063,10 @@ __device__ __forceinline__ void epilogue(const float (&d_keys)[kHeadDimPadded / 
 }
 
 // Computes dK and dV of the keys of a warpgroup in a work tile.
-__device__ __forceinline__ void compute_work_tile(
-    const WorkTile& work, int& iteration, int warpgroup, unsigned shared, const Barriers& barriers,
-    const BackwardDkdvArguments& arguments) {
+__device__ __forceinline__ void compute_work_tile(const WorkTile& work, int& iteration, int warpgroup, unsigned shared,
+                                                  const Barriers& barriers, const BackwardDkdvArguments& arguments) {
   float d_keys[kHeadDimPadded / 2] = {}, d_values[kValueDimPadded / 2] = {};
-  QueryTileIterator iterator(work, arguments);
+  QueryIterator iterator(work, arguments);
   const bool has_iterations = !iterator.done(arguments);
   if (has_iterations) mainloop(d_keys, d_values, work, iterator, iteration, warpgroup, shared, barriers, arguments);
   release(barriers.keys_empty());

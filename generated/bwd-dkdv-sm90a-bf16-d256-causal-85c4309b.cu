@@ -471,11 +471,11 @@ __device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int h
 
 // Iterates over the query tiles that attend to the keys of a work tile, for one query head after the other. Each query tile
 // is one iteration of the mainloop.
-struct QueryTileIterator {
+struct QueryIterator {
   QueryTiles tiles;       // of the current head
   int group_head, step;   // index of the head among those of the work tile, and of the query tile in `tiles`
 
-  __device__ __forceinline__ QueryTileIterator(const WorkTile& work, const BackwardDkdvArguments& arguments)
+  __device__ __forceinline__ QueryIterator(const WorkTile& work, const BackwardDkdvArguments& arguments)
       : tiles(query_tiles_of(work, work.head_kv * arguments.heads_per_kv, arguments)), group_head(0), step(0) {
     skip_empty_heads(work, arguments);
   }
@@ -512,7 +512,7 @@ __device__ __forceinline__ unsigned d_outputs_at(unsigned shared, int iteration)
 }
 
 // Returns the row of the workspaces at which the iterator's query tile begins.
-__device__ __forceinline__ long long first_row(const QueryTileIterator& iterator, const WorkTile& work,
+__device__ __forceinline__ long long first_row(const QueryIterator& iterator, const WorkTile& work,
                                                const BackwardDkdvArguments& arguments) {
   const long long head = static_cast<long long>(work.batch) * arguments.heads_q + iterator.head(work, arguments);
   return head * arguments.rows + iterator.first_query();
@@ -524,33 +524,28 @@ __device__ __forceinline__ long long first_row(const QueryTileIterator& iterator
 // iteration K and V.
 __device__ __forceinline__ void producer(const WorkTile& work, unsigned shared, const Barriers& barriers,
                                          const BackwardDkdvArguments& arguments) {
-  QueryTileIterator iterator(work, arguments);
+  QueryIterator iterator(work, arguments);
   int iteration = 0;
-  for (bool is_first = true; !iterator.done(arguments);
-       iterator.advance(work, arguments), ++iteration, is_first = false) {
+  for (bool first = true; !iterator.done(arguments); iterator.advance(work, arguments), ++iteration, first = false) {
     const int head = iterator.head(work, arguments), stage = iteration % kStages;
+    const unsigned q_full = barriers.queries_full(iteration), d_o_full = barriers.d_outputs_full(iteration);
     mbarrier_wait(barriers.queries_empty(iteration), barriers.phase(iteration) ^ 1);
-    mbarrier_expect_bytes(barriers.queries_full(iteration),
-                          kQueryBytes + kStatisticsBytes + (is_first ? kKeyBytes : 0));
-    load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(queries_at(shared, iteration), arguments.q_map,
-                                                  barriers.queries_full(iteration), iterator.first_query(), head,
-                                                  work.batch);
+    mbarrier_expect_bytes(q_full, kQueryBytes + kStatisticsBytes + (first ? kKeyBytes : 0));
+    load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(queries_at(shared, iteration), arguments.q_map, q_full,
+                                                  iterator.first_query(), head, work.batch);
     bulk_load(shared + kStatisticsOffset + stage * kStatisticsBytes,
-              arguments.statistics + first_row(iterator, work, arguments) * 2, kStatisticsBytes,
-              barriers.queries_full(iteration));
-    if (is_first) {
-      load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared, arguments.k_map, barriers.queries_full(iteration),
-                                                    work.first_key, work.head_kv, work.batch);
+              arguments.statistics + first_row(iterator, work, arguments) * 2, kStatisticsBytes, q_full);
+    if (first) {
+      load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared, arguments.k_map, q_full, work.first_key, work.head_kv,
+                                                    work.batch);
     }
     mbarrier_wait(barriers.d_outputs_empty(iteration), barriers.phase(iteration) ^ 1);
-    mbarrier_expect_bytes(barriers.d_outputs_full(iteration), kDOutputBytes + (is_first ? kValueBytes : 0));
-    load_rows<kTileQ, kValueDimPadded, kValuePanel>(d_outputs_at(shared, iteration), arguments.d_o_map,
-                                                    barriers.d_outputs_full(iteration), iterator.first_query(), head,
-                                                    work.batch);
-    if (is_first) {
-      load_rows<kTileK, kValueDimPadded, kValuePanel>(shared + kValueOffset, arguments.v_map,
-                                                      barriers.d_outputs_full(iteration), work.first_key, work.head_kv,
-                                                      work.batch);
+    mbarrier_expect_bytes(d_o_full, kDOutputBytes + (first ? kValueBytes : 0));
+    load_rows<kTileQ, kValueDimPadded, kValuePanel>(d_outputs_at(shared, iteration), arguments.d_o_map, d_o_full,
+                                                    iterator.first_query(), head, work.batch);
+    if (first) {
+      load_rows<kTileK, kValueDimPadded, kValuePanel>(shared + kValueOffset, arguments.v_map, d_o_full, work.first_key,
+                                                      work.head_kv, work.batch);
     }
   }
 }
@@ -649,7 +644,7 @@ __device__ __forceinline__ void consumer_dv(const WorkTile& work, unsigned share
   Position position = {work.batch, 0, lane % 4 * 2, work.first_key + warp_row + lane / 4};
   float d_values[kValueDimPadded / 2] = {}, scores[kTileQ / 2];
   unsigned fragments[kTileQ / 16][4];
-  QueryTileIterator iterator(work, arguments);
+  QueryIterator iterator(work, arguments);
   const auto start_scores = [&](int iteration) {
     mbarrier_wait(barriers.queries_full(iteration), barriers.phase(iteration));
     start_product<kHeadDimPadded, kHeadPanel, kTileK, kTileQ>(scores, shared, queries_at(shared, iteration));
@@ -713,7 +708,7 @@ __device__ __forceinline__ void consumer_dk(const WorkTile& work, unsigned share
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   float d_keys[kHeadDimPadded / 2] = {}, d_scores[kTileQ / 2];
   unsigned fragments[kTileQ / 16][4];
-  QueryTileIterator iterator(work, arguments);
+  QueryIterator iterator(work, arguments);
   const auto start_dp = [&](int iteration) {
     mbarrier_wait(barriers.d_outputs_full(iteration), barriers.phase(iteration));
     start_product<kValueDimPadded, kValuePanel, kTileK, kTileQ>(d_scores, shared + kValueOffset,

@@ -32,7 +32,7 @@ RETIRED = {
     "value_parity": "value_phase",
     "score_parity": "score_phase",
     "dq_turns": "dq_semaphore",
-    "struct Walk": "struct QueryTileIterator",
+    "struct Walk": "struct QueryIterator",
     "walk_queries": "mainloop",
     "load_works": "producer",
     "differentiate_works": "consumer",
