@@ -6,7 +6,7 @@
 // dropout  0
 // dims     head 128, value 128; bfloat16, accumulated in float32
 // target   sm_90a, family hopper
-// plan     64 queries x 128 keys, 2 warpgroups of 232 registers, the next scores early, 3 stages of Q and dO, 231144 bytes of shared memory
+// plan     64 queries x 128 keys, 2 warpgroups of 232 registers, early scores, 3 stages of Q and dO, 231144 bytes of shared memory
 // FLOPs    1280 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      1800 * batch * heads_q * len_q + 1024 * batch * heads_kv * len_k bytes, at least
 //
@@ -36,12 +36,12 @@ struct BackwardDkdvArguments {
   unsigned* dq_added;   // (batch, heads_q): CTAs that have added all of their dQ
   unsigned* dq_next;   // (1): the next group of dq rows to convert
   Element* dq;
-  unsigned* next_tile;   // index of the next work tile; 0 before and after a launch
+  unsigned* next_tile;   // the next work tile that no CTA has taken: 0 before and after a launch
   Strides dq_strides;
-  int tiles;   // work tiles: key tiles of all heads and batches
+  int tiles;   // work tiles of all heads and batches
   int tiles_k;   // key tiles of a head
-  int heads;   // heads of a sequence with work tiles of their own: KV heads, or query heads
-  int heads_at_once;   // heads with enough work tiles for all multiprocessors
+  int heads;   // of a batch that have work tiles of their own: KV heads, or query heads
+  int heads_at_once;   // heads whose work tiles fill the card
   int batch;
   int heads_q;
   int heads_per_kv;
@@ -54,14 +54,14 @@ struct BackwardDkdvArguments {
 
 constexpr int kHeadDimPadded = 128;   // a multiple of the depth of a wgmma; zeros beyond head_dim
 constexpr int kValueDimPadded = 128;
-constexpr int kConsumers = 2;   // warpgroups that compute; one more loads
+constexpr int kConsumers = 2;   // consumer warpgroups, beside the producer warpgroup
 constexpr int kThreads = (kConsumers + 1) * 128;
-constexpr int kPartK = 64;   // keys of a warpgroup. Scores are held transposed: a row is a key, a column a query
-constexpr int kTileK = kConsumers * kPartK;   // keys of a block
-constexpr int kTileQ = 64;   // queries of a step
-constexpr int kQueryTiles = kTileQ / 8;   // groups of a lane's columns
-constexpr int kStages = 3;   // tiles of Q, and of dO, that shared memory holds at once
-constexpr int kScoreStages = 2;   // tiles of dS: one is written while dQ is made of the other
+constexpr int kPartK = 64;   // keys of a warpgroup. It holds S and P transposed: a row is a key, a column a query
+constexpr int kTileK = kConsumers * kPartK;   // keys of a work tile
+constexpr int kTileQ = 64;   // queries of an iteration
+constexpr int kQueryTiles = kTileQ / 8;   // groups of 8 columns of S, of which a lane holds two columns each
+constexpr int kStages = 3;   // of the pipelines of Q and dO in shared memory
+constexpr int kDsStages = 2;   // of dS in shared memory: one is written while dQ is computed from the other
 constexpr float kScale = 0.0883883461f;
 constexpr float kScoreToLog2 = 0.127517432f;   // scale * log2(e): probabilities are powers of 2
 constexpr float kNoLse = 3.40282347e+38f;     // marks a row without allowed scores
@@ -74,19 +74,19 @@ constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of an
 //   kAll: all tests, since the tile extends beyond the last row or an LSE is large.
 enum class Tests { kNone, kMask, kAll };
 
-// The warpgroups divide a tile of dQ: into so many parts of 64 rows, and the rest into parts of its columns.
-constexpr int kGradientRowParts = kTileQ / 64;
-constexpr int kGradientColumnParts = kConsumers / kGradientRowParts;
-constexpr int kGradientColumns = kHeadDimPadded / kGradientColumnParts;
-constexpr int kPartBytes = 16 * kGradientColumns * sizeof(float);   // of a warp's part
-constexpr int kAdders = 1;   // threads that add up dQ
-constexpr int kFinishedRows = 16;   // of dQ that a warp finishes at once: few, so that in the end all warps have some
+// The warpgroups divide a tile of dQ into parts of 64 rows, and if there are more warpgroups than these, into columns.
+constexpr int kDqRowParts = kTileQ / 64;
+constexpr int kDqColumnParts = kConsumers / kDqRowParts;
+constexpr int kDqColumns = kHeadDimPadded / kDqColumnParts;
+constexpr int kDqPartBytes = 16 * kDqColumns * sizeof(float);   // of a warp's part
+constexpr int kDqWriters = 1;   // threads that add dQ to the accumulator
+constexpr int kConvertedRows = 16;   // rows of dQ that a warp converts at a time, few so that all warps have some at the end
 
-// A tile is panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
+// A tile consists of panels of columns, one after the other. A panel is as wide as the TMA swizzle.
 constexpr int kHeadPanel = 64;    // columns of Q, K and dK
 constexpr int kValuePanel = 64;   // columns of dO, V and dV
 constexpr int kElementBytes = sizeof(Element);
-static_assert(kGradientColumns % kHeadPanel == 0, "whole panels of dQ's columns");
+static_assert(kDqColumns % kHeadPanel == 0, "a part of dQ has whole panels of K");
 
 // Shared memory of a block, 231144 bytes, by offset:
 //        0  K, 32768 bytes
@@ -103,18 +103,18 @@ static_assert(kGradientColumns % kHeadPanel == 0, "whole panels of dQ's columns"
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
-constexpr int kOutputBytes = kTileQ * kValueDimPadded * kElementBytes;
-constexpr int kScoreBytes = kTileQ * kTileK * kElementBytes;
-constexpr int kGradientBytes = kTileQ * kHeadDimPadded * sizeof(float);
+constexpr int kDOutputBytes = kTileQ * kValueDimPadded * kElementBytes;
+constexpr int kDsBytes = kTileQ * kTileK * kElementBytes;
+constexpr int kDqBytes = kTileQ * kHeadDimPadded * sizeof(float);
 constexpr int kStatisticsBytes = kTileQ * sizeof(float2);
-constexpr int kBarrierBytes = (4 * kStages + 2 * kScoreStages + 1 + 2 + 2 + 2 * 2) * 8;
+constexpr int kBarrierBytes = (4 * kStages + 2 * kDsStages + 1 + 2 + 2 + 2 * 2) * 8;
 constexpr int kWorkTileBytes = 16;
 constexpr int kValueOffset = kKeyBytes;
 constexpr int kQueryOffset = kValueOffset + kValueBytes;
-constexpr int kOutputOffset = kQueryOffset + kStages * kQueryBytes;
-constexpr int kScoreOffset = kOutputOffset + kStages * kOutputBytes;
-constexpr int kGradientOffset = kScoreOffset + kScoreStages * kScoreBytes;
-constexpr int kStatisticsOffset = kGradientOffset + kGradientBytes;
+constexpr int kDOutputOffset = kQueryOffset + kStages * kQueryBytes;
+constexpr int kDsOffset = kDOutputOffset + kStages * kDOutputBytes;
+constexpr int kDqOffset = kDsOffset + kDsStages * kDsBytes;
+constexpr int kStatisticsOffset = kDqOffset + kDqBytes;
 constexpr int kBarrierOffset = kStatisticsOffset + kStages * kStatisticsBytes;
 constexpr int kWorkTileOffset = kBarrierOffset + kBarrierBytes;
 static_assert(kWorkTileOffset + 2 * kWorkTileBytes <= 231144, "the shared memory of the launch");
@@ -430,88 +430,91 @@ __device__ __forceinline__ void quad_transpose(unsigned (&values)[4]) {
   }
 }
 
-// The mbarriers of a block, by their addresses in shared memory. `use` numbers the uses of a pipeline's stages in turn.
+// The addresses of a block's mbarriers in shared memory. A pipeline's iteration uses stage `iteration % stages`, in the phase
+// of parity `iteration / stages % 2`. A wait for an empty barrier names the other parity, that of the previous phase.
 struct Barriers {
   unsigned first;
 
-  // A stage of Q and of the rows' statistics has landed, and has been released; the same of dO.
-  __device__ __forceinline__ unsigned queries_full(int use) const { return first + use % kStages * 32; }
-  __device__ __forceinline__ unsigned queries_empty(int use) const { return first + 8 + use % kStages * 32; }
-  __device__ __forceinline__ unsigned outputs_full(int use) const { return first + 16 + use % kStages * 32; }
-  __device__ __forceinline__ unsigned outputs_empty(int use) const { return first + 24 + use % kStages * 32; }
-  static __device__ __forceinline__ unsigned phase(int use) { return use / kStages & 1; }
+  // A stage of Q and its row statistics has landed, and every consumer warp has released it. Then for dO.
+  __device__ __forceinline__ unsigned queries_full(int iteration) const { return first + iteration % kStages * 32; }
+  __device__ __forceinline__ unsigned queries_empty(int iteration) const { return first + 8 + iteration % kStages * 32; }
+  __device__ __forceinline__ unsigned d_outputs_full(int iteration) const { return first + 16 + iteration % kStages * 32; }
+  __device__ __forceinline__ unsigned d_outputs_empty(int iteration) const { return first + 24 + iteration % kStages * 32; }
+  static __device__ __forceinline__ unsigned phase(int iteration) { return iteration / kStages & 1; }
 
   // Every consumer warp has written its part of dS, and has read dS.
-  __device__ __forceinline__ unsigned scores_full(int use) const {
-    return first + kStages * 32 + use % kScoreStages * 16;
+  __device__ __forceinline__ unsigned ds_full(int iteration) const {
+    return first + kStages * 32 + iteration % kDsStages * 16;
   }
-  __device__ __forceinline__ unsigned scores_empty(int use) const {
-    return first + kStages * 32 + 8 + use % kScoreStages * 16;
+  __device__ __forceinline__ unsigned ds_empty(int iteration) const {
+    return first + kStages * 32 + 8 + iteration % kDsStages * 16;
   }
-  static __device__ __forceinline__ unsigned score_phase(int use) { return use / kScoreStages & 1; }
+  static __device__ __forceinline__ unsigned ds_phase(int iteration) { return iteration / kDsStages & 1; }
 
-  // The previous tile of dQ has been added to global memory, so that its buffer is free.
-  __device__ __forceinline__ unsigned gradients_empty() const { return first + kStages * 32 + kScoreStages * 16; }
+  // The dQ writer has read a tile of dQ from the buffer, which is free. There is one phase for each iteration.
+  __device__ __forceinline__ unsigned dq_empty() const { return first + kStages * 32 + kDsStages * 16; }
 
-  // Every consumer warp has written its part of a tile of dQ, of an even step and of an odd one.
-  __device__ __forceinline__ unsigned gradients_full(int use) const {
-    return first + kStages * 32 + kScoreStages * 16 + 8 + use % 2 * 8;
+  // Every consumer warp has written its part of a tile of dQ, in an even and in an odd iteration.
+  __device__ __forceinline__ unsigned dq_full(int iteration) const {
+    return first + kStages * 32 + kDsStages * 16 + 8 + iteration % 2 * 8;
   }
+  static __device__ __forceinline__ unsigned dq_phase(int iteration) { return iteration / 2 & 1; }
 
-  // Every consumer warp has released K of a work tile; the same of V.
-  __device__ __forceinline__ unsigned keys_empty() const { return first + kStages * 32 + kScoreStages * 16 + 24; }
-  __device__ __forceinline__ unsigned values_empty() const { return first + kStages * 32 + kScoreStages * 16 + 32; }
+  // Every consumer warp has released K, and V. There is one phase for each work tile.
+  __device__ __forceinline__ unsigned keys_empty() const { return first + kStages * 32 + kDsStages * 16 + 24; }
+  __device__ __forceinline__ unsigned values_empty() const { return first + kStages * 32 + kDsStages * 16 + 32; }
 
-  // The coordinates of a work tile are written, and have been read.
-  __device__ __forceinline__ unsigned work_tile_full(int use) const {
-    return first + kStages * 32 + kScoreStages * 16 + 40 + use % 2 * 16;
+  // The producer has published a work tile, and all its readers are done with it.
+  __device__ __forceinline__ unsigned work_tile_full(int iteration) const {
+    return first + kStages * 32 + kDsStages * 16 + 40 + iteration % 2 * 16;
   }
-  __device__ __forceinline__ unsigned work_tile_empty(int use) const {
-    return first + kStages * 32 + kScoreStages * 16 + 48 + use % 2 * 16;
+  __device__ __forceinline__ unsigned work_tile_empty(int iteration) const {
+    return first + kStages * 32 + kDsStages * 16 + 48 + iteration % 2 * 16;
   }
+  static __device__ __forceinline__ unsigned work_tile_phase(int iteration) { return iteration / 2 & 1; }
 
   __device__ __forceinline__ void init() const {
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(queries_full(stage), 1);
       mbarrier_init(queries_empty(stage), kConsumers * 4);
-      mbarrier_init(outputs_full(stage), 1);
-      mbarrier_init(outputs_empty(stage), kConsumers * 4);
+      mbarrier_init(d_outputs_full(stage), 1);
+      mbarrier_init(d_outputs_empty(stage), kConsumers * 4);
     }
-    for (int stage = 0; stage < kScoreStages; ++stage) {
-      mbarrier_init(scores_full(stage), kConsumers * 4);
-      mbarrier_init(scores_empty(stage), kConsumers * 4);
+    for (int stage = 0; stage < kDsStages; ++stage) {
+      mbarrier_init(ds_full(stage), kConsumers * 4);
+      mbarrier_init(ds_empty(stage), kConsumers * 4);
     }
-    mbarrier_init(gradients_empty(), 1);
+    mbarrier_init(dq_empty(), 1);
     for (int stage = 0; stage < 2; ++stage) {
-      mbarrier_init(gradients_full(stage), kConsumers * 4);
+      mbarrier_init(dq_full(stage), kConsumers * 4);
     }
     mbarrier_init(keys_empty(), kConsumers * 4);
     mbarrier_init(values_empty(), kConsumers * 4);
     for (int stage = 0; stage < 2; ++stage) {
       mbarrier_init(work_tile_full(stage), 1);
-      mbarrier_init(work_tile_empty(stage), kConsumers * 4 + kAdders);
+      mbarrier_init(work_tile_empty(stage), kConsumers * 4 + kDqWriters);
     }
     mbarrier_fence_init();
   }
 };
 
-// One lane of each warp says that the warp is done with something.
+// Arrives at an empty barrier, with one lane for the warp.
 __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
-// Starts copying kRows rows, from first_row on, panel by panel; they arrive at the barrier.
+// Starts copying kRows rows from first_row on, panel by panel. The barrier counts their bytes.
 template <int kRows, int kColumns, int kPanel>
 __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, unsigned barrier, int first_row, int head,
                                           int batch) {
-#pragma unroll 1   // this thread has few registers
+#pragma unroll 1   // the producer has few registers
   for (int column = 0; column < kColumns; column += kPanel) {
     tma_load_4d(tile + column * kRows * kElementBytes, map, barrier, column, first_row, head, batch);
   }
 }
 
-// Rounds a warp's 16 rows and stores them, by way of shared memory, where they are the first of each panel of columns, which
-// holds kPanelRows, swizzled as TMA does it. Rows beyond the last are clipped.
+// Multiplies a warp's 16 rows by a factor, rounds them and stores them. They go through shared memory, where they are the
+// first of the kPanelRows rows of each panel of columns, in the layout that TMA swizzles. TMA clips rows beyond the last one.
 template <int kColumns, int kPanel, int kPanelRows>
 __device__ __forceinline__ void store_rows(const float (&values)[kColumns / 2], float factor, unsigned tile,
                                            const TensorMap& map, int first_row, int head, int batch) {
@@ -536,7 +539,8 @@ __device__ __forceinline__ void store_rows(const float (&values)[kColumns / 2], 
   }
 }
 
-// Starts product = A * B^T, the rows of both along the depth: 64 rows of a panel of kRowsA, kRowsB rows.
+// Starts product = A * B^T for 64 rows of A and kRowsB rows of B. Both tiles are K-major: their columns are the reduction
+// dimension. A panel of A has kRowsA rows.
 template <int kDepth, int kPanel, int kRowsA, int kRowsB>
 __device__ __forceinline__ void start_product(float (&product)[kRowsB / 2], unsigned a_tile, unsigned b_tile) {
   constexpr int kSwizzle = kPanel * kElementBytes;
@@ -553,10 +557,10 @@ __device__ __forceinline__ void start_product(float (&product)[kRowsB / 2], unsi
   wgmma_commit();
 }
 
-// Starts product += A * B, A in registers; the rows of B, kDepth in all, run along the depth.
+// Starts product += A * B with the fragments of A in registers. B is MN-major: its kDepth rows are the reduction dimension.
 template <int kColumns, int kPanel, int kDepth>
-__device__ __forceinline__ void start_sum(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
-                                          unsigned b_tile) {
+__device__ __forceinline__ void start_accumulate(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
+                                                 unsigned b_tile) {
   constexpr int kSwizzle = kPanel * kElementBytes;
   order_registers(product);
   wgmma_fence();
@@ -568,17 +572,17 @@ __device__ __forceinline__ void start_sum(float (&product)[kColumns / 2], const 
   wgmma_commit();
 }
 
-// Waits until the product has been computed, with at most kPending younger groups of wgmmas still running.
+// Waits until the product is computed, while at most kPending groups of wgmmas that started later still run.
 template <int kPending, int kCount>
 __device__ __forceinline__ void await_product(float (&product)[kCount]) {
   wgmma_wait<kPending>();
   order_registers(product);
 }
 
-// Lays down 16 rows of a warp, 8 columns after 8, as lanes hold them.
+// Stores a warp's 16 rows, 8 columns after 8, in the order of the fragments.
 template <int kColumns>
-__device__ __forceinline__ void lay_down(const float (&rows)[kColumns / 2], void* place) {
-  unsigned char* const lane = static_cast<unsigned char*>(place) + threadIdx.x % 32 * 16;
+__device__ __forceinline__ void store_fragments(const float (&rows)[kColumns / 2], void* destination) {
+  unsigned char* const lane = static_cast<unsigned char*>(destination) + threadIdx.x % 32 * 16;
 #pragma unroll
   for (int n = 0; n < kColumns / 2; n += 4) {
     *reinterpret_cast<float4*>(lane + n * 128) = make_float4(rows[n], rows[n + 1], rows[n + 2], rows[n + 3]);
@@ -597,27 +601,25 @@ __device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDkdvArgumen
   return k <= q + (arguments.len_k - arguments.len_q);
 }
 
-// What a block works on: a tile of keys of one head of K and V of one batch, for all query heads of its group.
-struct WorkTile {
-  int first_key, head_kv, batch;
-};
+// A work tile: kTileK keys of one KV head of one batch, for all query heads that share the KV head.
+struct WorkTile { int first_key, head_kv, batch; };
 
-static_assert(sizeof(WorkTile) <= kWorkTileBytes, "the room of a work tile in shared memory");
+static_assert(sizeof(WorkTile) <= kWorkTileBytes, "shared memory holds a work tile");
 
-// Where the loading thread tells a work, two of them at a time. One that begins before the first key is none: the block ends.
-__device__ __forceinline__ WorkTile& work_tile_slot(int turn) {
-  return reinterpret_cast<WorkTile*>(shared_memory + kWorkTileOffset)[turn % 2];
+// Returns the work tile of an index: one key tile of a head after the other. The key tiles of the last heads, as many as fill
+// the card, are interleaved: most masks give the first key tiles the most queries, so CTAs end with short work tiles.
+__device__ __forceinline__ WorkTile work_tile_at(unsigned index, const BackwardDkdvArguments& arguments) {
+  const int heads = arguments.tiles / arguments.tiles_k, last_heads = min(arguments.heads_at_once, heads);
+  const int rest = index - (heads - last_heads) * arguments.tiles_k;   // position among the tiles of the last heads
+  const int tile = rest < 0 ? index % arguments.tiles_k : rest / last_heads;
+  const int head = rest < 0 ? index / arguments.tiles_k : heads - last_heads + rest % last_heads;
+  return {tile * kTileK, head % arguments.heads, head / arguments.heads};
 }
 
-// The work of a number: tile after tile, then the next head of K and V of all batches. Of the last heads, as many as
-// fill the card, the first tiles of all come before the second ones: most masks give those the most queries, and blocks end
-// together where what is left is short.
-__device__ __forceinline__ WorkTile work_tile_at(unsigned number, const BackwardDkdvArguments& arguments) {
-  const int heads = arguments.tiles / arguments.tiles_k, last = min(arguments.heads_at_once, heads);
-  const int place = number - (heads - last) * arguments.tiles_k;   // among those of the last heads
-  const int tile = place < 0 ? number % arguments.tiles_k : place / last;
-  const int head = place < 0 ? number / arguments.tiles_k : heads - last + place % last;
-  return {tile * kTileK, head % arguments.heads, head / arguments.heads};
+// Returns the slot in shared memory in which the producer publishes the work tiles of the CTA. There are two slots. A work
+// tile that begins before the first key is none: the CTA ends.
+__device__ __forceinline__ WorkTile& work_tile_slot(int tile_number) {
+  return reinterpret_cast<WorkTile*>(shared_memory + kWorkTileOffset)[tile_number % 2];
 }
 
 // The query tiles that a key tile visits. Those from full_begin to full_end need no mask.
@@ -641,168 +643,195 @@ __device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int h
   return {first_tile, count, (full_begin + kTileQ - 1) / kTileQ, full_end / kTileQ};
 }
 
-// A walk along the tiles of queries that attend to a block's keys, head by head of the group. Each is a step.
-struct Walk {
-  QueryTiles tiles;
-  int member, step;
+// Iterates over the query tiles that attend to the keys of a work tile, for one query head after the other. Each query tile
+// is one iteration of the mainloop.
+struct QueryIterator {
+  QueryTiles tiles;       // of the current head
+  int group_head, step;   // index of the head among those of the work tile, and of the query tile in `tiles`
 
-  __device__ __forceinline__ Walk(const WorkTile& work, const BackwardDkdvArguments& arguments)
-      : tiles(query_tiles_of(work, work.head_kv * arguments.heads_per_kv, arguments)), member(0), step(0) {
-    skip_empty(work, arguments);
+  __device__ __forceinline__ QueryIterator(const WorkTile& work, const BackwardDkdvArguments& arguments)
+      : tiles(query_tiles_of(work, work.head_kv * arguments.heads_per_kv, arguments)), group_head(0), step(0) {
+    skip_empty_heads(work, arguments);
   }
 
-  __device__ __forceinline__ bool ended(const BackwardDkdvArguments& arguments) const {
-    return member == arguments.heads_per_kv;
+  __device__ __forceinline__ bool done(const BackwardDkdvArguments& arguments) const {
+    return group_head == arguments.heads_per_kv;
   }
   __device__ __forceinline__ int head(const WorkTile& work, const BackwardDkdvArguments& arguments) const {
-    return work.head_kv * arguments.heads_per_kv + member;
+    return work.head_kv * arguments.heads_per_kv + group_head;
   }
   __device__ __forceinline__ int first_query() const { return tiles.first_query(step); }
 
   __device__ __forceinline__ void advance(const WorkTile& work, const BackwardDkdvArguments& arguments) {
     ++step;
-    skip_empty(work, arguments);
+    skip_empty_heads(work, arguments);
   }
 
-  // Goes on to the next head that has a step left.
-  __device__ __forceinline__ void skip_empty(const WorkTile& work, const BackwardDkdvArguments& arguments) {
-    while (step >= tiles.count && ++member < arguments.heads_per_kv) {
+  // Moves to the next head that has iterations left.
+  __device__ __forceinline__ void skip_empty_heads(const WorkTile& work, const BackwardDkdvArguments& arguments) {
+    while (step >= tiles.count && ++group_head < arguments.heads_per_kv) {
       tiles = query_tiles_of(work, head(work, arguments), arguments);
       step = 0;
     }
   }
 };
 
-// Where the tiles of a step begin in shared memory.
-__device__ __forceinline__ unsigned queries_at(unsigned shared, int use) {
-  return shared + kQueryOffset + use % kStages * kQueryBytes;
+// Return the shared memory addresses of an iteration's stages.
+__device__ __forceinline__ unsigned queries_at(unsigned shared, int iteration) {
+  return shared + kQueryOffset + iteration % kStages * kQueryBytes;
 }
 
-__device__ __forceinline__ unsigned outputs_at(unsigned shared, int use) {
-  return shared + kOutputOffset + use % kStages * kOutputBytes;
+__device__ __forceinline__ unsigned d_outputs_at(unsigned shared, int iteration) {
+  return shared + kDOutputOffset + iteration % kStages * kDOutputBytes;
 }
 
-__device__ __forceinline__ unsigned scores_at(unsigned shared, int use) {
-  return shared + kScoreOffset + use % kScoreStages * kScoreBytes;
+__device__ __forceinline__ unsigned ds_at(unsigned shared, int iteration) {
+  return shared + kDsOffset + iteration % kDsStages * kDsBytes;
 }
 
-// The row of the statistics, and of the sums of dQ, at which a step begins.
-__device__ __forceinline__ long long first_row(const Walk& walk, const WorkTile& work, const BackwardDkdvArguments& arguments) {
-  const long long head = static_cast<long long>(work.batch) * arguments.heads_q + walk.head(work, arguments);
-  return head * arguments.rows + walk.first_query();
+// Returns the row of the workspaces at which the iterator's query tile begins.
+__device__ __forceinline__ long long first_row(const QueryIterator& iterator, const WorkTile& work,
+                                               const BackwardDkdvArguments& arguments) {
+  const long long head = static_cast<long long>(work.batch) * arguments.heads_q + iterator.head(work, arguments);
+  return head * arguments.rows + iterator.first_query();
 }
 
-// ---- The warpgroup that loads, and adds up dQ -----------------------------------------------------------------------
+// ---- The producer ---------------------------------------------------------------------------------------------------
 
-// Loads what a work needs, as soon as there is room: of each step Q and its rows' statistics, and dO; with the first step's K
-// and V, in whose places those of the work before were, and its dV.
-__device__ __forceinline__ void load_tiles(const WorkTile& work, Walk& walk, int turn, int& use, unsigned shared,
-                                           const Barriers& barriers, const BackwardDkdvArguments& arguments) {
-  for (bool begins = true; !walk.ended(arguments); walk.advance(work, arguments), ++use, begins = false) {
-    const int head = walk.head(work, arguments), stage = use % kStages;
-    mbarrier_wait(barriers.queries_empty(use), barriers.phase(use) ^ 1);
-    mbarrier_expect_bytes(barriers.queries_full(use), kQueryBytes + kStatisticsBytes + (begins ? kKeyBytes : 0));
-    load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(queries_at(shared, use), arguments.q_map,
-                                                  barriers.queries_full(use), walk.first_query(), head, work.batch);
+// Loads a work tile: Q, the row statistics and dO of each iteration, and with the first iteration K and V, once the buffers
+// of the previous work tile are released.
+__device__ __forceinline__ void load_work_tile(const WorkTile& work, QueryIterator& iterator, int tile_number,
+                                               int& iteration, unsigned shared, const Barriers& barriers,
+                                               const BackwardDkdvArguments& arguments) {
+  for (bool first = true; !iterator.done(arguments); iterator.advance(work, arguments), ++iteration, first = false) {
+    const int head = iterator.head(work, arguments), stage = iteration % kStages;
+    const unsigned q_full = barriers.queries_full(iteration), d_o_full = barriers.d_outputs_full(iteration);
+    mbarrier_wait(barriers.queries_empty(iteration), barriers.phase(iteration) ^ 1);
+    mbarrier_expect_bytes(q_full, kQueryBytes + kStatisticsBytes + (first ? kKeyBytes : 0));
+    load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(queries_at(shared, iteration), arguments.q_map, q_full,
+                                                  iterator.first_query(), head, work.batch);
     bulk_load(shared + kStatisticsOffset + stage * kStatisticsBytes,
-              arguments.statistics + first_row(walk, work, arguments) * 2, kStatisticsBytes, barriers.queries_full(use));
-    if (begins) {
-      mbarrier_wait(barriers.keys_empty(), turn & 1 ^ 1);
-      load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared, arguments.k_map, barriers.queries_full(use), work.first_key,
-                                                    work.head_kv, work.batch);
+              arguments.statistics + first_row(iterator, work, arguments) * 2, kStatisticsBytes, q_full);
+    if (first) {
+      mbarrier_wait(barriers.keys_empty(), tile_number & 1 ^ 1);
+      load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared, arguments.k_map, q_full, work.first_key, work.head_kv,
+                                                    work.batch);
     }
-    mbarrier_wait(barriers.outputs_empty(use), barriers.phase(use) ^ 1);
-    mbarrier_expect_bytes(barriers.outputs_full(use), kOutputBytes + (begins ? kValueBytes : 0));
-    load_rows<kTileQ, kValueDimPadded, kValuePanel>(outputs_at(shared, use), arguments.d_o_map,
-                                                    barriers.outputs_full(use), walk.first_query(), head, work.batch);
-    if (begins) {
-      mbarrier_wait(barriers.values_empty(), turn & 1 ^ 1);
-      load_rows<kTileK, kValueDimPadded, kValuePanel>(shared + kValueOffset, arguments.v_map, barriers.outputs_full(use),
-                                                      work.first_key, work.head_kv, work.batch);
+    mbarrier_wait(barriers.d_outputs_empty(iteration), barriers.phase(iteration) ^ 1);
+    mbarrier_expect_bytes(d_o_full, kDOutputBytes + (first ? kValueBytes : 0));
+    load_rows<kTileQ, kValueDimPadded, kValuePanel>(d_outputs_at(shared, iteration), arguments.d_o_map, d_o_full,
+                                                    iterator.first_query(), head, work.batch);
+    if (first) {
+      mbarrier_wait(barriers.values_empty(), tile_number & 1 ^ 1);
+      load_rows<kTileK, kValueDimPadded, kValuePanel>(shared + kValueOffset, arguments.v_map, d_o_full, work.first_key,
+                                                      work.head_kv, work.batch);
     }
   }
 }
 
-// What the loading thread does: it tells the others each work, and loads its tiles.
-// A work without steps they end without waiting for a load, so that it is told when the last one has ended: of two phases
-// that end unseen, one would be taken for the other.
-__device__ __forceinline__ void load_works(unsigned shared, const Barriers& barriers, const BackwardDkdvArguments& arguments) {
-  for (int turn = 0, use = 0;; ++turn) {
-    // The next work that no other block has taken. Each takes one too many: the last of these wraps the counter to 0.
-    const unsigned number = atomicInc(arguments.next_tile, arguments.tiles + gridDim.x - 1);
-    mbarrier_wait(barriers.work_tile_empty(turn), turn / 2 & 1 ^ 1);
-    WorkTile& work = work_tile_slot(turn);
-    if (number >= arguments.tiles) {
+// The producer: takes work tiles until none is left, publishes each of them to the other warps, and loads it.
+__device__ __forceinline__ void producer(unsigned shared, const Barriers& barriers, const BackwardDkdvArguments& arguments) {
+  for (int tile_number = 0, iteration = 0;; ++tile_number) {
+    // Fetches the next index that no other CTA has taken. Each CTA fetches one that is too large, and the last such increment
+    // wraps the counter to 0, as it began.
+    const unsigned index = atomicInc(arguments.next_tile, arguments.tiles + gridDim.x - 1);
+    mbarrier_wait(barriers.work_tile_empty(tile_number), barriers.work_tile_phase(tile_number) ^ 1);
+    WorkTile& work = work_tile_slot(tile_number);
+    if (index >= arguments.tiles) {
       work.first_key = -1;
-      mbarrier_arrive(barriers.work_tile_full(turn));
+      mbarrier_arrive(barriers.work_tile_full(tile_number));
       return;
     }
-    work = work_tile_at(number, arguments);
-    Walk walk(work, arguments);
-    if (walk.ended(arguments)) {
-      mbarrier_wait(barriers.keys_empty(), turn & 1 ^ 1);
-      mbarrier_wait(barriers.values_empty(), turn & 1 ^ 1);
+    work = work_tile_at(index, arguments);
+    QueryIterator iterator(work, arguments);
+    if (iterator.done(arguments)) {
+      // Consumers wait for no load of a work tile without iterations. It is published once they have released the previous
+      // one: a barrier that completes two phases between two waits looks as if it had completed none.
+      mbarrier_wait(barriers.keys_empty(), tile_number & 1 ^ 1);
+      mbarrier_wait(barriers.values_empty(), tile_number & 1 ^ 1);
     }
-    mbarrier_arrive(barriers.work_tile_full(turn));
-    load_tiles(work, walk, turn, use, shared, barriers, arguments);
+    mbarrier_arrive(barriers.work_tile_full(tile_number));
+    load_work_tile(work, iterator, tile_number, iteration, shared, barriers, arguments);
   }
 }
 
-// What the thread does that adds up dQ: it adds each step's tile to the sums. Who comes first to a tile stores it, so that
-// nobody zeroes the sums; all others add, in any order, once it is there.
-__device__ __forceinline__ void add_up(const WorkTile& work, int& use, unsigned shared,
-                                       const Barriers& barriers, const BackwardDkdvArguments& arguments) {
-  for (Walk walk(work, arguments); !walk.ended(arguments); walk.advance(work, arguments), ++use) {
-    const long long row = first_row(walk, work, arguments);
-    unsigned* const place = arguments.dq_semaphore + row / kTileQ;
-    float* const sums = arguments.dq_accum + row * kHeadDimPadded;
-    const bool stored = semaphore_test(place, 2);   // most of the time
-    mbarrier_wait(barriers.gradients_full(use), use / 2 & 1);
-    const bool first = !stored && atomicCAS(place, 0u, 1u) == 0;
-    if (!stored && !first) semaphore_wait(place, 2);
-    if (first) bulk_store(sums, shared + kGradientOffset, kGradientBytes);
-    else bulk_reduce_add(sums, shared + kGradientOffset, kGradientBytes);
+// ---- The dQ accumulator ---------------------------------------------------------------------------------------------
+
+// Returns the index of a warp's part of a tile of dQ, in the accumulator and in shared memory.
+__device__ __forceinline__ int warp_part_of_dq(int warpgroup) {
+  const int row_part = warpgroup / kDqColumnParts, column_part = warpgroup % kDqColumnParts;
+  return (row_part * 4 + threadIdx.x / 32 % 4) * kDqColumnParts + column_part;
+}
+
+// Releases dS of an iteration, and stores this warp's part of dQ to shared memory for the dQ writer. `has_stored`: the
+// buffer has held dQ of an earlier iteration of this work tile.
+__device__ __forceinline__ void store_dq(const float (&d_queries)[kDqColumns / 2], int warpgroup,
+                                         const Barriers& barriers, int iteration, bool has_stored) {
+  release(barriers.ds_empty(iteration));
+  if (has_stored) mbarrier_wait(barriers.dq_empty(), iteration & 1 ^ 1);
+  store_fragments<kDqColumns>(d_queries, shared_memory + kDqOffset + warp_part_of_dq(warpgroup) * kDqPartBytes);
+  fence_async_shared();
+  __syncwarp();
+  release(barriers.dq_full(iteration));
+}
+
+// Adds the dQ of a work tile to the accumulator. The first CTA that reaches a tile of dQ stores instead, so that only the
+// semaphores need zeroing: a semaphore is 0 before that store, 1 during it and 2 after it. Others add in any order.
+__device__ __forceinline__ void accumulate_dq(const WorkTile& work, int& iteration, unsigned shared,
+                                              const Barriers& barriers, const BackwardDkdvArguments& arguments) {
+  for (QueryIterator iterator(work, arguments); !iterator.done(arguments); iterator.advance(work, arguments), ++iteration) {
+    const long long row = first_row(iterator, work, arguments);
+    unsigned* const semaphore = arguments.dq_semaphore + row / kTileQ;
+    float* const accumulator = arguments.dq_accum + row * kHeadDimPadded;
+    const bool is_stored = semaphore_test(semaphore, 2);   // true most of the time
+    mbarrier_wait(barriers.dq_full(iteration), barriers.dq_phase(iteration));
+    const bool is_first = !is_stored && atomicCAS(semaphore, 0u, 1u) == 0;
+    if (!is_stored && !is_first) semaphore_wait(semaphore, 2);
+    if (is_first) bulk_store(accumulator, shared + kDqOffset, kDqBytes);
+    else bulk_reduce_add(accumulator, shared + kDqOffset, kDqBytes);
     bulk_commit();
     bulk_wait_read<0>();
-    mbarrier_arrive(barriers.gradients_empty());
-    if (first) semaphore_release(place, 1);
+    mbarrier_arrive(barriers.dq_empty());
+    if (is_first) semaphore_release(semaphore, 1);
   }
 }
 
-// One work after the other; and of each head it is counted who has added all that they had.
-__device__ __forceinline__ void add_up_works(unsigned shared, const Barriers& barriers,
-                                             const BackwardDkdvArguments& arguments) {
-  for (int turn = 0, use = 0;; ++turn) {
-    mbarrier_wait(barriers.work_tile_full(turn), turn / 2 & 1);
-    const WorkTile& work = work_tile_slot(turn);   // which stays there: this thread has few registers
+// A dQ writer: one thread that adds the dQ of each work tile to the accumulator, and then counts the work tile as added for
+// the warps that convert the dQ of its head.
+__device__ __forceinline__ void dq_writer(unsigned shared, const Barriers& barriers,
+                                          const BackwardDkdvArguments& arguments) {
+  for (int tile_number = 0, iteration = 0;; ++tile_number) {
+    mbarrier_wait(barriers.work_tile_full(tile_number), barriers.work_tile_phase(tile_number));
+    const WorkTile& work = work_tile_slot(tile_number);   // stays in shared memory, as registers are few
     if (work.first_key < 0) return;
-    add_up(work, use, shared, barriers, arguments);
+    accumulate_dq(work, iteration, shared, barriers, arguments);
     counter_add(arguments.dq_added + work.batch * arguments.heads + work.head_kv, 1);
-    mbarrier_arrive(barriers.work_tile_empty(turn));
+    mbarrier_arrive(barriers.work_tile_empty(tile_number));
   }
 }
 
-// kFinishedRows rows of dQ, from their sums, by a warp: the part of that number, of all query heads of all batches. Four
-// lanes have two of the rows. Rows with nothing to attend to are 0, whatever K holds, and so is a tile that nobody added to.
-__device__ __forceinline__ void finish_rows(unsigned part, const BackwardDkdvArguments& arguments) {
-  const unsigned parts_of_head = arguments.rows / kFinishedRows, head_of_all = part / parts_of_head;
-  const long long first_row = static_cast<long long>(part) * kFinishedRows;
+// Converts kConvertedRows rows of the dQ accumulator with one warp. `chunk` counts such rows over all query heads of all
+// batches. Four lanes hold two rows. A row that attends to no key is 0, whatever K holds, and so is a tile of dQ to which no
+// CTA has added.
+__device__ __forceinline__ void convert_dq_rows(unsigned chunk, const BackwardDkdvArguments& arguments) {
+  const unsigned head_chunks = arguments.rows / kConvertedRows, head_of_all = chunk / head_chunks;
+  const long long first_row = static_cast<long long>(chunk) * kConvertedRows;
   const int batch = head_of_all / arguments.heads_q, head = head_of_all % arguments.heads_q;
-  const int lane = threadIdx.x % 32, query = part % parts_of_head * kFinishedRows + lane / 4;
-  const bool added = __ldcg(arguments.dq_semaphore + first_row / kTileQ) > 0;
+  const int lane = threadIdx.x % 32, query = chunk % head_chunks * kConvertedRows + lane / 4;
+  const bool is_added = __ldcg(arguments.dq_semaphore + first_row / kTileQ) > 0;
   const float* const statistics = arguments.statistics + (first_row + lane / 4) * 2;
-  const bool low = (statistics[0] != kNoLse) & added, high = (statistics[16] != kNoLse) & added;
-  const float* const sums = arguments.dq_accum + first_row * kHeadDimPadded + lane * 4;
+  const bool attends[2] = {(statistics[0] != kNoLse) & is_added, (statistics[16] != kNoLse) & is_added};
+  const float* const accumulator = arguments.dq_accum + first_row * kHeadDimPadded + lane * 4;
   Element* const gradient = arguments.dq + batch * arguments.dq_strides.batch + head * arguments.dq_strides.head +
                             query * arguments.dq_strides.row + lane % 4 * 8;
 #pragma unroll 1
   for (int column = 0; column < kHeadDimPadded; column += 32) {
     unsigned rows[2][4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {   // of each 8 columns these lanes have two, of both rows
-      const float4 four = __ldcg(reinterpret_cast<const float4*>(sums + column * 16 + i * 128));
-      rows[0][i] = low ? pack_bf16(four.x * kScale, four.y * kScale) : 0;
-      rows[1][i] = high ? pack_bf16(four.z * kScale, four.w * kScale) : 0;
+    for (int i = 0; i < 4; ++i) {   // a lane has two of each 8 columns, in both rows
+      const float4 four = __ldcg(reinterpret_cast<const float4*>(accumulator + column * 16 + i * 128));
+      rows[0][i] = attends[0] ? pack_bf16(four.x * kScale, four.y * kScale) : 0;
+      rows[1][i] = attends[1] ? pack_bf16(four.z * kScale, four.w * kScale) : 0;
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -814,29 +843,30 @@ __device__ __forceinline__ void finish_rows(unsigned part, const BackwardDkdvArg
   }
 }
 
-// Turns sums into dQ, as soon as all of a head are added up: what warps do that have nothing else to do, and in the end all
-// of those that computed. They take the rows one after the other.
-__device__ __forceinline__ void finish(const BackwardDkdvArguments& arguments) {
+// Converts the dQ accumulator of each head once all its work tiles are added. Warps that are otherwise idle do this, and the
+// consumer warps after their last work tile. Each warp takes the next rows that no other warp has taken.
+__device__ __forceinline__ void convert_dq(const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32;
-  const unsigned parts = arguments.heads_per_kv * arguments.rows / kFinishedRows, all = arguments.batch * arguments.heads * parts;
-  unsigned next = lane == 0 ? atomicAdd(arguments.dq_next, 1u) : 0, complete = 0;   // heads that it has waited for
+  const unsigned head_chunks = arguments.heads_per_kv * arguments.rows / kConvertedRows;   // of a KV head
+  const unsigned chunks = arguments.batch * arguments.heads * head_chunks;
+  unsigned next = lane == 0 ? atomicAdd(arguments.dq_next, 1u) : 0, complete_heads = 0;   // heads that it has waited for
   for (;;) {
-    const unsigned part = __shfl_sync(0xffffffffu, next, 0);
-    if (part >= all) return;
-    const unsigned number = part / parts;
-    if (lane == 0) next = atomicAdd(arguments.dq_next, 1u);   // arrives meanwhile
-    if (number >= complete) {
-      if (lane == 0) counter_wait(arguments.dq_added + number, arguments.tiles_k * kAdders);
+    const unsigned chunk = __shfl_sync(0xffffffffu, next, 0);
+    if (chunk >= chunks) return;
+    const unsigned head = chunk / head_chunks;
+    if (lane == 0) next = atomicAdd(arguments.dq_next, 1u);   // returns during the conversion
+    if (head >= complete_heads) {
+      if (lane == 0) counter_wait(arguments.dq_added + head, arguments.tiles_k * kDqWriters);
       __syncwarp();
-      complete = number + 1;
+      complete_heads = head + 1;
     }
-    finish_rows(part, arguments);
+    convert_dq_rows(chunk, arguments);
   }
 }
 
-// ---- The steps of those that compute --------------------------------------------------------------------------------
+// ---- The consumers --------------------------------------------------------------------------------------------------
 
-// (LSE, D) of the two queries of which this lane has the scores in column group j.
+// Returns the (LSE, D) pairs of the two queries of column group j whose scores this lane holds.
 __device__ __forceinline__ float4 statistics_of(const unsigned char* statistics, int j) {
   return *reinterpret_cast<const float4*>(statistics + (j * 8 + threadIdx.x % 4 * 2) * 8);
 }
@@ -888,7 +918,7 @@ __device__ __forceinline__ void compute_ds(float (&d_scores)[kQueryTiles * 4],
   }
 }
 
-// Scores rounded to what a product takes from registers: 16 columns of them are a fragment.
+// Rounds P or dS to the fragments of a wgmma's A operand, one for each 16 columns.
 __device__ __forceinline__ void pack_scores(unsigned (&fragments)[kTileQ / 16][4], const float (&scores)[kTileQ / 2]) {
 #pragma unroll
   for (int n = 0; n < kTileQ / 2; n += 2) {
@@ -896,83 +926,31 @@ __device__ __forceinline__ void pack_scores(unsigned (&fragments)[kTileQ / 16][4
   }
 }
 
-// Writes dS of this warp's 16 keys to a step's stage, for dQ: a row for each query; a warpgroup's keys are a panel's columns.
-__device__ __forceinline__ void share_scores(const unsigned (&fragments)[kTileQ / 16][4], int warpgroup, unsigned shared,
-                                             const Barriers& barriers, int use) {
-  const int lane = threadIdx.x % 32, chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
-  const unsigned row = lane / 16 * 8 + lane % 8, panel = scores_at(shared, use) + warpgroup * kTileQ * 128;
-  const unsigned place = panel + row * 128 + (chunk ^ lane % 8) * 16;
-  mbarrier_wait(barriers.scores_empty(use), barriers.score_phase(use) ^ 1);
-#pragma unroll
-  for (int i = 0; i < kTileQ / 16; ++i) {
-    store_matrix_x4_transposed(place + i * 16 * 128, fragments[i][0], fragments[i][1], fragments[i][2], fragments[i][3]);
-  }
-  fence_async_shared();
-  __syncwarp();
-  release(barriers.scores_full(use));
-}
-
-// Starts a warpgroup's part of a tile of dQ = dS * K.
-__device__ __forceinline__ void start_query_gradients(float (&d_queries)[kGradientColumns / 2], int warpgroup,
-                                                      unsigned d_scores, unsigned keys) {
-  constexpr int kSwizzle = kHeadPanel * kElementBytes;
-  const int row_part = warpgroup / kGradientColumnParts, column_part = warpgroup % kGradientColumnParts;
-  order_registers(d_queries);
-  wgmma_fence();
-  const unsigned long long a = matrix_descriptor<128>(d_scores + row_part * 64 * 128, 16, 8 * 128);
-  const unsigned long long b = matrix_descriptor<kSwizzle>(
-      keys + column_part * (kGradientColumns / kHeadPanel) * kTileK * kSwizzle, kTileK * kSwizzle, 8 * kSwizzle);
-#pragma unroll
-  for (int depth = 0; depth < kTileK; depth += 16) {
-    wgmma_shared_bf16<kGradientColumns, true>(
-        d_queries, a + (depth / 64 * kTileQ * 128 + depth % 64 * kElementBytes) / 16, b + depth * kSwizzle / 16, depth > 0);
-  }
-  wgmma_commit();
-}
-
-// A warp's part of a tile of dQ, by number: where it lies in the tile's sums, and in shared memory.
-__device__ __forceinline__ int gradient_part(int warpgroup) {
-  const int row_part = warpgroup / kGradientColumnParts, column_part = warpgroup % kGradientColumnParts;
-  return (row_part * 4 + threadIdx.x / 32 % 4) * kGradientColumnParts + column_part;
-}
-
-// Done with a step's dS: lays this warp's part of dQ into shared memory, for the warp that adds it to the sums.
-// `again`: that of another step of this work has been there.
-__device__ __forceinline__ void hand_over_gradients(const float (&d_queries)[kGradientColumns / 2], int warpgroup,
-                                                    const Barriers& barriers, int use, bool again) {
-  release(barriers.scores_empty(use));
-  if (again) mbarrier_wait(barriers.gradients_empty(), use & 1 ^ 1);
-  lay_down<kGradientColumns>(d_queries, shared_memory + kGradientOffset + gradient_part(warpgroup) * kPartBytes);
-  fence_async_shared();
-  __syncwarp();
-  release(barriers.gradients_full(use));
-}
-
-// Starts a step's scores of a warpgroup's keys, transposed: K * Q^T. `again`: they were computed before.
+// Starts S^T = K * Q^T for the keys of a warpgroup. `has_waited`: the stage of Q has been waited for before.
 __device__ __forceinline__ void start_scores(float (&scores)[kTileQ / 2], int warpgroup, unsigned shared,
-                                             const Barriers& barriers, int use, bool again) {
-  if (!again) mbarrier_wait(barriers.queries_full(use), barriers.phase(use));
-  const unsigned keys = shared + warpgroup * kPartK * kHeadPanel * kElementBytes;   // of each panel this warpgroup's
-  start_product<kHeadDimPadded, kHeadPanel, kTileK, kTileQ>(scores, keys, queries_at(shared, use));
+                                             const Barriers& barriers, int iteration, bool has_waited) {
+  if (!has_waited) mbarrier_wait(barriers.queries_full(iteration), barriers.phase(iteration));
+  const unsigned keys = shared + warpgroup * kPartK * kHeadPanel * kElementBytes;   // the warpgroup's rows of each panel
+  start_product<kHeadDimPadded, kHeadPanel, kTileK, kTileQ>(scores, keys, queries_at(shared, iteration));
 }
 
-// Starts dP, transposed: V * dO^T.
-__device__ __forceinline__ void start_probability_gradients(float (&d_scores)[kTileQ / 2], int warpgroup, unsigned shared,
-                                                            const Barriers& barriers, int use, bool again) {
-  if (!again) mbarrier_wait(barriers.outputs_full(use), barriers.phase(use));
+// Starts dP^T = V * dO^T for the keys of a warpgroup. `has_waited`: the stage of dO has been waited for before.
+__device__ __forceinline__ void start_dp(float (&d_scores)[kTileQ / 2], int warpgroup, unsigned shared,
+                                         const Barriers& barriers, int iteration, bool has_waited) {
+  if (!has_waited) mbarrier_wait(barriers.d_outputs_full(iteration), barriers.phase(iteration));
   const unsigned values = shared + kValueOffset + warpgroup * kPartK * kValuePanel * kElementBytes;
-  start_product<kValueDimPadded, kValuePanel, kTileK, kTileQ>(d_scores, values, outputs_at(shared, use));
+  start_product<kValueDimPadded, kValuePanel, kTileK, kTileQ>(d_scores, values, d_outputs_at(shared, iteration));
 }
 
-// Scores become P, while dP is computed; and that becomes dS.
-__device__ __forceinline__ void find_score_gradients(float (&scores)[kTileQ / 2], float (&d_scores)[kTileQ / 2],
-                                                     const Walk& walk, int use, const WorkTile& work, const Position& position,
-                                                     const BackwardDkdvArguments& arguments) {
-  const int first_query = walk.first_query();
-  const unsigned char* statistics = shared_memory + kStatisticsOffset + use % kStages * kStatisticsBytes;
+// Turns the scores into P while the wgmma of dP runs, and then dP into dS.
+__device__ __forceinline__ void compute_p_and_ds(float (&scores)[kTileQ / 2], float (&d_scores)[kTileQ / 2],
+                                                 const QueryIterator& iterator, int iteration, const WorkTile& work,
+                                                 const Position& position, const BackwardDkdvArguments& arguments) {
+  const int first_query = iterator.first_query();
+  const unsigned char* statistics = shared_memory + kStatisticsOffset + iteration % kStages * kStatisticsBytes;
   if (work.first_key + kTileK > arguments.len_k || has_large_lse(statistics)) {
     recompute_p<Tests::kAll>(scores, statistics, position, first_query, arguments);
-  } else if (!walk.tiles.full(walk.step)) {
+  } else if (!iterator.tiles.full(iterator.step)) {
     recompute_p<Tests::kMask>(scores, statistics, position, first_query, arguments);
   } else {
     recompute_p<Tests::kNone>(scores, statistics, position, first_query, arguments);
@@ -981,115 +959,152 @@ __device__ __forceinline__ void find_score_gradients(float (&scores)[kTileQ / 2]
   compute_ds(d_scores, scores, statistics);
 }
 
-// Writes dK and dV. dV takes the place of V, dK that of this warp's part of dQ: the next work's K is on
-// its way meanwhile.
-__device__ __forceinline__ void write_gradients(const float (&d_keys)[kHeadDimPadded / 2],
-                                                const float (&d_values)[kValueDimPadded / 2], const WorkTile& work,
-                                                int use, bool any, int warpgroup, unsigned shared,
-                                                const Barriers& barriers, const BackwardDkdvArguments& arguments) {
+// Writes dS of this warp's 16 keys to its stage in shared memory, as an operand of dQ: a row for each query, and a panel of
+// 64 columns for the keys of each warpgroup.
+__device__ __forceinline__ void store_ds(const unsigned (&fragments)[kTileQ / 16][4], int warpgroup, unsigned shared,
+                                         const Barriers& barriers, int iteration) {
+  const int lane = threadIdx.x % 32, chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
+  const unsigned row = lane / 16 * 8 + lane % 8, panel = ds_at(shared, iteration) + warpgroup * kTileQ * 128;
+  const unsigned address = panel + row * 128 + (chunk ^ lane % 8) * 16;   // swizzled
+  mbarrier_wait(barriers.ds_empty(iteration), barriers.ds_phase(iteration) ^ 1);
+#pragma unroll
+  for (int i = 0; i < kTileQ / 16; ++i) {
+    store_matrix_x4_transposed(address + i * 16 * 128, fragments[i][0], fragments[i][1], fragments[i][2], fragments[i][3]);
+  }
+  fence_async_shared();
+  __syncwarp();
+  release(barriers.ds_full(iteration));
+}
+
+// Starts dQ = dS * K for the part of a tile of dQ that a warpgroup computes.
+__device__ __forceinline__ void start_dq(float (&d_queries)[kDqColumns / 2], int warpgroup, unsigned ds, unsigned keys) {
+  constexpr int kSwizzle = kHeadPanel * kElementBytes;
+  const int row_part = warpgroup / kDqColumnParts, column_part = warpgroup % kDqColumnParts;
+  order_registers(d_queries);
+  wgmma_fence();
+  const unsigned long long a = matrix_descriptor<128>(ds + row_part * 64 * 128, 16, 8 * 128);
+  const unsigned long long b = matrix_descriptor<kSwizzle>(
+      keys + column_part * (kDqColumns / kHeadPanel) * kTileK * kSwizzle, kTileK * kSwizzle, 8 * kSwizzle);
+#pragma unroll
+  for (int depth = 0; depth < kTileK; depth += 16) {
+    wgmma_shared_bf16<kDqColumns, true>(
+        d_queries, a + (depth / 64 * kTileQ * 128 + depth % 64 * kElementBytes) / 16, b + depth * kSwizzle / 16, depth > 0);
+  }
+  wgmma_commit();
+}
+
+// The mainloop over the query tiles of a work tile, which has one at least: a warpgroup accumulates dK and dV of its keys.
+// It computes its part of an iteration's dQ in the next iteration, when the other warpgroup has written its dS as well. The
+// wgmmas of one warpgroup run while the other one computes P and dS.
+__device__ __forceinline__ void mainloop(float (&d_keys)[kHeadDimPadded / 2], float (&d_values)[kValueDimPadded / 2],
+                                         const WorkTile& work, QueryIterator& iterator, int& iteration, int warpgroup,
+                                         unsigned shared, const Barriers& barriers, const BackwardDkdvArguments& arguments) {
+  const int lane = threadIdx.x % 32, key = work.first_key + warpgroup * kPartK + threadIdx.x / 32 % 4 * 16 + lane / 4;
+  float scores[kTileQ / 2], d_scores[kTileQ / 2];
+  float(&d_queries)[kDqColumns / 2] = scores;   // the scores are no longer needed when dQ starts
+  bool has_previous = false, has_stored = false;   // whether there is an iteration before, and whether it has stored dQ
+  start_scores(scores, warpgroup, shared, barriers, iteration, false);
+  start_dp(d_scores, warpgroup, shared, barriers, iteration, false);
+  await_product<1>(scores);
+  // `shared` is opaque to the compiler in each iteration. Registers would otherwise hold the addresses of K and V.
+  for (bool is_done = false; !is_done; ++iteration, shared = opaque(shared)) {
+    const Position position = {work.batch, iterator.head(work, arguments), lane % 4 * 2, key};
+    compute_p_and_ds(scores, d_scores, iterator, iteration, work, position, arguments);
+    unsigned p_fragments[kTileQ / 16][4], ds_fragments[kTileQ / 16][4];
+    pack_scores(p_fragments, scores);
+    pack_scores(ds_fragments, d_scores);
+    store_ds(ds_fragments, warpgroup, shared, barriers, iteration);
+    iterator.advance(work, arguments);
+    is_done = iterator.done(arguments);
+
+    // wgmmas start in this order: dQ of the previous iteration, dV, dK, and S and dP of the next iteration. Each is a group of
+    // its own. dQ waits for nothing: at the end of the previous iteration both warpgroups had written dS.
+    const auto start_dk_and_dv = [&] {
+      start_accumulate<kValueDimPadded, kValuePanel, kTileQ>(d_values, p_fragments, d_outputs_at(shared, iteration));
+      start_accumulate<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, ds_fragments, queries_at(shared, iteration));
+    };
+    if (has_previous) {
+      start_dq(d_queries, warpgroup, ds_at(shared, iteration - 1), shared);
+      start_dk_and_dv();
+      await_product<2>(d_queries);
+      store_dq(d_queries, warpgroup, barriers, iteration - 1, has_stored);
+      has_stored = true;
+    } else {
+      start_dk_and_dv();
+      has_previous = true;
+      if (lane == 0) bulk_wait_read<0>();   // the buffer of dQ held dK of the previous work tile, which has been stored
+      __syncwarp();
+    }
+    // The last iteration starts its own S and dP again, and nobody uses them: wgmmas in a branch would not overlap.
+    const int next = is_done ? iteration : iteration + 1;
+    start_scores(scores, warpgroup, shared, barriers, next, is_done);
+    await_product<2>(d_values);
+    await_product<1>(d_keys);
+    start_dp(d_scores, warpgroup, shared, barriers, next, is_done);
+    if (!is_done) {   // otherwise the wgmmas that were started again still read these stages
+      release(barriers.d_outputs_empty(iteration));
+      release(barriers.queries_empty(iteration));
+    }
+    await_product<1>(scores);
+    mbarrier_wait(barriers.ds_full(iteration), barriers.ds_phase(iteration));
+  }
+  await_product<0>(d_scores);
+  release(barriers.d_outputs_empty(iteration - 1));
+  release(barriers.queries_empty(iteration - 1));
+  start_dq(d_queries, warpgroup, ds_at(shared, iteration - 1), shared);
+  await_product<0>(d_queries);
+  store_dq(d_queries, warpgroup, barriers, iteration - 1, has_stored);
+}
+
+// The epilogue: stores dK and dV. dV overlays V, and dK overlays this warp's part of dQ, because K of the next work tile is
+// loaded at the same time.
+__device__ __forceinline__ void epilogue(const float (&d_keys)[kHeadDimPadded / 2],
+                                         const float (&d_values)[kValueDimPadded / 2], const WorkTile& work,
+                                         int iteration, bool has_iterations, int warpgroup,
+                                         unsigned shared, const Barriers& barriers, const BackwardDkdvArguments& arguments) {
   const int row = warpgroup * kPartK + threadIdx.x / 32 % 4 * 16, lane = threadIdx.x % 32;
-  named_barrier_sync(1 + warpgroup, 128);   // its warps are done with V
+  named_barrier_sync(1 + warpgroup, 128);   // the warpgroup has read its V
   store_rows<kValueDimPadded, kValuePanel, kTileK>(
       d_values, 1.0f, shared + kValueOffset + row * kValuePanel * kElementBytes, arguments.dv_map,
       work.first_key + row, work.head_kv, work.batch);
-  if (lane == 0) bulk_wait_read<0>();   // dV; and dK of the work before, if this one had no steps
+  // Waits for dV, and for dK of the previous work tile if this one has no iterations.
+  if (lane == 0) bulk_wait_read<0>();
   release(barriers.values_empty());
-  if (any) mbarrier_wait(barriers.gradients_empty(), use & 1 ^ 1);   // the last step's dQ is added
+  if (has_iterations) mbarrier_wait(barriers.dq_empty(), iteration & 1 ^ 1);   // dQ of the last iteration is added
   __syncwarp();
   store_rows<kHeadDimPadded, kHeadPanel, 16>(
-      d_keys, kScale, shared + kGradientOffset + gradient_part(warpgroup) * kPartBytes, arguments.dk_map,
+      d_keys, kScale, shared + kDqOffset + warp_part_of_dq(warpgroup) * kDqPartBytes, arguments.dk_map,
       work.first_key + row, work.head_kv, work.batch);
 }
 
-// The steps of a work, of which there is one at least: a warpgroup adds up dK and dV of its keys; and computes its part of
-// each step's dQ, a step later, when the other's dS is there too. While it works on scores, products of the other's run.
-__device__ __forceinline__ void walk_queries(float (&d_keys)[kHeadDimPadded / 2], float (&d_values)[kValueDimPadded / 2],
-                                             const WorkTile& work, Walk& walk, int& use, int warpgroup, unsigned shared,
-                                             const Barriers& barriers, const BackwardDkdvArguments& arguments) {
-  const int lane = threadIdx.x % 32, key = work.first_key + warpgroup * kPartK + threadIdx.x / 32 % 4 * 16 + lane / 4;
-  float scores[kTileQ / 2], d_scores[kTileQ / 2];
-  float(&d_queries)[kGradientColumns / 2] = scores;   // in registers of scores, which are done with when it starts
-  bool begun = false, handed = false;   // whether there is a step before, and dQ of one has been handed over
-  start_scores(scores, warpgroup, shared, barriers, use, false);
-  start_probability_gradients(d_scores, warpgroup, shared, barriers, use, false);
-  await_product<1>(scores);
-  // Where shared memory begins is found anew with each step, else registers hold all along where K and V lie.
-  for (bool ended = false; !ended; ++use, shared = opaque(shared)) {
-    const Position position = {work.batch, walk.head(work, arguments), lane % 4 * 2, key};
-    find_score_gradients(scores, d_scores, walk, use, work, position, arguments);
-    unsigned probability_fragments[kTileQ / 16][4], d_score_fragments[kTileQ / 16][4];
-    pack_scores(probability_fragments, scores);
-    pack_scores(d_score_fragments, d_scores);
-    share_scores(d_score_fragments, warpgroup, shared, barriers, use);
-    walk.advance(work, arguments);
-    ended = walk.ended(arguments);
-
-    const auto start_sums = [&] {
-      start_sum<kValueDimPadded, kValuePanel, kTileQ>(d_values, probability_fragments, outputs_at(shared, use));
-      start_sum<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, d_score_fragments, queries_at(shared, use));
-    };
-    if (begun) {
-      start_query_gradients(d_queries, warpgroup, scores_at(shared, use - 1), shared);
-      start_sums();
-      await_product<2>(d_queries);
-      hand_over_gradients(d_queries, warpgroup, barriers, use - 1, handed);
-      handed = true;
-    } else {
-      start_sums();
-      begun = true;
-      if (lane == 0) bulk_wait_read<0>();   // dK of the work before, of which dQ takes the place
-      __syncwarp();
-    }
-    // The last step's scores and dP are computed once more, for nobody: with these products in a branch none would overlap.
-    const int next = ended ? use : use + 1;
-    start_scores(scores, warpgroup, shared, barriers, next, ended);
-    await_product<2>(d_values);
-    await_product<1>(d_keys);
-    start_probability_gradients(d_scores, warpgroup, shared, barriers, next, ended);
-    if (!ended) {
-      release(barriers.outputs_empty(use));
-      release(barriers.queries_empty(use));
-    }
-    await_product<1>(scores);
-    mbarrier_wait(barriers.scores_full(use), barriers.score_phase(use));
-  }
-  await_product<0>(d_scores);
-  release(barriers.outputs_empty(use - 1));
-  release(barriers.queries_empty(use - 1));
-  start_query_gradients(d_queries, warpgroup, scores_at(shared, use - 1), shared);
-  await_product<0>(d_queries);
-  hand_over_gradients(d_queries, warpgroup, barriers, use - 1, handed);
-}
-
-// What a warpgroup does for a work: dK and dV of its keys.
-__device__ __forceinline__ void differentiate(const WorkTile& work, int& use, int warpgroup, unsigned shared,
-                                              const Barriers& barriers, const BackwardDkdvArguments& arguments) {
+// Computes dK and dV of the keys of a warpgroup in a work tile.
+__device__ __forceinline__ void compute_work_tile(const WorkTile& work, int& iteration, int warpgroup, unsigned shared,
+                                                  const Barriers& barriers, const BackwardDkdvArguments& arguments) {
   float d_keys[kHeadDimPadded / 2] = {}, d_values[kValueDimPadded / 2] = {};
-  Walk walk(work, arguments);
-  const bool any = !walk.ended(arguments);
-  if (any) walk_queries(d_keys, d_values, work, walk, use, warpgroup, shared, barriers, arguments);
+  QueryIterator iterator(work, arguments);
+  const bool has_iterations = !iterator.done(arguments);
+  if (has_iterations) mainloop(d_keys, d_values, work, iterator, iteration, warpgroup, shared, barriers, arguments);
   release(barriers.keys_empty());
-  write_gradients(d_keys, d_values, work, use, any, warpgroup, shared, barriers, arguments);
+  epilogue(d_keys, d_values, work, iteration, has_iterations, warpgroup, shared, barriers, arguments);
 }
 
-// The same in a warp, as the compiler can see.
+// Returns the value, and shows the compiler that a warp has one: uniform registers then hold it.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
-// What a warpgroup that computes does: one work after the other.
-__device__ __forceinline__ void differentiate_works(unsigned shared, const Barriers& barriers,
-                                                    const BackwardDkdvArguments& arguments) {
-  for (int turn = 0, use = 0;; ++turn) {
-    mbarrier_wait(barriers.work_tile_full(turn), turn / 2 & 1);
-    const WorkTile& work = work_tile_slot(turn);   // which stays there: what is read anew needs no registers
+// A consumer warpgroup: computes 64 keys of each work tile.
+__device__ __forceinline__ void consumer(unsigned shared, const Barriers& barriers, const BackwardDkdvArguments& arguments) {
+  for (int tile_number = 0, iteration = 0;; ++tile_number) {
+    mbarrier_wait(barriers.work_tile_full(tile_number), barriers.work_tile_phase(tile_number));
+    const WorkTile& work = work_tile_slot(tile_number);   // stays in shared memory, as registers are few
     if (uniform(work.first_key) < 0) break;
-    // Both anew with each work, else registers hold all along what follows from them.
+    // Both are computed again for each work tile. Registers would otherwise hold values that are derived from them.
     const int warpgroup = uniform(threadIdx.x / 128);
-    use = uniform(use);
-    differentiate(work, use, warpgroup, shared, barriers, arguments);
-    __syncwarp();   // no lane reads it any more
-    release(barriers.work_tile_empty(turn));
+    iteration = uniform(iteration);
+    compute_work_tile(work, iteration, warpgroup, shared, barriers, arguments);
+    __syncwarp();   // all lanes have read the work tile
+    release(barriers.work_tile_empty(tile_number));
   }
-  if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // shared memory goes with the block
+  if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // before the block ends and its shared memory is freed
 }
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
@@ -1105,15 +1120,15 @@ attention_backward_dkdv_bf16_d128_causal_56b1805a(const __grid_constant__ Backwa
     registers_decrease<40>();
     const int warp = uniform(threadIdx.x / 32 % 4);
     if (warp == 0) {
-      if (elect_one()) load_works(shared, barriers, arguments);
-    } else if (warp <= kAdders) {
-      if (elect_one()) add_up_works(shared, barriers, arguments);
+      if (elect_one()) producer(shared, barriers, arguments);
+    } else if (warp <= kDqWriters) {
+      if (elect_one()) dq_writer(shared, barriers, arguments);
     } else {
-      finish(arguments);
+      convert_dq(arguments);
     }
   } else {
     registers_increase<232>();
-    differentiate_works(shared, barriers, arguments);
-    finish(arguments);
+    consumer(shared, barriers, arguments);
+    convert_dq(arguments);
   }
 }

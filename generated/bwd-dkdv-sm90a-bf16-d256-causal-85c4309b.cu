@@ -6,7 +6,7 @@
 // dropout  0
 // dims     head 256, value 256; bfloat16, accumulated in float32
 // target   sm_90a, family hopper
-// plan     64 queries x 64 keys, a warpgroup for dV and one for dK, of 240 registers, 2 stages of Q and dO, 214112 bytes of shared memory
+// plan     64 queries x 64 keys, one warpgroup for dV and one for dK, of 240 registers, 2 stages of Q and dO, 214112 bytes of shared memory
 // FLOPs    2048 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      1032 * batch * heads_q * len_q + 2048 * batch * heads_kv * len_k bytes, at least
 //
@@ -38,13 +38,13 @@ struct BackwardDkdvArguments {
 
 constexpr int kHeadDimPadded = 256;   // a multiple of the depth of a wgmma; zeros beyond head_dim
 constexpr int kValueDimPadded = 256;
-constexpr int kConsumers = 2;   // warpgroups that compute: P and dV, and dS and dK; one more loads
+constexpr int kConsumers = 2;   // consumer warpgroups, for P and dV and for dS and dK, beside the producer warpgroup
 constexpr int kThreads = (kConsumers + 1) * 128;
-constexpr int kTileK = 64;   // keys of a block. Scores are held transposed: a row is a key, a column a query
-constexpr int kTileQ = 64;   // queries of a step
-constexpr int kQueryTiles = kTileQ / 8;   // groups of a lane's columns
-constexpr int kStages = 2;   // tiles of Q, and of dO, that shared memory holds at once
-constexpr int kScoreStages = 2;   // tiles of P on their way from one warpgroup to the other
+constexpr int kTileK = 64;   // keys of a work tile. S and P are held transposed: a row is a key, a column a query
+constexpr int kTileQ = 64;   // queries of an iteration
+constexpr int kQueryTiles = kTileQ / 8;   // groups of 8 columns of S, of which a lane holds two columns each
+constexpr int kStages = 2;   // of the pipelines of Q and dO in shared memory
+constexpr int kExchangeStages = 2;   // of the pipeline by which one consumer warpgroup passes scores to the other
 constexpr float kScale = 0.0625f;
 constexpr float kScoreToLog2 = 0.0901684389f;   // scale * log2(e): probabilities are powers of 2
 constexpr float kNoLse = 3.40282347e+38f;     // marks a row without allowed scores
@@ -57,7 +57,7 @@ constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of an
 //   kAll: all tests, since the tile extends beyond the last row or an LSE is large.
 enum class Tests { kNone, kMask, kAll };
 
-// A tile is panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
+// A tile consists of panels of columns, one after the other. A panel is as wide as the TMA swizzle.
 constexpr int kHeadPanel = 64;    // columns of Q, K and dK
 constexpr int kValuePanel = 64;   // columns of dO, V and dV
 constexpr int kElementBytes = sizeof(Element);
@@ -67,7 +67,7 @@ constexpr int kElementBytes = sizeof(Element);
 //    32768  V, 32768 bytes
 //    65536  Q, 2 x 32768 bytes
 //   131072  dO, 2 x 32768 bytes
-//   196608  P, 2 x 8192 bytes; as lanes hold it
+//   196608  P, 2 x 8192 bytes; in the order of the fragments
 //   212992  L, D, 2 x 512 bytes
 //   214016  mbarriers, 96 bytes
 //        0  dK, 32768 bytes, overlays K
@@ -75,15 +75,15 @@ constexpr int kElementBytes = sizeof(Element);
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
-constexpr int kOutputBytes = kTileQ * kValueDimPadded * kElementBytes;
-constexpr int kScoreBytes = kTileQ * kTileK * kElementBytes;
+constexpr int kDOutputBytes = kTileQ * kValueDimPadded * kElementBytes;
+constexpr int kExchangeBytes = kTileQ * kTileK * kElementBytes;
 constexpr int kStatisticsBytes = kTileQ * sizeof(float2);
-constexpr int kBarrierBytes = (4 * kStages + 2 * kScoreStages) * 8;
+constexpr int kBarrierBytes = (4 * kStages + 2 * kExchangeStages) * 8;
 constexpr int kValueOffset = kKeyBytes;
 constexpr int kQueryOffset = kValueOffset + kValueBytes;
-constexpr int kOutputOffset = kQueryOffset + kStages * kQueryBytes;
-constexpr int kScoreOffset = kOutputOffset + kStages * kOutputBytes;
-constexpr int kStatisticsOffset = kScoreOffset + kScoreStages * kScoreBytes;
+constexpr int kDOutputOffset = kQueryOffset + kStages * kQueryBytes;
+constexpr int kExchangeOffset = kDOutputOffset + kStages * kDOutputBytes;
+constexpr int kStatisticsOffset = kExchangeOffset + kExchangeStages * kExchangeBytes;
 constexpr int kBarrierOffset = kStatisticsOffset + kStages * kStatisticsBytes;
 static_assert(kBarrierOffset + kBarrierBytes <= 214112, "the shared memory of the launch");
 
@@ -323,58 +323,59 @@ __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address
          static_cast<unsigned long long>(stride_bytes >> 4) << 32 | kMode << 62;
 }
 
-// The mbarriers of a block, by their addresses in shared memory. `use` numbers the uses of a pipeline's stages in turn.
+// The addresses of a block's mbarriers in shared memory. A pipeline's iteration uses stage `iteration % stages`, in the phase
+// of parity `iteration / stages % 2`. A wait for an empty barrier names the other parity, that of the previous phase.
 struct Barriers {
   unsigned first;
 
-  // A stage of Q and of the rows' statistics has landed, and has been released; the same of dO.
-  __device__ __forceinline__ unsigned queries_full(int use) const { return first + use % kStages * 32; }
-  __device__ __forceinline__ unsigned queries_empty(int use) const { return first + 8 + use % kStages * 32; }
-  __device__ __forceinline__ unsigned outputs_full(int use) const { return first + 16 + use % kStages * 32; }
-  __device__ __forceinline__ unsigned outputs_empty(int use) const { return first + 24 + use % kStages * 32; }
-  static __device__ __forceinline__ unsigned phase(int use) { return use / kStages & 1; }
+  // A stage of Q and its row statistics has landed, and every consumer warp has released it. Then for dO.
+  __device__ __forceinline__ unsigned queries_full(int iteration) const { return first + iteration % kStages * 32; }
+  __device__ __forceinline__ unsigned queries_empty(int iteration) const { return first + 8 + iteration % kStages * 32; }
+  __device__ __forceinline__ unsigned d_outputs_full(int iteration) const { return first + 16 + iteration % kStages * 32; }
+  __device__ __forceinline__ unsigned d_outputs_empty(int iteration) const { return first + 24 + iteration % kStages * 32; }
+  static __device__ __forceinline__ unsigned phase(int iteration) { return iteration / kStages & 1; }
 
-  // The four warps of one warpgroup have written what they hand over; those of the other have read it.
-  __device__ __forceinline__ unsigned scores_full(int use) const {
-    return first + kStages * 32 + use % kScoreStages * 16;
+  // The warps of one warpgroup have written what they pass to the other one, and those of the other have read it.
+  __device__ __forceinline__ unsigned exchange_full(int iteration) const {
+    return first + kStages * 32 + iteration % kExchangeStages * 16;
   }
-  __device__ __forceinline__ unsigned scores_empty(int use) const {
-    return first + kStages * 32 + 8 + use % kScoreStages * 16;
+  __device__ __forceinline__ unsigned exchange_empty(int iteration) const {
+    return first + kStages * 32 + 8 + iteration % kExchangeStages * 16;
   }
-  static __device__ __forceinline__ unsigned score_phase(int use) { return use / kScoreStages & 1; }
+  static __device__ __forceinline__ unsigned exchange_phase(int iteration) { return iteration / kExchangeStages & 1; }
 
   __device__ __forceinline__ void init() const {
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(queries_full(stage), 1);
       mbarrier_init(queries_empty(stage), kConsumers * 4);
-      mbarrier_init(outputs_full(stage), 1);
-      mbarrier_init(outputs_empty(stage), kConsumers * 4);
+      mbarrier_init(d_outputs_full(stage), 1);
+      mbarrier_init(d_outputs_empty(stage), kConsumers * 4);
     }
-    for (int stage = 0; stage < kScoreStages; ++stage) {
-      mbarrier_init(scores_full(stage), 4);
-      mbarrier_init(scores_empty(stage), 4);
+    for (int stage = 0; stage < kExchangeStages; ++stage) {
+      mbarrier_init(exchange_full(stage), 4);
+      mbarrier_init(exchange_empty(stage), 4);
     }
     mbarrier_fence_init();
   }
 };
 
-// One lane of each warp says that the warp is done with something.
+// Arrives at an empty barrier, with one lane for the warp.
 __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
-// Starts copying kRows rows, from first_row on, panel by panel; they arrive at the barrier.
+// Starts copying kRows rows from first_row on, panel by panel. The barrier counts their bytes.
 template <int kRows, int kColumns, int kPanel>
 __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, unsigned barrier, int first_row, int head,
                                           int batch) {
-#pragma unroll 1   // this thread has few registers
+#pragma unroll 1   // the producer has few registers
   for (int column = 0; column < kColumns; column += kPanel) {
     tma_load_4d(tile + column * kRows * kElementBytes, map, barrier, column, first_row, head, batch);
   }
 }
 
-// Rounds a warp's 16 rows and stores them, by way of shared memory, where they are the first of each panel of columns, which
-// holds kPanelRows, swizzled as TMA does it. Rows beyond the last are clipped.
+// Multiplies a warp's 16 rows by a factor, rounds them and stores them. They go through shared memory, where they are the
+// first of the kPanelRows rows of each panel of columns, in the layout that TMA swizzles. TMA clips rows beyond the last one.
 template <int kColumns, int kPanel, int kPanelRows>
 __device__ __forceinline__ void store_rows(const float (&values)[kColumns / 2], float factor, unsigned tile,
                                            const TensorMap& map, int first_row, int head, int batch) {
@@ -399,7 +400,8 @@ __device__ __forceinline__ void store_rows(const float (&values)[kColumns / 2], 
   }
 }
 
-// Starts product = A * B^T, the rows of both along the depth: 64 rows of a panel of kRowsA, kRowsB rows.
+// Starts product = A * B^T for 64 rows of A and kRowsB rows of B. Both tiles are K-major: their columns are the reduction
+// dimension. A panel of A has kRowsA rows.
 template <int kDepth, int kPanel, int kRowsA, int kRowsB>
 __device__ __forceinline__ void start_product(float (&product)[kRowsB / 2], unsigned a_tile, unsigned b_tile) {
   constexpr int kSwizzle = kPanel * kElementBytes;
@@ -416,10 +418,10 @@ __device__ __forceinline__ void start_product(float (&product)[kRowsB / 2], unsi
   wgmma_commit();
 }
 
-// Starts product += A * B, A in registers; the rows of B, kDepth in all, run along the depth.
+// Starts product += A * B with the fragments of A in registers. B is MN-major: its kDepth rows are the reduction dimension.
 template <int kColumns, int kPanel, int kDepth>
-__device__ __forceinline__ void start_sum(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
-                                          unsigned b_tile) {
+__device__ __forceinline__ void start_accumulate(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
+                                                 unsigned b_tile) {
   constexpr int kSwizzle = kPanel * kElementBytes;
   order_registers(product);
   wgmma_fence();
@@ -431,7 +433,7 @@ __device__ __forceinline__ void start_sum(float (&product)[kColumns / 2], const 
   wgmma_commit();
 }
 
-// Waits until the product has been computed, with at most kPending younger groups of wgmmas still running.
+// Waits until the product is computed, while at most kPending groups of wgmmas that started later still run.
 template <int kPending, int kCount>
 __device__ __forceinline__ void await_product(float (&product)[kCount]) {
   wgmma_wait<kPending>();
@@ -450,10 +452,8 @@ __device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDkdvArgumen
   return k <= q + (arguments.len_k - arguments.len_q);
 }
 
-// What a block works on: a tile of keys of one head of K and V of one batch, for all query heads of its group.
-struct WorkTile {
-  int first_key, head_kv, batch;
-};
+// A work tile: kTileK keys of one KV head of one batch, for all query heads that share the KV head.
+struct WorkTile { int first_key, head_kv, batch; };
 
 // The query tiles that a key tile visits. Those from full_begin to full_end need no mask.
 struct QueryTiles {
@@ -476,87 +476,90 @@ __device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int h
   return {first_tile, count, (full_begin + kTileQ - 1) / kTileQ, full_end / kTileQ};
 }
 
-// A walk along the tiles of queries that attend to a block's keys, head by head of the group. Each is a step.
-struct Walk {
-  QueryTiles tiles;
-  int member, step;
+// Iterates over the query tiles that attend to the keys of a work tile, for one query head after the other. Each query tile
+// is one iteration of the mainloop.
+struct QueryIterator {
+  QueryTiles tiles;       // of the current head
+  int group_head, step;   // index of the head among those of the work tile, and of the query tile in `tiles`
 
-  __device__ __forceinline__ Walk(const WorkTile& work, const BackwardDkdvArguments& arguments)
-      : tiles(query_tiles_of(work, work.head_kv * arguments.heads_per_kv, arguments)), member(0), step(0) {
-    skip_empty(work, arguments);
+  __device__ __forceinline__ QueryIterator(const WorkTile& work, const BackwardDkdvArguments& arguments)
+      : tiles(query_tiles_of(work, work.head_kv * arguments.heads_per_kv, arguments)), group_head(0), step(0) {
+    skip_empty_heads(work, arguments);
   }
 
-  __device__ __forceinline__ bool ended(const BackwardDkdvArguments& arguments) const {
-    return member == arguments.heads_per_kv;
+  __device__ __forceinline__ bool done(const BackwardDkdvArguments& arguments) const {
+    return group_head == arguments.heads_per_kv;
   }
   __device__ __forceinline__ int head(const WorkTile& work, const BackwardDkdvArguments& arguments) const {
-    return work.head_kv * arguments.heads_per_kv + member;
+    return work.head_kv * arguments.heads_per_kv + group_head;
   }
   __device__ __forceinline__ int first_query() const { return tiles.first_query(step); }
 
   __device__ __forceinline__ void advance(const WorkTile& work, const BackwardDkdvArguments& arguments) {
     ++step;
-    skip_empty(work, arguments);
+    skip_empty_heads(work, arguments);
   }
 
-  // Goes on to the next head that has a step left.
-  __device__ __forceinline__ void skip_empty(const WorkTile& work, const BackwardDkdvArguments& arguments) {
-    while (step >= tiles.count && ++member < arguments.heads_per_kv) {
+  // Moves to the next head that has iterations left.
+  __device__ __forceinline__ void skip_empty_heads(const WorkTile& work, const BackwardDkdvArguments& arguments) {
+    while (step >= tiles.count && ++group_head < arguments.heads_per_kv) {
       tiles = query_tiles_of(work, head(work, arguments), arguments);
       step = 0;
     }
   }
 };
 
-// Where the tiles of a step begin in shared memory.
-__device__ __forceinline__ unsigned queries_at(unsigned shared, int use) {
-  return shared + kQueryOffset + use % kStages * kQueryBytes;
+// Return the shared memory addresses of an iteration's stages.
+__device__ __forceinline__ unsigned queries_at(unsigned shared, int iteration) {
+  return shared + kQueryOffset + iteration % kStages * kQueryBytes;
 }
 
-__device__ __forceinline__ unsigned outputs_at(unsigned shared, int use) {
-  return shared + kOutputOffset + use % kStages * kOutputBytes;
+__device__ __forceinline__ unsigned d_outputs_at(unsigned shared, int iteration) {
+  return shared + kDOutputOffset + iteration % kStages * kDOutputBytes;
 }
 
-// The row of the statistics at which a step begins.
-__device__ __forceinline__ long long first_row(const Walk& walk, const WorkTile& work, const BackwardDkdvArguments& arguments) {
-  const long long head = static_cast<long long>(work.batch) * arguments.heads_q + walk.head(work, arguments);
-  return head * arguments.rows + walk.first_query();
+// Returns the row of the workspaces at which the iterator's query tile begins.
+__device__ __forceinline__ long long first_row(const QueryIterator& iterator, const WorkTile& work,
+                                               const BackwardDkdvArguments& arguments) {
+  const long long head = static_cast<long long>(work.batch) * arguments.heads_q + iterator.head(work, arguments);
+  return head * arguments.rows + iterator.first_query();
 }
 
-// ---- The warpgroup that loads ---------------------------------------------------------------------------------------
+// ---- The producer ---------------------------------------------------------------------------------------------------
 
-// What the loading thread does: K and V with the first step; of each step Q and its rows' statistics, and dO, as soon as
-// there is room.
-__device__ __forceinline__ void load_tiles(const WorkTile& work, unsigned shared, const Barriers& barriers,
-                                           const BackwardDkdvArguments& arguments) {
-  Walk walk(work, arguments);
-  int use = 0;
-  for (bool begins = true; !walk.ended(arguments); walk.advance(work, arguments), ++use, begins = false) {
-    const int head = walk.head(work, arguments), stage = use % kStages;
-    mbarrier_wait(barriers.queries_empty(use), barriers.phase(use) ^ 1);
-    mbarrier_expect_bytes(barriers.queries_full(use), kQueryBytes + kStatisticsBytes + (begins ? kKeyBytes : 0));
-    load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(queries_at(shared, use), arguments.q_map,
-                                                  barriers.queries_full(use), walk.first_query(), head, work.batch);
+// The producer: loads Q, the row statistics and dO of each iteration once their stages are empty, and with the first
+// iteration K and V.
+__device__ __forceinline__ void producer(const WorkTile& work, unsigned shared, const Barriers& barriers,
+                                         const BackwardDkdvArguments& arguments) {
+  QueryIterator iterator(work, arguments);
+  int iteration = 0;
+  for (bool first = true; !iterator.done(arguments); iterator.advance(work, arguments), ++iteration, first = false) {
+    const int head = iterator.head(work, arguments), stage = iteration % kStages;
+    const unsigned q_full = barriers.queries_full(iteration), d_o_full = barriers.d_outputs_full(iteration);
+    mbarrier_wait(barriers.queries_empty(iteration), barriers.phase(iteration) ^ 1);
+    mbarrier_expect_bytes(q_full, kQueryBytes + kStatisticsBytes + (first ? kKeyBytes : 0));
+    load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(queries_at(shared, iteration), arguments.q_map, q_full,
+                                                  iterator.first_query(), head, work.batch);
     bulk_load(shared + kStatisticsOffset + stage * kStatisticsBytes,
-              arguments.statistics + first_row(walk, work, arguments) * 2, kStatisticsBytes, barriers.queries_full(use));
-    if (begins) {
-      load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared, arguments.k_map, barriers.queries_full(use), work.first_key,
-                                                    work.head_kv, work.batch);
+              arguments.statistics + first_row(iterator, work, arguments) * 2, kStatisticsBytes, q_full);
+    if (first) {
+      load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared, arguments.k_map, q_full, work.first_key, work.head_kv,
+                                                    work.batch);
     }
-    mbarrier_wait(barriers.outputs_empty(use), barriers.phase(use) ^ 1);
-    mbarrier_expect_bytes(barriers.outputs_full(use), kOutputBytes + (begins ? kValueBytes : 0));
-    load_rows<kTileQ, kValueDimPadded, kValuePanel>(outputs_at(shared, use), arguments.d_o_map,
-                                                    barriers.outputs_full(use), walk.first_query(), head, work.batch);
-    if (begins) {
-      load_rows<kTileK, kValueDimPadded, kValuePanel>(shared + kValueOffset, arguments.v_map, barriers.outputs_full(use),
-                                                      work.first_key, work.head_kv, work.batch);
+    mbarrier_wait(barriers.d_outputs_empty(iteration), barriers.phase(iteration) ^ 1);
+    mbarrier_expect_bytes(d_o_full, kDOutputBytes + (first ? kValueBytes : 0));
+    load_rows<kTileQ, kValueDimPadded, kValuePanel>(d_outputs_at(shared, iteration), arguments.d_o_map, d_o_full,
+                                                    iterator.first_query(), head, work.batch);
+    if (first) {
+      load_rows<kTileK, kValueDimPadded, kValuePanel>(shared + kValueOffset, arguments.v_map, d_o_full, work.first_key,
+                                                      work.head_kv, work.batch);
     }
   }
 }
 
-// ---- The steps of those that compute --------------------------------------------------------------------------------
+// ---- The consumers --------------------------------------------------------------------------------------------------
 
-// (LSE, D) of the two queries of which this lane has the scores in column group j.
+// Returns the (LSE, D) pairs of the two queries of column group j whose scores this lane holds.
 __device__ __forceinline__ float4 statistics_of(const unsigned char* statistics, int j) {
   return *reinterpret_cast<const float4*>(statistics + (j * 8 + threadIdx.x % 4 * 2) * 8);
 }
@@ -608,7 +611,7 @@ __device__ __forceinline__ void compute_ds(float (&d_scores)[kQueryTiles * 4],
   }
 }
 
-// Scores rounded to what a product takes from registers: 16 columns of them are a fragment.
+// Rounds P or dS to the fragments of a wgmma's A operand, one for each 16 columns.
 __device__ __forceinline__ void pack_scores(unsigned (&fragments)[kTileQ / 16][4], const float (&scores)[kTileQ / 2]) {
 #pragma unroll
   for (int n = 0; n < kTileQ / 2; n += 2) {
@@ -616,143 +619,145 @@ __device__ __forceinline__ void pack_scores(unsigned (&fragments)[kTileQ / 16][4
   }
 }
 
-// Where a thread's fragments of P stand on their way to the thread of the other warpgroup that has the same scores.
-__device__ __forceinline__ uint4* handed_over(int use) {
-  return reinterpret_cast<uint4*>(shared_memory + kScoreOffset + use % kScoreStages * kScoreBytes) + threadIdx.x % 128;
+// Returns where a thread exchanges the fragments of P with the thread of the other warpgroup that has the same scores.
+__device__ __forceinline__ uint4* exchange_at(int iteration) {
+  unsigned char* const stage = shared_memory + kExchangeOffset + iteration % kExchangeStages * kExchangeBytes;
+  return reinterpret_cast<uint4*>(stage) + threadIdx.x % 128;
 }
 
-__device__ __forceinline__ void hand_over(const unsigned (&fragments)[kTileQ / 16][4], int use) {
+__device__ __forceinline__ void store_exchanged(const unsigned (&fragments)[kTileQ / 16][4], int iteration) {
 #pragma unroll
   for (int i = 0; i < kTileQ / 16; ++i) {
-    handed_over(use)[i * 128] = make_uint4(fragments[i][0], fragments[i][1], fragments[i][2], fragments[i][3]);
+    exchange_at(iteration)[i * 128] = make_uint4(fragments[i][0], fragments[i][1], fragments[i][2], fragments[i][3]);
   }
 }
 
-__device__ __forceinline__ void take_over(float (&probabilities)[kTileQ / 2], int use) {
+__device__ __forceinline__ void load_exchanged(float (&probabilities)[kTileQ / 2], int iteration) {
 #pragma unroll
   for (int i = 0; i < kTileQ / 16; ++i) {
-    const uint4 fragment = handed_over(use)[i * 128];
+    const uint4 fragment = exchange_at(iteration)[i * 128];
     const unsigned pairs[4] = {fragment.x, fragment.y, fragment.z, fragment.w};
 #pragma unroll
     for (int e = 0; e < 8; ++e) probabilities[i * 8 + e] = unpack_bf16(pairs[e / 2] >> e % 2 * 16 & 0xffff);
   }
 }
 
-// What the first warpgroup does: P of each step, for both; dV = P^T * dO. A step's exponentials run beside the product of
-// the one before.
-__device__ __forceinline__ void differentiate_values(const WorkTile& work, unsigned shared, const Barriers& barriers,
-                                                     const BackwardDkdvArguments& arguments) {
+// The first consumer warpgroup: computes S = Q * K^T and P, and accumulates dV = P^T * dO. The exponentials of an iteration
+// run while the wgmma of the previous one does.
+// It passes P to the other warpgroup.
+__device__ __forceinline__ void consumer_dv(const WorkTile& work, unsigned shared, const Barriers& barriers,
+                                            const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   Position position = {work.batch, 0, lane % 4 * 2, work.first_key + warp_row + lane / 4};
-  float d_values[kValueDimPadded / 2] = {};
-  float scores[kTileQ / 2];
+  float d_values[kValueDimPadded / 2] = {}, scores[kTileQ / 2];
   unsigned fragments[kTileQ / 16][4];
-  const auto start_scores = [&](int use) {
-    mbarrier_wait(barriers.queries_full(use), barriers.phase(use));
-    start_product<kHeadDimPadded, kHeadPanel, kTileK, kTileQ>(scores, shared, queries_at(shared, use));
+  QueryIterator iterator(work, arguments);
+  const auto start_scores = [&](int iteration) {
+    mbarrier_wait(barriers.queries_full(iteration), barriers.phase(iteration));
+    start_product<kHeadDimPadded, kHeadPanel, kTileK, kTileQ>(scores, shared, queries_at(shared, iteration));
   };
-  Walk walk(work, arguments);
-  const auto find_probabilities = [&](int use) {
-    const int first_query = walk.first_query();
-    const unsigned char* statistics = shared_memory + kStatisticsOffset + use % kStages * kStatisticsBytes;
-    position.head = walk.head(work, arguments);
+  const auto compute_p = [&](int iteration) {
+    const int first_query = iterator.first_query();
+    const unsigned char* statistics = shared_memory + kStatisticsOffset + iteration % kStages * kStatisticsBytes;
+    position.head = iterator.head(work, arguments);
     if (work.first_key + kTileK > arguments.len_k || has_large_lse(statistics)) {
       recompute_p<Tests::kAll>(scores, statistics, position, first_query, arguments);
-    } else if (!walk.tiles.full(walk.step)) {
+    } else if (!iterator.tiles.full(iterator.step)) {
       recompute_p<Tests::kMask>(scores, statistics, position, first_query, arguments);
     } else {
       recompute_p<Tests::kNone>(scores, statistics, position, first_query, arguments);
     }
-    __syncwarp();   // the whole warp has read the statistics
-    release(barriers.queries_empty(use));
+    __syncwarp();   // all lanes have read the statistics
+    release(barriers.queries_empty(iteration));
   };
-  const auto pass_on = [&](int use) {
+  const auto pack_p = [&](int iteration) {
     pack_scores(fragments, scores);
-    mbarrier_wait(barriers.scores_empty(use), barriers.score_phase(use) ^ 1);
-    hand_over(fragments, use);
+    mbarrier_wait(barriers.exchange_empty(iteration), barriers.exchange_phase(iteration) ^ 1);
+    store_exchanged(fragments, iteration);
     __syncwarp();
-    release(barriers.scores_full(use));
+    release(barriers.exchange_full(iteration));
   };
 
-  int use = 0;
-  if (!walk.ended(arguments)) {
+  int iteration = 0;
+  if (!iterator.done(arguments)) {
     start_scores(0);
     await_product<0>(scores);
-    find_probabilities(0);
-    pass_on(0);
-    for (walk.advance(work, arguments); !walk.ended(arguments); walk.advance(work, arguments), ++use) {
-      start_scores(use + 1);
-      mbarrier_wait(barriers.outputs_full(use), barriers.phase(use));
-      start_sum<kValueDimPadded, kValuePanel, kTileQ>(d_values, fragments, outputs_at(shared, use));
+    compute_p(0);
+    pack_p(0);
+    for (iterator.advance(work, arguments); !iterator.done(arguments); iterator.advance(work, arguments), ++iteration) {
+      start_scores(iteration + 1);
+      mbarrier_wait(barriers.d_outputs_full(iteration), barriers.phase(iteration));
+      start_accumulate<kValueDimPadded, kValuePanel, kTileQ>(d_values, fragments, d_outputs_at(shared, iteration));
       await_product<1>(scores);
-      find_probabilities(use + 1);
+      compute_p(iteration + 1);
       await_product<0>(d_values);
-      release(barriers.outputs_empty(use));
-      pass_on(use + 1);
+      release(barriers.d_outputs_empty(iteration));
+      pack_p(iteration + 1);
     }
-    mbarrier_wait(barriers.outputs_full(use), barriers.phase(use));
-    start_sum<kValueDimPadded, kValuePanel, kTileQ>(d_values, fragments, outputs_at(shared, use));
+    mbarrier_wait(barriers.d_outputs_full(iteration), barriers.phase(iteration));
+    start_accumulate<kValueDimPadded, kValuePanel, kTileQ>(d_values, fragments, d_outputs_at(shared, iteration));
     await_product<0>(d_values);
   }
-  // dV takes the place of V, as soon as the other warpgroup is done with that; this one is with K.
+  // The epilogue: dV overlays V once the other warpgroup has read V. This one has read K.
   named_barrier_arrive(1, kConsumers * 128);
   named_barrier_sync(2, kConsumers * 128);
   store_rows<kValueDimPadded, kValuePanel, kTileK>(d_values, 1.0f,
                                                    shared + kValueOffset + warp_row * kValuePanel * kElementBytes,
                                                    arguments.dv_map, work.first_key + warp_row, work.head_kv,
                                                    work.batch);
-  if (lane == 0) bulk_wait_read<0>();   // shared memory goes with the block
+  if (lane == 0) bulk_wait_read<0>();   // before the block ends and its shared memory is freed
 }
 
-// What the second warpgroup does: dP = V * dO^T of each step, dS of it and P; dK = dS^T * Q.
-__device__ __forceinline__ void differentiate_keys(const WorkTile& work, unsigned shared, const Barriers& barriers,
-                                                   const BackwardDkdvArguments& arguments) {
+// The second consumer warpgroup: computes dP = dO * V^T, computes dS from dP and from what the other warpgroup passes to it,
+// and accumulates dK = dS^T * Q.
+__device__ __forceinline__ void consumer_dk(const WorkTile& work, unsigned shared, const Barriers& barriers,
+                                            const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
-  float d_keys[kHeadDimPadded / 2] = {};
-  float d_scores[kTileQ / 2];
+  float d_keys[kHeadDimPadded / 2] = {}, d_scores[kTileQ / 2];
   unsigned fragments[kTileQ / 16][4];
-  const auto start_probability_gradients = [&](int use) {
-    mbarrier_wait(barriers.outputs_full(use), barriers.phase(use));
+  QueryIterator iterator(work, arguments);
+  const auto start_dp = [&](int iteration) {
+    mbarrier_wait(barriers.d_outputs_full(iteration), barriers.phase(iteration));
     start_product<kValueDimPadded, kValuePanel, kTileK, kTileQ>(d_scores, shared + kValueOffset,
-                                                                outputs_at(shared, use));
+                                                                d_outputs_at(shared, iteration));
   };
-  const auto find_score_gradients = [&](int use) {
+  const auto compute_ds = [&](int iteration) {
+    const unsigned char* statistics = shared_memory + kStatisticsOffset + iteration % kStages * kStatisticsBytes;
     float probabilities[kTileQ / 2];
-    release(barriers.outputs_empty(use));
-    mbarrier_wait(barriers.scores_full(use), barriers.score_phase(use));
-    take_over(probabilities, use);
+    release(barriers.d_outputs_empty(iteration));
+    mbarrier_wait(barriers.exchange_full(iteration), barriers.exchange_phase(iteration));
+    load_exchanged(probabilities, iteration);
     __syncwarp();
-    release(barriers.scores_empty(use));
-    mbarrier_wait(barriers.queries_full(use), barriers.phase(use));   // and the statistics
-    compute_ds(d_scores, probabilities, shared_memory + kStatisticsOffset + use % kStages * kStatisticsBytes);
+    release(barriers.exchange_empty(iteration));
+    mbarrier_wait(barriers.queries_full(iteration), barriers.phase(iteration));   // the statistics have landed with Q
+    compute_ds(d_scores, probabilities, statistics);
   };
 
-  int use = 0;
-  Walk walk(work, arguments);
-  if (!walk.ended(arguments)) {
-    start_probability_gradients(0);
+  int iteration = 0;
+  if (!iterator.done(arguments)) {
+    start_dp(0);
     await_product<0>(d_scores);
-    find_score_gradients(0);
+    compute_ds(0);
     pack_scores(fragments, d_scores);
-    for (walk.advance(work, arguments); !walk.ended(arguments); walk.advance(work, arguments), ++use) {
-      start_probability_gradients(use + 1);
-      start_sum<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, fragments, queries_at(shared, use));
+    for (iterator.advance(work, arguments); !iterator.done(arguments); iterator.advance(work, arguments), ++iteration) {
+      start_dp(iteration + 1);
+      start_accumulate<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, fragments, queries_at(shared, iteration));
       await_product<1>(d_scores);
-      find_score_gradients(use + 1);
+      compute_ds(iteration + 1);
       await_product<0>(d_keys);
-      release(barriers.queries_empty(use));
+      release(barriers.queries_empty(iteration));
       pack_scores(fragments, d_scores);
     }
-    start_sum<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, fragments, queries_at(shared, use));
+    start_accumulate<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, fragments, queries_at(shared, iteration));
     await_product<0>(d_keys);
   }
-  // dK takes the place of K, as soon as the other warpgroup is done with that; this one is with V.
+  // The epilogue: dK overlays K once the other warpgroup has read K. This one has read V.
   named_barrier_arrive(2, kConsumers * 128);
   named_barrier_sync(1, kConsumers * 128);
   store_rows<kHeadDimPadded, kHeadPanel, kTileK>(d_keys, kScale, shared + warp_row * kHeadPanel * kElementBytes,
                                                  arguments.dk_map, work.first_key + warp_row, work.head_kv,
                                                  work.batch);
-  if (lane == 0) bulk_wait_read<0>();   // shared memory goes with the block
+  if (lane == 0) bulk_wait_read<0>();   // before the block ends and its shared memory is freed
 }
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
@@ -765,13 +770,13 @@ attention_backward_dkdv_bf16_d256_causal_85c4309b(const __grid_constant__ Backwa
   if (threadIdx.x == 0) barriers.init();
   __syncthreads();
 
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // the same in a warp, as the compiler can see
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // shows the compiler that a warp has one value
   if (warpgroup == 2) {
     registers_decrease<24>();
-    if (threadIdx.x / 32 % 4 == 0 && elect_one()) load_tiles(work, shared, barriers, arguments);
+    if (threadIdx.x / 32 % 4 == 0 && elect_one()) producer(work, shared, barriers, arguments);
   } else {
     registers_increase<240>();
-    if (warpgroup == 0) differentiate_values(work, shared, barriers, arguments);
-    else differentiate_keys(work, shared, barriers, arguments);
+    if (warpgroup == 0) consumer_dv(work, shared, barriers, arguments);
+    else consumer_dk(work, shared, barriers, arguments);
   }
 }

@@ -37,14 +37,14 @@ struct BackwardDqArguments {
 
 constexpr int kHeadDimPadded = 256;   // a multiple of the depth of a wgmma; zeros beyond head_dim
 constexpr int kValueDimPadded = 256;
-constexpr int kConsumers = 2;   // warpgroups that compute; one more loads
+constexpr int kConsumers = 2;   // consumer warpgroups, beside the producer warpgroup
 constexpr int kThreads = (kConsumers + 1) * 128;
-constexpr int kPartQ = 64;   // queries of a warpgroup, each a row
-constexpr int kTileQ = kConsumers * kPartQ;   // queries of a block
-constexpr int kTileK = 64;   // keys of a step
-constexpr int kKeyTiles = kTileK / 8;   // groups of a lane's columns
-constexpr int kKeyStages = 2;     // tiles of K that shared memory holds at once,
-constexpr int kValueStages = 1;   // of V
+constexpr int kPartQ = 64;   // queries of a warpgroup, one per row
+constexpr int kTileQ = kConsumers * kPartQ;   // queries of a work tile
+constexpr int kTileK = 64;   // keys of an iteration
+constexpr int kKeyTiles = kTileK / 8;   // groups of 8 columns of S, of which a lane holds two columns each
+constexpr int kKeyStages = 2;     // of the pipeline of K in shared memory
+constexpr int kValueStages = 1;   // of the pipeline of V
 constexpr float kScale = 0.0625f;
 constexpr float kScoreToLog2 = 0.0901684389f;   // scale * log2(e): probabilities are powers of 2
 constexpr float kNoLse = 3.40282347e+38f;     // marks a row without allowed scores
@@ -57,7 +57,7 @@ constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of an
 //   kAll: all tests, since the tile extends beyond the last row or an LSE is large.
 enum class Tests { kNone, kMask, kAll };
 
-// A tile is panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
+// A tile consists of panels of columns, one after the other. A panel is as wide as the TMA swizzle.
 constexpr int kHeadPanel = 64;    // columns of Q, K and dQ
 constexpr int kValuePanel = 64;   // columns of dO and V
 constexpr int kElementBytes = sizeof(Element);
@@ -70,12 +70,12 @@ constexpr int kElementBytes = sizeof(Element);
 //   229376  mbarriers, 56 bytes
 //        0  dQ, 2 x 32768 bytes, overlays Q
 constexpr int kQueryBytes = kPartQ * kHeadDimPadded * kElementBytes;
-constexpr int kOutputBytes = kPartQ * kValueDimPadded * kElementBytes;
+constexpr int kDOutputBytes = kPartQ * kValueDimPadded * kElementBytes;
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kBarrierBytes = (1 + 2 * kKeyStages + 2 * kValueStages) * 8;
-constexpr int kOutputOffset = kConsumers * kQueryBytes;
-constexpr int kKeyOffset = kOutputOffset + kConsumers * kOutputBytes;
+constexpr int kDOutputOffset = kConsumers * kQueryBytes;
+constexpr int kKeyOffset = kDOutputOffset + kConsumers * kDOutputBytes;
 constexpr int kValueOffset = kKeyOffset + kKeyStages * kKeyBytes;
 constexpr int kBarrierOffset = kValueOffset + kValueStages * kValueBytes;
 static_assert(kBarrierOffset + kBarrierBytes <= 229432, "the shared memory of the launch");
@@ -300,7 +300,8 @@ __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address
          static_cast<unsigned long long>(stride_bytes >> 4) << 32 | kMode << 62;
 }
 
-// The mbarriers of a block, by their addresses in shared memory. `use` numbers the uses of a pipeline's stages in turn.
+// The addresses of a block's mbarriers in shared memory. A pipeline's iteration uses stage `iteration % stages`, in the phase
+// of parity `iteration / stages % 2`. A wait for an empty barrier names the other parity, that of the previous phase.
 struct Barriers {
   unsigned first;
 
@@ -308,18 +309,18 @@ struct Barriers {
   __device__ __forceinline__ unsigned queries_full() const { return first; }
 
   // A stage of K has landed, and has been released.
-  __device__ __forceinline__ unsigned keys_full(int use) const { return first + 8 + use % kKeyStages * 16; }
-  __device__ __forceinline__ unsigned keys_empty(int use) const { return first + 16 + use % kKeyStages * 16; }
-  static __device__ __forceinline__ unsigned key_phase(int use) { return use / kKeyStages & 1; }
+  __device__ __forceinline__ unsigned keys_full(int iteration) const { return first + 8 + iteration % kKeyStages * 16; }
+  __device__ __forceinline__ unsigned keys_empty(int iteration) const { return first + 16 + iteration % kKeyStages * 16; }
+  static __device__ __forceinline__ unsigned key_phase(int iteration) { return iteration / kKeyStages & 1; }
 
-  // The same of V.
-  __device__ __forceinline__ unsigned values_full(int use) const {
-    return first + kKeyStages * 16 + 8 + use % kValueStages * 16;
+  // A stage of V has landed, and has been released.
+  __device__ __forceinline__ unsigned values_full(int iteration) const {
+    return first + kKeyStages * 16 + 8 + iteration % kValueStages * 16;
   }
-  __device__ __forceinline__ unsigned values_empty(int use) const {
-    return first + kKeyStages * 16 + 16 + use % kValueStages * 16;
+  __device__ __forceinline__ unsigned values_empty(int iteration) const {
+    return first + kKeyStages * 16 + 16 + iteration % kValueStages * 16;
   }
-  static __device__ __forceinline__ unsigned value_phase(int use) { return use / kValueStages & 1; }
+  static __device__ __forceinline__ unsigned value_phase(int iteration) { return iteration / kValueStages & 1; }
 
   __device__ __forceinline__ void init() const {
     mbarrier_init(queries_full(), 1);
@@ -335,23 +336,23 @@ struct Barriers {
   }
 };
 
-// One lane of each warp says that the warp is done with something.
+// Arrives at an empty barrier, with one lane for the warp.
 __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
-// Starts copying kRows rows, from first_row on, panel by panel; they arrive at the barrier.
+// Starts copying kRows rows from first_row on, panel by panel. The barrier counts their bytes.
 template <int kRows, int kColumns, int kPanel>
 __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, unsigned barrier, int first_row, int head,
                                           int batch) {
-#pragma unroll 1   // this thread has few registers
+#pragma unroll 1   // the producer has few registers
   for (int column = 0; column < kColumns; column += kPanel) {
     tma_load_4d(tile + column * kRows * kElementBytes, map, barrier, column, first_row, head, batch);
   }
 }
 
-// Rounds a warp's 16 rows and stores them, by way of shared memory, where they are the first of each panel of columns, which
-// holds kPanelRows, swizzled as TMA does it. Rows beyond the last are clipped.
+// Multiplies a warp's 16 rows by a factor, rounds them and stores them. They go through shared memory, where they are the
+// first of the kPanelRows rows of each panel of columns, in the layout that TMA swizzles. TMA clips rows beyond the last one.
 template <int kColumns, int kPanel, int kPanelRows>
 __device__ __forceinline__ void store_rows(const float (&values)[kColumns / 2], float factor, unsigned tile,
                                            const TensorMap& map, int first_row, int head, int batch) {
@@ -376,7 +377,8 @@ __device__ __forceinline__ void store_rows(const float (&values)[kColumns / 2], 
   }
 }
 
-// Starts product = A * B^T, the rows of both along the depth: 64 rows of a panel of kRowsA, kRowsB rows.
+// Starts product = A * B^T for 64 rows of A and kRowsB rows of B. Both tiles are K-major: their columns are the reduction
+// dimension. A panel of A has kRowsA rows.
 template <int kDepth, int kPanel, int kRowsA, int kRowsB>
 __device__ __forceinline__ void start_product(float (&product)[kRowsB / 2], unsigned a_tile, unsigned b_tile) {
   constexpr int kSwizzle = kPanel * kElementBytes;
@@ -393,10 +395,10 @@ __device__ __forceinline__ void start_product(float (&product)[kRowsB / 2], unsi
   wgmma_commit();
 }
 
-// Starts product += A * B, A in registers; the rows of B, kDepth in all, run along the depth.
+// Starts product += A * B with the fragments of A in registers. B is MN-major: its kDepth rows are the reduction dimension.
 template <int kColumns, int kPanel, int kDepth>
-__device__ __forceinline__ void start_sum(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
-                                          unsigned b_tile) {
+__device__ __forceinline__ void start_accumulate(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
+                                                 unsigned b_tile) {
   constexpr int kSwizzle = kPanel * kElementBytes;
   order_registers(product);
   wgmma_fence();
@@ -408,7 +410,7 @@ __device__ __forceinline__ void start_sum(float (&product)[kColumns / 2], const 
   wgmma_commit();
 }
 
-// Waits until the product has been computed, with at most kPending younger groups of wgmmas still running.
+// Waits until the product is computed, while at most kPending groups of wgmmas that started later still run.
 template <int kPending, int kCount>
 __device__ __forceinline__ void await_product(float (&product)[kCount]) {
   wgmma_wait<kPending>();
@@ -427,23 +429,21 @@ __device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDqArguments
   return k <= q + (arguments.len_k - arguments.len_q);
 }
 
-// What a block works on: a tile of queries of one head of one batch.
-struct WorkTile {
-  int first_query, head, batch;
-};
+// A work tile: kTileQ queries of one head of one batch.
+struct WorkTile { int first_query, head, batch; };
 
 __device__ __forceinline__ WorkTile work_tile_of_block() {
-  const int tile = gridDim.x - 1 - blockIdx.x;   // later queries see more keys: their tiles go first
+  const int tile = gridDim.x - 1 - blockIdx.x;   // later queries attend to more keys, so the last tiles start first
   return {tile * kTileQ, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
 }
 
-// Where the tiles of a step begin in shared memory.
-__device__ __forceinline__ unsigned keys_at(unsigned shared, int use) {
-  return shared + kKeyOffset + use % kKeyStages * kKeyBytes;
+// Return the shared memory addresses of an iteration's stages.
+__device__ __forceinline__ unsigned keys_at(unsigned shared, int iteration) {
+  return shared + kKeyOffset + iteration % kKeyStages * kKeyBytes;
 }
 
-__device__ __forceinline__ unsigned values_at(unsigned shared, int use) {
-  return shared + kValueOffset + use % kValueStages * kValueBytes;
+__device__ __forceinline__ unsigned values_at(unsigned shared, int iteration) {
+  return shared + kValueOffset + iteration % kValueStages * kValueBytes;
 }
 
 // The key tiles that a query tile visits. Those from full_begin to full_end need no mask.
@@ -467,21 +467,21 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const Bac
   return {first_tile, count, (full_begin + kTileK - 1) / kTileK, full_end / kTileK};
 }
 
-// ---- The warpgroup that loads ---------------------------------------------------------------------------------------
+// ---- The producer ---------------------------------------------------------------------------------------------------
 
-// What the loading thread does: Q and dO; K and V of each step, as soon as there is room.
-__device__ __forceinline__ void load_tiles(const WorkTile& work, unsigned shared, const Barriers& barriers,
-                                           const BackwardDqArguments& arguments) {
+// The producer: loads Q and dO of the work tile, and K and V of each iteration once their stages are empty.
+__device__ __forceinline__ void producer(const WorkTile& work, unsigned shared, const Barriers& barriers,
+                                         const BackwardDqArguments& arguments) {
   const KeyTiles tiles = key_tiles_of(work, arguments);
   if (tiles.count == 0) return;
-  // The head of K and V, work.head / heads_per_kv, by a product with 2^31 / heads_per_kv, rounded up.
+  // The KV head, work.head / heads_per_kv: a product with 2^31 / heads_per_kv, rounded up, in place of a division.
   const int head_kv = __umulhi(2 * work.head + 1, arguments.kv_reciprocal);
-  mbarrier_expect_bytes(barriers.queries_full(), kConsumers * (kQueryBytes + kOutputBytes));
+  mbarrier_expect_bytes(barriers.queries_full(), kConsumers * (kQueryBytes + kDOutputBytes));
   for (int group = 0; group < kConsumers; ++group) {
     const int first_query = work.first_query + group * kPartQ;
     load_rows<kPartQ, kHeadDimPadded, kHeadPanel>(shared + group * kQueryBytes, arguments.q_map, barriers.queries_full(),
                                                   first_query, work.head, work.batch);
-    load_rows<kPartQ, kValueDimPadded, kValuePanel>(shared + kOutputOffset + group * kOutputBytes, arguments.d_o_map,
+    load_rows<kPartQ, kValueDimPadded, kValuePanel>(shared + kDOutputOffset + group * kDOutputBytes, arguments.d_o_map,
                                                     barriers.queries_full(), first_query, work.head, work.batch);
   }
   for (int step = 0; step < tiles.count; ++step) {
@@ -497,7 +497,7 @@ __device__ __forceinline__ void load_tiles(const WorkTile& work, unsigned shared
   }
 }
 
-// ---- The steps of those that compute --------------------------------------------------------------------------------
+// ---- The consumers --------------------------------------------------------------------------------------------------
 
 // Loads LSE (to the base 2) and D of the lane's rows.
 __device__ __forceinline__ void load_statistics(float2 (&rows)[2], const Position& position,
@@ -553,7 +553,7 @@ __device__ __forceinline__ void compute_ds(float (&d_scores)[kKeyTiles * 4],
   }
 }
 
-// dS rounded to what a product takes from registers: 16 columns of it are a fragment.
+// Rounds dS to the fragments of a wgmma's A operand, one for each 16 columns.
 __device__ __forceinline__ void pack_scores(unsigned (&fragments)[kTileK / 16][4], const float (&scores)[kTileK / 2]) {
 #pragma unroll
   for (int n = 0; n < kTileK / 2; n += 2) {
@@ -561,20 +561,28 @@ __device__ __forceinline__ void pack_scores(unsigned (&fragments)[kTileK / 16][4
   }
 }
 
-// Rows with nothing to attend to are 0, whatever K holds.
-__device__ __forceinline__ void clear_empty_rows(float (&d_queries)[kHeadDimPadded / 2], const float2 (&rows)[2]) {
+// The epilogue: stores the dQ of a warpgroup, which overlays its Q in shared memory. Rows that attend to no key are 0,
+// whatever K holds. `rows` has the LSE and D of this lane's two rows.
+__device__ __forceinline__ void epilogue(float (&d_queries)[kHeadDimPadded / 2], const float2 (&rows)[2], int warpgroup,
+                                         unsigned queries, int first_query, const WorkTile& work,
+                                         const BackwardDqArguments& arguments) {
+  named_barrier_sync(1 + warpgroup, 128);   // all warps of the warpgroup have read Q
 #pragma unroll
   for (int n = 0; n < kHeadDimPadded / 2; ++n) {
     if (rows[n / 2 % 2].x == kNoLse) d_queries[n] = 0.0f;
   }
+  store_rows<kHeadDimPadded, kHeadPanel, kPartQ>(
+      d_queries, kScale, queries + threadIdx.x / 32 % 4 * 16 * kHeadPanel * kElementBytes, arguments.dq_map, first_query,
+      work.head, work.batch);
+  if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // before the block ends and its shared memory is freed
 }
 
-// What a warpgroup that computes does: dQ of its queries. While it works on scores, products of the other's run.
-__device__ __forceinline__ void differentiate(const WorkTile& work, int warpgroup, unsigned shared, const Barriers& barriers,
-                                              const BackwardDqArguments& arguments) {
+// A consumer warpgroup: computes dQ of 64 queries. The wgmmas of one warpgroup run while the other one computes P and dS.
+__device__ __forceinline__ void consumer(const WorkTile& work, int warpgroup, unsigned shared, const Barriers& barriers,
+                                         const BackwardDqArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   const unsigned queries = shared + warpgroup * kQueryBytes;
-  const unsigned d_outputs = shared + kOutputOffset + warpgroup * kOutputBytes;
+  const unsigned d_outputs = shared + kDOutputOffset + warpgroup * kDOutputBytes;
   const int first_query = work.first_query + warpgroup * kPartQ + warp_row;
   const Position position = {work.batch, work.head, first_query + lane / 4, lane % 4 * 2};
   float d_queries[kHeadDimPadded / 2] = {};
@@ -583,19 +591,20 @@ __device__ __forceinline__ void differentiate(const WorkTile& work, int warpgrou
   load_statistics(rows, position, arguments);
   const bool large_lse = has_large_lse(rows);
   const KeyTiles tiles = key_tiles_of(work, arguments);
-  const auto start_scores = [&](int step, bool again) {
-    if (!again) mbarrier_wait(barriers.keys_full(step), barriers.key_phase(step));
+  // Start S = Q * K^T and dP = dO * V^T. `has_waited`: the stage of K or V has been waited for before.
+  const auto start_scores = [&](int step, bool has_waited) {
+    if (!has_waited) mbarrier_wait(barriers.keys_full(step), barriers.key_phase(step));
     start_product<kHeadDimPadded, kHeadPanel, kPartQ, kTileK>(scores, queries, keys_at(shared, step));
   };
-  const auto start_probability_gradients = [&](int step, bool again) {
-    if (!again) mbarrier_wait(barriers.values_full(step), barriers.value_phase(step));
+  const auto start_dp = [&](int step, bool has_waited) {
+    if (!has_waited) mbarrier_wait(barriers.values_full(step), barriers.value_phase(step));
     start_product<kValueDimPadded, kValuePanel, kPartQ, kTileK>(d_scores, d_outputs, values_at(shared, step));
   };
 
   if (tiles.count > 0) {
     mbarrier_wait(barriers.queries_full(), 0);
     start_scores(0, false);
-    start_probability_gradients(0, false);
+    start_dp(0, false);
     await_product<1>(scores);
   }
   for (int step = 0; step < tiles.count; ++step) {
@@ -612,24 +621,18 @@ __device__ __forceinline__ void differentiate(const WorkTile& work, int warpgrou
     compute_ds(d_scores, scores, rows);
     unsigned fragments[kTileK / 16][4];
     pack_scores(fragments, d_scores);
-    start_sum<kHeadDimPadded, kHeadPanel, kTileK>(d_queries, fragments, keys_at(shared, step));
-    // The last step's scores and dP are computed once more, for nobody: with these products in a branch none would overlap.
-    const bool last = step + 1 == tiles.count;
-    const int next = last ? step : step + 1;
-    start_scores(next, last);
+    start_accumulate<kHeadDimPadded, kHeadPanel, kTileK>(d_queries, fragments, keys_at(shared, step));
+    // The last iteration starts its own S and dP again, and nobody uses them: wgmmas in a branch would not overlap.
+    const bool is_last = step + 1 == tiles.count;
+    const int next = is_last ? step : step + 1;
+    start_scores(next, is_last);
     await_product<1>(d_queries);
-    start_probability_gradients(next, last);
+    start_dp(next, is_last);
     release(barriers.keys_empty(step));
     await_product<1>(scores);
   }
   await_product<0>(d_scores);
-
-  // dQ takes the place of the warpgroup's queries, which none of its warps may still be reading.
-  named_barrier_sync(1 + warpgroup, 128);
-  clear_empty_rows(d_queries, rows);
-  store_rows<kHeadDimPadded, kHeadPanel, kPartQ>(d_queries, kScale, queries + warp_row * kHeadPanel * kElementBytes,
-                                                 arguments.dq_map, first_query, work.head, work.batch);
-  if (lane == 0) bulk_wait_read<0>();   // shared memory goes with the block
+  epilogue(d_queries, rows, warpgroup, queries, first_query, work, arguments);
 }
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
@@ -642,12 +645,12 @@ attention_backward_dq_bf16_d256_causal_85c4309b(const __grid_constant__ Backward
   __syncthreads();
 
   const WorkTile work = work_tile_of_block();
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // the same in a warp, as the compiler can see
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // shows the compiler that a warp has one value
   if (warpgroup == kConsumers) {
     registers_decrease<24>();
-    if (threadIdx.x / 32 % 4 == 0 && elect_one()) load_tiles(work, shared, barriers, arguments);
+    if (threadIdx.x / 32 % 4 == 0 && elect_one()) producer(work, shared, barriers, arguments);
   } else {
     registers_increase<240>();
-    differentiate(work, warpgroup, shared, barriers, arguments);
+    consumer(work, warpgroup, shared, barriers, arguments);
   }
 }

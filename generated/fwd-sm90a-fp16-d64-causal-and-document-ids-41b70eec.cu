@@ -327,7 +327,8 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// The mbarriers of a block, by their addresses in shared memory. `use` numbers the uses of a pipeline's stages in turn.
+// The addresses of a block's mbarriers in shared memory. A pipeline's iteration uses stage `iteration % stages`, in the phase
+// of parity `iteration / stages % 2`. A wait for an empty barrier names the other parity, that of the previous phase.
 struct Barriers {
   unsigned first;
 
@@ -338,12 +339,12 @@ struct Barriers {
   __device__ __forceinline__ unsigned queries_full() const { return first; }
   __device__ __forceinline__ unsigned queries_empty() const { return first + 8; }
 
-  // A stage of K has landed, and every consumer warp has released it; the same of V.
-  __device__ __forceinline__ unsigned keys_full(int use) const { return first + 16 + use % kStages * 32; }
-  __device__ __forceinline__ unsigned keys_empty(int use) const { return first + 24 + use % kStages * 32; }
-  __device__ __forceinline__ unsigned values_full(int use) const { return first + 32 + use % kStages * 32; }
-  __device__ __forceinline__ unsigned values_empty(int use) const { return first + 40 + use % kStages * 32; }
-  static __device__ __forceinline__ unsigned phase(int use) { return use / kStages & 1; }
+  // A stage of K has landed, and every consumer warp has released it. Then the same for V.
+  __device__ __forceinline__ unsigned keys_full(int iteration) const { return first + 16 + iteration % kStages * 32; }
+  __device__ __forceinline__ unsigned keys_empty(int iteration) const { return first + 24 + iteration % kStages * 32; }
+  __device__ __forceinline__ unsigned values_full(int iteration) const { return first + 32 + iteration % kStages * 32; }
+  __device__ __forceinline__ unsigned values_empty(int iteration) const { return first + 40 + iteration % kStages * 32; }
+  static __device__ __forceinline__ unsigned phase(int iteration) { return iteration / kStages & 1; }
 
   __device__ __forceinline__ void init() const {
     mbarrier_init(queries_full(), 1);
@@ -358,7 +359,7 @@ struct Barriers {
   }
 };
 
-// One lane of each warp says that the warp is done with something.
+// Arrives at an empty barrier, with one lane for the warp.
 __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
@@ -374,19 +375,19 @@ __device__ __forceinline__ void ping_pong_arrive(int warpgroup, bool is_last_ste
 }
 
 // Return the shared memory address of a stage's tile of K, and of V.
-__device__ __forceinline__ unsigned keys_at(unsigned shared, int use) {
-  return shared + kKeyOffset + use % kStages * kKeyBytes;
+__device__ __forceinline__ unsigned keys_at(unsigned shared, int iteration) {
+  return shared + kKeyOffset + iteration % kStages * kKeyBytes;
 }
 
-__device__ __forceinline__ unsigned values_at(unsigned shared, int use) {
-  return shared + kValueOffset + use % kStages * kValueBytes;
+__device__ __forceinline__ unsigned values_at(unsigned shared, int iteration) {
+  return shared + kValueOffset + iteration % kStages * kValueBytes;
 }
 
-// Starts copying kRows rows, from first_row on, panel by panel; they arrive at the barrier.
+// Starts copying kRows rows from first_row on, panel by panel. The barrier counts their bytes.
 template <int kRows, int kColumns, int kPanel>
 __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, unsigned barrier, int first_row, int head,
                                           int batch) {
-#pragma unroll 1   // this thread has few registers
+#pragma unroll 1   // the producer has few registers
   for (int column = 0; column < kColumns; column += kPanel) {
     tma_load_4d(tile + column * kRows * kElementBytes, map, barrier, column, first_row, head, batch);
   }
@@ -394,9 +395,9 @@ __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, u
 
 // Starts copying the kTileK rows of a stage once it is empty.
 template <int kColumns, int kPanel>
-__device__ __forceinline__ void load_stage(unsigned tile, const TensorMap& map, unsigned empty, unsigned full, int use,
-                                           int first_key, int head, int batch) {
-  mbarrier_wait(empty, Barriers::phase(use) ^ 1);
+__device__ __forceinline__ void load_stage(unsigned tile, const TensorMap& map, unsigned empty, unsigned full,
+                                           int iteration, int first_key, int head, int batch) {
+  mbarrier_wait(empty, Barriers::phase(iteration) ^ 1);
   mbarrier_expect_bytes(full, kTileK * kColumns * kElementBytes);
   load_rows<kTileK, kColumns, kPanel>(tile, map, full, first_key, head, batch);
 }
@@ -457,7 +458,7 @@ __device__ __forceinline__ void start_output(float (&output)[kValueDimPadded / 2
   wgmma_commit();
 }
 
-// Waits until the product has been computed, with at most kPending younger groups of wgmmas still running.
+// Waits until the product is computed, while at most kPending groups of wgmmas that started later still run.
 template <int kPending, int kCount>
 __device__ __forceinline__ void await_product(float (&product)[kCount]) {
   wgmma_wait<kPending>();
@@ -564,26 +565,28 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const For
 // The producer: loads Q of each work tile, and K and V of each step once their stage is empty, K one step ahead. The first
 // tile index is the block's own; then it fetches the next one that no other block has taken.
 __device__ __forceinline__ void producer(unsigned shared, const Barriers& barriers, const ForwardArguments& arguments) {
-  int index = blockIdx.x, used = 0;   // used: uses of the stages by earlier work tiles
-  unsigned queries_used = 1;          // phase of the use of Q before this one
-  for (; index < arguments.tiles; queries_used ^= 1) {
+  int index = blockIdx.x, first_iteration = 0;   // pipeline iterations of the earlier work tiles
+  unsigned queries_empty_phase = 1;              // of the previous work tile
+  for (; index < arguments.tiles; queries_empty_phase ^= 1) {
     const WorkTile work = work_tile_at(index, arguments);
     const KeyTiles tiles = key_tiles_of(work, arguments);
     // The KV head, work.head / heads_per_kv: a product with 2^31 / heads_per_kv, rounded up, in place of a division.
     const int head_kv = __umulhi(2 * work.head + 1, arguments.kv_reciprocal);
     const auto load_keys = [&](int step) {
-      const int use = used + step;
-      load_stage<kHeadDimPadded, kHeadPanel>(keys_at(shared, use), arguments.k_map, barriers.keys_empty(use),
-                                             barriers.keys_full(use), use, tiles.first_key(step), head_kv, work.batch);
+      const int iteration = first_iteration + step;
+      load_stage<kHeadDimPadded, kHeadPanel>(
+          keys_at(shared, iteration), arguments.k_map, barriers.keys_empty(iteration), barriers.keys_full(iteration),
+          iteration, tiles.first_key(step), head_kv, work.batch);
     };
     const auto load_values = [&](int step) {
-      const int use = used + step;
-      load_stage<kValueDimPadded, kValuePanel>(values_at(shared, use), arguments.v_map, barriers.values_empty(use),
-                                               barriers.values_full(use), use, tiles.first_key(step), head_kv, work.batch);
+      const int iteration = first_iteration + step;
+      load_stage<kValueDimPadded, kValuePanel>(
+          values_at(shared, iteration), arguments.v_map, barriers.values_empty(iteration), barriers.values_full(iteration),
+          iteration, tiles.first_key(step), head_kv, work.batch);
     };
 
     if (tiles.count > 0) load_keys(0);
-    mbarrier_wait(barriers.queries_empty(), queries_used);
+    mbarrier_wait(barriers.queries_empty(), queries_empty_phase);
     barriers.tile_index() = index;
     mbarrier_expect_bytes(barriers.queries_full(), tiles.count > 0 ? kConsumers * kQueryBytes : 0);
     for (int group = 0; group < kConsumers && tiles.count > 0; ++group) {
@@ -594,12 +597,12 @@ __device__ __forceinline__ void producer(unsigned shared, const Barriers& barrie
       if (step + 1 < tiles.count) load_keys(step + 1);
       load_values(step);
     }
-    used += tiles.count;
+    first_iteration += tiles.count;
     // A launch increments the counter once after each tile: the last increment wraps it to 0, as it began.
     index = arguments.next_tile == nullptr ? arguments.tiles
                                            : gridDim.x + atomicInc(arguments.next_tile, arguments.tiles - 1);
   }
-  mbarrier_wait(barriers.queries_empty(), queries_used);
+  mbarrier_wait(barriers.queries_empty(), queries_empty_phase);
   barriers.tile_index() = index;   // not a tile: the consumers are done
   mbarrier_arrive(barriers.queries_full());
 }
@@ -634,7 +637,7 @@ __device__ __forceinline__ void apply_mods(float (&scores)[kTileK / 2], const Po
 
 // Computes the probabilities 2^(s - m) of a tile of scores, rounded to the input's type, as the operand of P * V, 16 keys at a
 // time. `sums` receives this lane's part of their row sums. Returns whether a row exceeds its maximum by too much.
-__device__ __forceinline__ bool exponentiate(unsigned (&probabilities)[kTileK / 16][4], float (&sums)[2],
+__device__ __forceinline__ bool recompute_p(unsigned (&probabilities)[kTileK / 16][4], float (&sums)[2],
                                              const float (&scores)[kTileK / 2], const float (&offsets)[2]) {
   float even[2] = {}, odd[2] = {};   // two independent chains per row
 #pragma unroll
@@ -672,12 +675,12 @@ __device__ __forceinline__ bool update_row_maxima(RowState (&rows)[2], float (&o
 __device__ __forceinline__ void softmax(unsigned (&probabilities)[kTileK / 16][4], float (&output)[kValueDimPadded / 2],
                                         RowState (&rows)[2], bool& steady, float (&scores)[kTileK / 2]) {
   float sums[2], offsets[2] = {rows[0].offset(), rows[1].offset()};
-  if (!steady || __any_sync(0xffffffffu, exponentiate(probabilities, sums, scores, offsets))) {
+  if (!steady || __any_sync(0xffffffffu, recompute_p(probabilities, sums, scores, offsets))) {
     steady = update_row_maxima(rows, output, scores);
     if (!steady) subtract_row_max(scores, rows);
 #pragma unroll
     for (int r = 0; r < 2; ++r) offsets[r] = steady ? rows[r].offset() : 0.0f;
-    exponentiate(probabilities, sums, scores, offsets);
+    recompute_p(probabilities, sums, scores, offsets);
   }
   rows[0].sum += sums[0];
   rows[1].sum += sums[1];
@@ -718,7 +721,7 @@ __device__ __forceinline__ void consumer(int warpgroup, unsigned shared, const B
                                          const ForwardArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16;
   const unsigned queries = shared + warpgroup * kRowsBytes;
-  int use = 0;   // of the stages of K and V, counted over all work tiles
+  int iteration = 0;   // of the pipelines of K and V, counted over all work tiles
   for (unsigned queries_phase = 0;; queries_phase ^= 1) {
     mbarrier_wait(barriers.queries_full(), queries_phase);
     const int index = __shfl_sync(0xffffffffu, barriers.tile_index(), 0);   // shows the compiler that a warp has one index
@@ -734,32 +737,32 @@ __device__ __forceinline__ void consumer(int warpgroup, unsigned shared, const B
 
     if (warpgroup == kConsumers - 1) ping_pong_arrive(warpgroup, tiles.count <= 1);   // warpgroup 0 starts
     if (first < last) {
-      mbarrier_wait(barriers.keys_full(use), barriers.phase(use));
-      start_scores(scores, queries, keys_at(shared, use));
+      mbarrier_wait(barriers.keys_full(iteration), barriers.phase(iteration));
+      start_scores(scores, queries, keys_at(shared, iteration));
       await_product<0>(scores);
-      release(barriers.keys_empty(use));
+      release(barriers.keys_empty(iteration));
       if (first + 1 == last) release(barriers.queries_empty());
       apply_mods(scores, position, tiles, first, arguments);
       softmax(probabilities, output, rows, steady, scores);
-      for (int step = first + 1; step < last; ++step, ++use) {
-        mbarrier_wait(barriers.keys_full(use + 1), barriers.phase(use + 1));
+      for (int step = first + 1; step < last; ++step, ++iteration) {
+        mbarrier_wait(barriers.keys_full(iteration + 1), barriers.phase(iteration + 1));
         ping_pong_wait(warpgroup);
-        start_scores(scores, queries, keys_at(shared, use + 1));
-        mbarrier_wait(barriers.values_full(use), barriers.phase(use));
-        start_output(output, probabilities, values_at(shared, use));
+        start_scores(scores, queries, keys_at(shared, iteration + 1));
+        mbarrier_wait(barriers.values_full(iteration), barriers.phase(iteration));
+        start_output(output, probabilities, values_at(shared, iteration));
         ping_pong_arrive(warpgroup, step + 1 == tiles.count);
         await_product<1>(scores);
-        release(barriers.keys_empty(use + 1));
+        release(barriers.keys_empty(iteration + 1));
         if (step + 1 == last) release(barriers.queries_empty());
         apply_mods(scores, position, tiles, step, arguments);
         await_product<0>(output);
-        release(barriers.values_empty(use));
+        release(barriers.values_empty(iteration));
         softmax(probabilities, output, rows, steady, scores);
       }
-      mbarrier_wait(barriers.values_full(use), barriers.phase(use));
-      start_output(output, probabilities, values_at(shared, use));
+      mbarrier_wait(barriers.values_full(iteration), barriers.phase(iteration));
+      start_output(output, probabilities, values_at(shared, iteration));
       await_product<0>(output);
-      release(barriers.values_empty(use++));
+      release(barriers.values_empty(iteration++));
     } else {
       __syncwarp();   // all lanes have seen this phase of Q
       release(barriers.queries_empty());

@@ -371,7 +371,7 @@ def backward_kernel(
     entry = entry_name(f"attention_backward_{part}{suffix and f'_{suffix}'}", spec)
     role = (f"postprocess_{suffix}" if part == "postprocess" else f"d_{suffix}") if suffix else part
     plan, dq_apart = context.get("plan"), context.get("dq_apart", False)
-    finishes = part == "dkdv" and context.get("finishes", False)
+    finishes = part == "dkdv" and context.get("converts_dq", False)
     exact_sums, columns = context.get("exact_sums", False), context.get("head_padded", 0)
     cost = backward_cost(role, spec, dq_apart, exact_sums, columns, finishes)
     facts = (shared.total_bytes, cost, context["deterministic"], dq_apart, finishes)

@@ -118,7 +118,7 @@ class BarrierGroup:
         comment: a sentence, or several, for the kernel's text: what a completed phase of each means.
         barriers: their order within a stage.
         stages: stages of the pipeline; None for barriers that exist once.
-        parity: the accessor of the phase's parity, by the number of a use; "" if the group uses another group's.
+        parity: the accessor of the phase's parity, by the pipeline's iteration; "" if the group uses another group's.
         at_end: whether the group is placed after all others, although it is initialised in the order of declaration.
     """
 
@@ -249,14 +249,14 @@ class SharedMemoryLayout:
         return self.offsets[last.name] + last.bytes <= self.offsets[over.name] + over.bytes
 
     def barrier_address(self, name: str) -> str:
-        """Returns the C++ expression of an mbarrier's address, from `first`, and from `use` if each stage has one."""
+        """Returns the C++ expression of an mbarrier's address, from `first` and, for a pipeline, from `iteration`."""
         fixed, terms = 0, ["first"]
         for group in self._barriers_by_address():
             names = [barrier.name for barrier in group.barriers]
             if name in names:
                 fixed += _MBARRIER_BYTES * names.index(name)
                 terms += [str(fixed)] if fixed else []
-                terms += [f"use % {group.stages.text} * {group.stage_bytes}"] if group.stages else []
+                terms += [f"iteration % {group.stages.text} * {group.stage_bytes}"] if group.stages else []
                 return " + ".join(terms)
             if group.stages and not group.stages.text.isdigit():
                 terms.append(f"{group.stages.text} * {group.stage_bytes}")

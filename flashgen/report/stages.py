@@ -57,7 +57,7 @@ _FORWARD = (
 _BACKWARD = (
     ("Which tiles of queries are visited", "", ("query_tiles_of",)),
     ("Which tiles of keys are visited", "", ("key_tiles_of",)),
-    ("Tiles are loaded", "", ("load_tiles", "copy_tile", "load_stage")),
+    ("Tiles are loaded", "", ("load_work_tile", "producer", "load_tiles", "copy_tile", "load_stage")),
     ("D of each row", _ROWSUM, ("dot",)),
     ("Scores, recomputed", _SCORES, ("start_scores", "multiply_by_transpose", "start_product")),
     ("The score function, and its derivative", _SLOPE, ("score_mod",)),
@@ -66,10 +66,10 @@ _BACKWARD = (
         _RECOMPUTED,
         ("recompute_p_and_ds", "compute_ds_from_factors", "compute_ds"),
     ),
-    ("Gradients of K and V", _GRADIENTS, ("differentiate_keys", "start_sum", "multiply_registers")),
-    ("Gradients of Q", _OF_QUERIES, ("start_query_gradients", "add_query_gradients")),
-    ("Gradients are stored", "", ("write_gradients", "write_rows")),
-    ("All that a warpgroup does", "", ("differentiate",)),
+    ("Gradients of K and V", _GRADIENTS, ("consumer_dk", "start_accumulate", "multiply_registers")),
+    ("Gradients of Q", _OF_QUERIES, ("start_dq", "add_query_gradients")),
+    ("Gradients are stored", "", ("epilogue", "write_gradients", "write_rows")),
+    ("All that a warpgroup does", "", ("consumer",)),
 )
 BY_ROLE = {
     "preprocess": ("Computes D of each row of O and dO, and sets the dQ accumulator to 0", _ROWSUM),

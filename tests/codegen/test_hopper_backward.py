@@ -21,7 +21,7 @@ from flashgen.codegen.hopper.backward_plans import (
     takes_two_steps,
 )
 from flashgen.codegen.hopper.queries_plans import HopperQueriesPlan
-from flashgen.codegen.hopper.wide_plans import HopperWidePlan, handed_over
+from flashgen.codegen.hopper.wide_plans import HopperWidePlan, exchanged
 from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import backward_kernels
@@ -52,7 +52,7 @@ CASES = list(zip(variants(), cycle(DIMS), cycle(("float16", "bfloat16"))))
 WIDE_CASES = [
     case
     for case in zip(variants(), cycle((256, 136, 192, 232)), cycle(("bfloat16", "float16", "float16")))
-    if handed_over(spec_of(case[0], 256, case[2])) != "probabilities"
+    if exchanged(spec_of(case[0], 256, case[2])) != "probabilities"
 ]
 
 

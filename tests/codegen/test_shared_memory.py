@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from flashgen.report.arithmetic import evaluate
 
 import flashgen.language as fg
 from flashgen.codegen.rendered_kernel import RenderedKernel
@@ -24,7 +25,6 @@ from flashgen.codegen.shared_memory import (
 from flashgen.codegen.stages import backward_kernels, decode_kernels, forward_kernels
 from flashgen.codegen.targets import TARGETS
 from flashgen.errors import UnsupportedError
-from flashgen.report.arithmetic import evaluate
 from flashgen.verify import variants
 from flashgen.verify.variants import spec_of
 
@@ -122,7 +122,7 @@ def test_barriers_have_addresses_names_and_bytes() -> None:
     )
     layout = SharedMemoryLayout((TILES[0], mbarriers(groups)), groups)
     assert layout.total_bytes == 2048 + 8 * 8
-    assert layout.barrier_address("keys_empty") == "first + 16 + use % kStages * 16"
+    assert layout.barrier_address("keys_empty") == "first + 16 + iteration % kStages * 16"
     assert layout.barrier_address("tail_full") == "first + kStages * 16 + 8"
     known = {"first": 2048, "kStages": 3}
     for at, name in layout.barrier_offsets().items():

@@ -8,7 +8,7 @@ import pytest
 
 import flashgen.language as fg
 from flashgen.attention import compile
-from flashgen.codegen.hopper.wide_plans import HopperWidePlan, handed_over
+from flashgen.codegen.hopper.wide_plans import HopperWidePlan, exchanged
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import verify
 from flashgen.verify.gradients import gradients_by_name, judged_gradients, poisoned_gradients, random_gradients
@@ -17,7 +17,7 @@ from flashgen.verify.variants import Case, Variant, in_layout, learned, spec_of,
 
 DIMS = (144, 256, 192)  # the last one's values have 128 columns
 LENGTHS = ((70, 133), (133, 70), (65, 65))  # several tiles, the last ones cut off
-NEEDING = [variant for variant in variants() if handed_over(spec_of(variant, 256, "float16")) != "probabilities"]
+NEEDING = [variant for variant in variants() if exchanged(spec_of(variant, 256, "float16")) != "probabilities"]
 
 
 def case_of(variant: Variant, spec: fg.AttentionSpec, number: int) -> Case:
@@ -58,11 +58,11 @@ def test_every_variant(case: Case, deterministic: bool) -> None:
     assert_agrees(case, deterministic, schedule_count=2)
 
 
-def test_what_is_handed_over() -> None:
-    assert handed_over(fg.AttentionSpec(256, mask=fg.causal(), score=fg.alibi(8))) == "probabilities"
-    assert handed_over(DROPPED) == handed_over(fg.AttentionSpec(256, dropout=0.1)) == "factors"
-    assert handed_over(fg.AttentionSpec(256, score=fg.softcap(30))) == "factors"
-    assert handed_over(LEARNED) == handed_over(fg.AttentionSpec(256, score=learned(fg.alibi("slopes")))) == "products"
+def test_what_is_exchanged() -> None:
+    assert exchanged(fg.AttentionSpec(256, mask=fg.causal(), score=fg.alibi(8))) == "probabilities"
+    assert exchanged(DROPPED) == exchanged(fg.AttentionSpec(256, dropout=0.1)) == "factors"
+    assert exchanged(fg.AttentionSpec(256, score=fg.softcap(30))) == "factors"
+    assert exchanged(LEARNED) == exchanged(fg.AttentionSpec(256, score=learned(fg.alibi("slopes")))) == "products"
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from flashgen.analysis.closed_forms.tile_ranges import key_range, query_range
 from flashgen.codegen.arguments import ArgumentLayout, Field
@@ -47,7 +47,7 @@ from flashgen.codegen.hopper.backward_plans import (
 from flashgen.codegen.hopper.backward_scheduler import padded_keys
 from flashgen.codegen.hopper.plans import panel_columns
 from flashgen.codegen.hopper.queries_plans import HopperQueriesPlan, choose_hopper_queries_plan
-from flashgen.codegen.hopper.wide_plans import HopperWidePlan, choose_hopper_wide_plan, handed_over
+from flashgen.codegen.hopper.wide_plans import HopperWidePlan, choose_hopper_wide_plan, exchanged
 from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import padded
@@ -58,9 +58,9 @@ from flashgen.language.operations import QUERY
 from flashgen.language.spec import AttentionSpec
 
 HopperPlans = HopperBackwardPlan | HopperWidePlan
-_KEYS, _WIDE_KEYS, _QUERIES = (f"hopper/backward/{part}.cu.jinja" for part in ("dkdv", "wide_dkdv", "dq"))
+_DKDV, _WIDE_DKDV, _DQ = (f"hopper/backward/{part}.cu.jinja" for part in ("dkdv", "wide_dkdv", "dq"))
 _WARP_ROWS, _PART_ROWS = 16, 64
-_OPTIONAL = ("len_q",)  # TMA clips rows beyond the last
+_OPTIONAL = ("len_q",)  # TMA clips rows beyond the last one
 
 
 def render_hopper_backward(
@@ -72,7 +72,7 @@ def render_hopper_backward(
     does so too, unless the CTAs of the plan accumulate dQ in a fixed order (`in_turns`).
 
     Args:
-        plan: the plan of the kernel `keys`, which computes dK and dV; None for the default plan.
+        plan: the plan of the kernel that computes dK and dV; None for the default plan.
 
     Raises:
         UnsupportedError: the target or the plan does not support the spec.
@@ -87,16 +87,16 @@ def render_hopper_backward(
     rows = rows_of(plan.tile_q, spec.is_varlen)
     if isinstance(plan, HopperWidePlan):
         dq, by_mode = DqAccumulation(apart=True), False
-        keys = _wide_keys(spec, target, plan, rows, deterministic)
+        main = _wide_dkdv(spec, target, plan, rows, deterministic)
     else:
         apart, by_mode = deterministic and not plan.in_turns, deterministic
         semaphores = backward_scheduler.semaphores(spec, plan, apart)
         dq = DqAccumulation(apart, not apart, plan.finishes(spec, apart), semaphores)
-        keys = _keys(spec, target, plan, rows, deterministic)
-    kernels = [preprocess(spec, target, plan, rows, by_mode, dq), keys]
+        main = _dkdv(spec, target, plan, rows, deterministic)
+    kernels = [preprocess(spec, target, plan, rows, by_mode, dq), main]
     if dq.apart:
         queries_plan = choose_hopper_queries_plan(spec, target)
-        kernels.append(_queries(spec, target, queries_plan, rows, by_mode, plan.tile_q))
+        kernels.append(_dq(spec, target, queries_plan, rows, by_mode, plan.tile_q))
     elif not dq.converted:
         kernels.append(postprocess_dq(spec, target, plan, rows, True))
     if plan.heads_apart:
@@ -107,55 +107,92 @@ def render_hopper_backward(
     return (*kernels, *sink_kernels(spec, target, rows), *capture_kernels(spec, target, deterministic))
 
 
-def _keys(
-    spec: AttentionSpec,
-    target: Target,
-    plan: HopperBackwardPlan,
-    rows: Rows,
-    deterministic: bool,
+def _dkdv(
+    spec: AttentionSpec, target: Target, plan: HopperBackwardPlan, rows: Rows, deterministic: bool
 ) -> RenderedKernel:
-    in_turns = plan.in_turns
-    dq_apart = deterministic and not in_turns
-    tiles, shared = query_range(spec.mask.expression), plan.shared_memory(spec, dq_apart)
-    written = () if plan.heads_apart else ("dk", "dv")
-    fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", *written)]
-    finishes = plan.finishes(spec, dq_apart)
+    """Returns the persistent kernel of dK and dV, and of dQ unless another kernel computes dQ."""
+    dq_apart = deterministic and not plan.in_turns
+    tiles, head = query_range(spec.mask.expression), plan.head_columns(spec)
+    layout = layout_of(spec, _dkdv_fields(spec, plan, dq_apart, deterministic), lists=tiles is None)
+    context = _keys_context(spec, plan, layout, deterministic)
+    context |= backward_scheduler.scheduler_context(spec, plan, dq_apart)
+    context |= _pipeline_context(spec, plan, dq_apart)
+    context |= _epilogue_context(spec, plan, dq_apart)
+    context |= {"mask_alone": _mask_alone(spec, deterministic), "deterministic": deterministic}
+    launch: dict[str, Any] = {"reads": "queries" if tiles is None else None}
+    launch |= backward_scheduler.launch_parameters(spec, plan, rows, dq_apart)
+    stored = not plan.heads_apart
+    launch["boxes"] = {name: box for name, box in _boxes(spec, plan).items() if name not in ("dk", "dv") or stored}
+    if plan.heads_apart:
+        launch["workspaces"] = _head_split_workspaces(spec, plan)
+    widths = dict.fromkeys((head, padded(spec.value_dim)))
+    dq_forms = [] if dq_apart else [(plan.gradient_columns(spec), "true")]
+    primitives = {
+        "shared_forms": list(dict.fromkeys([(plan.tile_q, "false"), *dq_forms])),
+        "register_forms": [(width, "true") for width in widths],
+    }
+    rendering = Rendering(template=_DKDV, primitives=primitives, optional=_OPTIONAL)
+    block = Block(plan.threads, plan.shared_memory(spec, dq_apart))
+    return backward_kernel("dkdv", spec, target, layout, context, block, launch, rendering)
+
+
+def _dkdv_fields(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool, deterministic: bool) -> list[Field]:
+    """Returns the struct members of the persistent kernel, with those that the scheduler reads."""
+    stored, converts = () if plan.heads_apart else ("dk", "dv"), plan.finishes(spec, dq_apart)
+    fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", *stored)]
     fields += [STATISTICS] if dq_apart else [STATISTICS, DQ_ACCUM, DQ_SEMAPHORE]
-    fields += [DQ_ADDED, DQ_NEXT, Field("Element*", "dq"), *strides("dq")] if finishes else []
+    fields += [DQ_ADDED, DQ_NEXT, Field("Element*", "dq"), *strides("dq")] if converts else []
     fields += backward_scheduler.scheduler_fields(spec, plan, dq_apart)
-    fields += numbers("batch") if finishes else []
+    fields += numbers("batch") if converts else []
     fields += [Field("float*", f"d{array}_sums") for array, _ in _row_widths(spec, plan) if plan.heads_apart]
     fields += _gather_fields(_gathers(spec), deterministic)
     fields += [*numbers(*(() if spec.is_varlen else ("heads_q",)), "heads_per_kv", "len_q", "len_k"), ROWS]
-    fields += [*([KEYS] if plan.heads_apart else []), *(varlen_fields() if spec.is_varlen else [])]
-    layout = layout_of(spec, fields, lists=tiles is None)
-    context = _keys_context(spec, plan, layout, deterministic) | {
-        "mask_alone": _mask_alone(spec, deterministic),
-        "deterministic": deterministic,
-        "dq_apart": dq_apart,
-        "keys_early": plan.loads_early(dq_apart),
-        "places_anew": (plan.early_scores or spec.is_varlen) and not (plan.heads_apart or in_turns or spec.dropout),
-        "finishes": finishes,
-        "divides": backward_scheduler.splits_tiles(spec, plan, dq_apart),
-        "rotates": backward_scheduler.rotates_start(spec, plan, dq_apart),
-        "in_two": takes_two_steps(spec),
-        "shares_registers": plan.shares_registers(spec),
+    return [*fields, *([KEYS] if plan.heads_apart else []), *(varlen_fields() if spec.is_varlen else [])]
+
+
+class PipelineContext(TypedDict):
+    """What the producer and the mainloop of the persistent kernel are rendered from.
+
+    Attributes:
+        head_padded: columns of a row of Q, K and dK in shared memory.
+        takes_two_steps: P is computed while the wgmma of dP runs, and dS from it in a second step.
+        shares_registers: a part of dQ has the registers of the scores.
+        prefetches_keys: K of the next work tile is loaded during the epilogue.
+        recomputes_addresses: shared memory addresses are computed in each iteration, so that no registers hold them.
+    """
+
+    head_padded: int
+    takes_two_steps: bool
+    shares_registers: bool
+    prefetches_keys: bool
+    recomputes_addresses: bool
+
+
+def _pipeline_context(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> PipelineContext:
+    has_registers = plan.heads_apart or plan.in_turns or bool(spec.dropout)
+    return {
         "head_padded": plan.head_columns(spec),
-        "gradient_columns": plan.gradient_columns(spec),
+        "takes_two_steps": takes_two_steps(spec),
+        "shares_registers": plan.shares_registers(spec),
+        "prefetches_keys": plan.loads_early(dq_apart),
+        "recomputes_addresses": (plan.early_scores or spec.is_varlen) and not has_registers,
     }
-    launch: dict[str, Any] = {"reads": "queries" if tiles is None else None}
-    launch |= backward_scheduler.launch_parameters(spec, plan, rows, dq_apart)
-    launch["boxes"] = {name: box for name, box in _boxes(spec, plan).items() if name not in ("dk", "dv") or written}
-    if plan.heads_apart:
-        launch["workspaces"] = _head_split_workspaces(spec, plan)
-    widths = dict.fromkeys((plan.head_columns(spec), padded(spec.value_dim)))
-    gradients = [] if dq_apart else [(plan.gradient_columns(spec), "true")]
-    primitives = {
-        "shared_forms": list(dict.fromkeys([(plan.tile_q, "false"), *gradients])),
-        "register_forms": [(width, "true") for width in widths],
-    }
-    rendering = Rendering(template=_KEYS, primitives=primitives, optional=_OPTIONAL)
-    return backward_kernel("dkdv", spec, target, layout, context, Block(plan.threads, shared), launch, rendering)
+
+
+class EpilogueContext(TypedDict):
+    """Where the gradients of the persistent kernel go.
+
+    Attributes:
+        dq_apart: another kernel computes dQ.
+        converts_dq: idle warps convert the dQ accumulator.
+    """
+
+    dq_apart: bool
+    converts_dq: bool
+
+
+def _epilogue_context(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> EpilogueContext:
+    return {"dq_apart": dq_apart, "converts_dq": plan.finishes(spec, dq_apart)}
 
 
 def _keys_context(
@@ -166,7 +203,6 @@ def _keys_context(
     context = {
         "plan": plan,
         "by_wgmma": True,
-        "in_turns": plan.in_turns,
         "divides_columns": divides_tiles(spec, plan.tile_q, QUERY),
         "uniform": uniform_text(spec),
         "gradient": score_gradient(spec),
@@ -223,15 +259,14 @@ def _row_widths(spec: AttentionSpec, plan: HopperPlans) -> tuple[tuple[Literal["
     return ("k", plan.head_columns(spec)), ("v", padded(spec.value_dim))
 
 
-def _wide_keys(
+def _wide_dkdv(
     spec: AttentionSpec, target: Target, plan: HopperWidePlan, rows: Rows, deterministic: bool
 ) -> RenderedKernel:
     """Returns the kernel of dK and dV for wide rows.
 
     The mode `deterministic` makes sums of gradients of captured arrays exact. Nothing else depends on it.
     """
-    tiles, shared = query_range(spec.mask.expression), plan.shared_memory(spec)
-    gathers = _gathers(spec)
+    tiles, gathers = query_range(spec.mask.expression), _gathers(spec)
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dk", "dv")]
     heads = () if spec.is_varlen else ("heads_q",)
     fields += [STATISTICS, *_gather_fields(gathers, deterministic)]
@@ -242,19 +277,20 @@ def _wide_keys(
         "mask_alone": _mask_alone(spec, bool(gathers) and deterministic),
         "deterministic": bool(gathers) and deterministic,
         "dq_apart": True,
-        "divides": False,
-        "handed_over": handed_over(spec),
+        "splits_tiles": False,
+        "exchanged": exchanged(spec),
     }
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
     launch["grid"] = partial(tiles_of_keys, spec, plan.tile_k)
     launch["boxes"] = _boxes(spec, plan)
     widths = dict.fromkeys((padded(spec.head_dim), padded(spec.value_dim)))
     primitives = {"shared_forms": [(plan.tile_q, "false")], "register_forms": [(width, "true") for width in widths]}
-    rendering = Rendering(template=_WIDE_KEYS, primitives=primitives, optional=_OPTIONAL)
-    return backward_kernel("dkdv", spec, target, layout, context, Block(plan.threads, shared), launch, rendering)
+    rendering = Rendering(template=_WIDE_DKDV, primitives=primitives, optional=_OPTIONAL)
+    block = Block(plan.threads, plan.shared_memory(spec))
+    return backward_kernel("dkdv", spec, target, layout, context, block, launch, rendering)
 
 
-def _queries(
+def _dq(
     spec: AttentionSpec, target: Target, plan: HopperQueriesPlan, rows: Rows, deterministic: bool, multiple: int
 ) -> RenderedKernel:
     """Returns the kernel that computes dQ.
@@ -263,12 +299,12 @@ def _queries(
         deterministic: the kernel is used in the deterministic mode only.
         multiple: the multiple of rows to which the row statistics are padded.
     """
-    tiles, shared = key_range(spec.mask.expression), plan.shared_memory(spec)
+    tiles = key_range(spec.mask.expression)
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dq")]
     fields += [STATISTICS, *numbers(*(() if spec.is_varlen else ("heads_q",)), "len_q", "len_k"), ROWS]
     fields += varlen_fields() if spec.is_varlen else []
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))
-    head, value = plan.head_panel(spec), panel_columns(spec.value_dim)
+    layout = layout_of(spec, fields, lists=tiles is None)
     context = {
         "plan": plan,
         "by_wgmma": True,
@@ -278,23 +314,24 @@ def _queries(
         "divides_columns": divides_tiles(spec, plan.tile_k),
         "gradient": score_gradient(spec, with_gathers=False),
         "gathers": (),
-        "in_two": not spec.dropout and not has_slope(spec),
-        "head_panel": head,
-        "value_panel": value,
+        "takes_two_steps": not spec.dropout and not has_slope(spec),
+        "head_panel": plan.head_panel(spec),
+        "value_panel": panel_columns(spec.value_dim),
         "suffix": suffix_of(spec),
         "key_tiles": visited_tiles(tiles, "BackwardDqArguments", is_masked(spec), ragged=spec.is_varlen),
         "longest_first": longest_last(tiles),
         "map_rows": MAP_ROWS,
     }
+    context |= varlen_context(spec, "BackwardDqArguments", layout, multiple, "kTileQ")
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "keys" if tiles is None else None}
     launch["grid"] = partial(tiles_of_queries, spec, plan.tile_q)
+    head, value = plan.head_panel(spec), panel_columns(spec.value_dim)
     boxes = {"q": (head, _PART_ROWS), "k": (head, plan.tile_k), "v": (value, plan.tile_k)}
     launch["boxes"] = boxes | {"d_o": (value, _PART_ROWS), "dq": (head, _WARP_ROWS)}
-    layout = layout_of(spec, fields, lists=tiles is None)
-    context |= varlen_context(spec, "BackwardDqArguments", layout, multiple, "kTileQ")
     primitives = {"shared_forms": [(plan.tile_k, "false")], "register_forms": [(padded(spec.head_dim), "true")]}
-    rendering = Rendering(template=_QUERIES, primitives=primitives, optional=_OPTIONAL)
-    return backward_kernel("dq", spec, target, layout, context, Block(plan.threads, shared), launch, rendering)
+    rendering = Rendering(template=_DQ, primitives=primitives, optional=_OPTIONAL)
+    block = Block(plan.threads, plan.shared_memory(spec))
+    return backward_kernel("dq", spec, target, layout, context, block, launch, rendering)
 
 
 def _boxes(spec: AttentionSpec, plan: HopperPlans) -> dict[str, tuple[int, ...]]:

@@ -30,7 +30,7 @@ from flashgen.codegen.tiling import padded, value_extent
 from flashgen.language.spec import AttentionSpec
 
 _ROWS = 64  # of a wgmma
-_SCORE_STAGES = 2  # tiles of dS: one is written while dQ is computed from the other
+_DS_STAGES = 2  # tiles of dS: one is written while dQ is computed from the other
 _WORK_BYTES, _RAGGED_WORK_BYTES = 16, 48  # coordinates of a work tile
 _MAX_ACCUMULATORS = 224  # registers of a thread for accumulators and products in flight
 _CROWDED = 200  # accumulator registers above which a derivative of the score function does not fit
@@ -150,16 +150,16 @@ class HopperBackwardPlan(Checked):
         """
         queries, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
         head, value = Extent("kHeadDimPadded", self.head_columns(spec)), value_extent(spec)
-        stages, score_stages = Extent("kStages", self.stages), Extent("kScoreStages", _SCORE_STAGES)
+        stages, ds_stages = Extent("kStages", self.stages), Extent("kDsStages", _DS_STAGES)
         work_bytes = literal(_RAGGED_WORK_BYTES if spec.is_varlen else _WORK_BYTES)
-        barriers = key_barriers(stages, score_stages, dq_apart)
+        barriers = key_barriers(stages, ds_stages, dq_apart)
         panels, own_parts = "a panel of 64 keys for each warpgroup", "the parts of the warps side by side"
         summed = (
-            Buffer("Score", "dS", (queries, keys), copies=score_stages, note=panels),
-            Buffer("Gradient", "dQ", (queries, head), FLOAT, note=own_parts),
+            Buffer("Ds", "dS", (queries, keys), copies=ds_stages, note=panels),
+            Buffer("Dq", "dQ", (queries, head), FLOAT, note=own_parts),
         )
         stored = (
-            Buffer("KeyGradient", "dK", (keys, head), overlays="Gradient" if self.loads_early(dq_apart) else "Key"),
+            Buffer("KeyGradient", "dK", (keys, head), overlays="Dq" if self.loads_early(dq_apart) else "Key"),
             Buffer("ValueGradient", "dV", (keys, value), overlays="Value"),
         )
         return SharedMemoryLayout(
@@ -167,7 +167,7 @@ class HopperBackwardPlan(Checked):
                 Buffer("Key", "K", (keys, head)),
                 Buffer("Value", "V", (keys, value)),
                 Buffer("Query", "Q", (queries, head), copies=stages),
-                Buffer("Output", "dO", (queries, value), copies=stages),
+                Buffer("DOutput", "dO", (queries, value), copies=stages),
                 *(() if dq_apart else summed),
                 Buffer("Statistics", "L, D", (queries,), FLOAT2, copies=stages),
                 mbarriers(barriers),
@@ -179,8 +179,10 @@ class HopperBackwardPlan(Checked):
 
     def summary(self, shared_bytes: int) -> str:
         """Returns the line that the kernel's header has about the plan."""
-        early = ", the next scores early" if self.early_scores else ""
-        heads = ", a block for each query head" if self.heads_apart else ", dQ added in turns" if self.in_turns else ""
+        early = ", early scores" if self.early_scores else ""
+        heads = (
+            ", one CTA per query head" if self.heads_apart else ", dQ added in a fixed order" if self.in_turns else ""
+        )
         return (
             f"{self.tile_q} queries x {self.tile_k} keys, {self.consumers} warpgroups of {self.consumer_registers} "
             f"registers{early}{heads}, {self.stages} stages of Q and dO, {shared_bytes} bytes of shared memory"
@@ -195,22 +197,24 @@ class HopperBackwardPlan(Checked):
         if self.tile_q not in (_ROWS, 2 * _ROWS) or self.stages < 2:
             return f"tile_q={self.tile_q} must be 64 or 128, and stages={self.stages} at least 2"
         if self.heads_apart and spec.is_varlen:
-            return "heads_apart=True: in varlen batches query heads that share a head of k and v share blocks"
+            return "heads_apart=True: varlen batches have no kernel with one CTA per query head"
         if self.in_turns and (unordered := self._unordered(spec)):
             return f"in_turns=True: {unordered}"
         if self.gradient_columns(spec) > self.tile_q:  # they share registers with scores
             columns = self.gradient_columns(spec)
             return f"tile_q={self.tile_q} has no registers for {columns} columns of dQ: take more queries"
         if self.registers(spec) > _MAX_ACCUMULATORS:
-            return f"it takes {self.registers(spec)} registers of a thread for sums and products: take fewer queries"
+            return f"it takes {self.registers(spec)} registers of a thread for accumulators: take fewer queries"
         return shared_memory_problem(self.shared_bytes(spec), target, "take fewer queries or stages")
 
     def _unordered(self, spec: AttentionSpec) -> str | None:
         """Returns why a CTA cannot know which CTAs accumulate to a tile of dQ before it; None if it can."""
         if self.heads_apart:
-            return "with heads_apart=True dK and dV are accumulated in any order: leave out one of the two"
+            return (
+                "CTAs of single query heads (heads_apart) accumulate dK and dV in any order: leave out one of the two"
+            )
         if spec.is_varlen:  # with decreasing offsets a CTA would wait for CTAs that do not exist
-            return "blocks of varlen batches add to dQ in any order"
+            return "CTAs of varlen batches add to dQ in any order"
         visited = query_range(spec.mask.expression)
         if visited is None or not visitors_are_contiguous(visited):
             return "the tiles of keys that visit a tile of queries are not proven to be contiguous"

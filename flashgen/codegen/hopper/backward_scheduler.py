@@ -1,20 +1,21 @@
-"""The tile scheduler of Hopper's persistent backward kernel. Work tiles are tiles of keys, or parts of the last ones.
+"""The tile scheduler of Hopper's persistent backward kernel. Work tiles are key tiles, or splits of the last key tiles.
 
-If the number of tiles of keys is not a multiple of the number of CTAs, many SMs idle in the last wave. The tiles of
-that wave are split along their queries if the waves of their parts end sooner than one wave of full tiles:
+If the number of key tiles is not a multiple of the number of CTAs, many SMs idle in the last wave. The key tiles of
+that wave are split along their queries if the waves of their splits end sooner than one wave of full key tiles:
 
-    rest      tiles of keys beyond full waves, fewer than SMs
-    parts     of a tile, each of some hundred queries at least, as each part loads K and V and passes on dK and dV
-    waves     of all parts of the rest
-    tiles     that are split: the rest if waves < parts, otherwise none
+    rest      key tiles beyond full waves, fewer than SMs
+    parts     splits of a key tile, with at least some hundred queries each, because every split loads K and V and
+              passes dK and dV on
+    waves     of all splits of the rest
+    tiles     key tiles that are split: the rest if waves < parts, otherwise none
 
-Under a mask the last tiles have fewer queries than others and end at about the same time, so no tile is split.
+Under a mask the last key tiles have fewer queries than others and end at about the same time, so none is split.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from flashgen.codegen.arguments import Field
 from flashgen.codegen.backward_kernels import PART_SEMAPHORE, Rows, is_masked, row_values
@@ -26,37 +27,46 @@ from flashgen.codegen.tiling import padded
 from flashgen.codegen.varlen import tiles_of_keys
 from flashgen.language.spec import AttentionSpec
 
-_NEXT_TILE = Field("unsigned*", "next_tile", comment="index of the next work tile; 0 before and after a launch")
-_TILES = Field("int", "tiles", comment="work tiles: key tiles of all heads and batches")
-_TILES_OF_HEAD = Field("int", "tiles_k", comment="key tiles of a head")
-_HEADS = Field("int", "heads", comment="heads of a sequence with work tiles of their own: KV heads, or query heads")
-_HEADS_AT_ONCE = Field("int", "heads_at_once", comment="heads with enough work tiles for all multiprocessors")
-_PARTS = (
-    Field("float*", "part_sums", comment="partial dK and dV of split key tiles"),
-    PART_SEMAPHORE,
-    Field("int", "divided", comment="split key tiles, the last ones; each split is a work tile"),
-    Field("int", "parts", comment="splits of each of them"),
+_NEXT_TILE = Field(
+    "unsigned*", "next_tile", comment="the next work tile that no CTA has taken: 0 before and after a launch"
 )
-# As measured on an H200 at head dims 64 and 128: with twice as many parts, of half the queries, short calls are slower.
+_TILES = Field("int", "tiles", comment="work tiles of all heads and batches")
+_TILES_OF_HEAD = Field("int", "tiles_k", comment="key tiles of a head")
+_HEADS = Field("int", "heads", comment="of a batch that have work tiles of their own: KV heads, or query heads")
+_HEADS_AT_ONCE = Field("int", "heads_at_once", comment="heads whose work tiles fill the card")
+_PARTS = (
+    Field("float*", "part_sums", comment="dK and dV of split key tiles, summed over the splits so far"),
+    PART_SEMAPHORE,
+    Field("int", "divided", comment="key tiles that are split, the last ones; `tiles` counts each split"),
+    Field("int", "parts", comment="splits of each of these"),
+)
+# Measured on an H200 at head dims 64 and 128: with twice as many splits of half the queries, short calls are slower.
 _MAX_PARTS, _MIN_QUERIES = 8, 512
 _WARPS, _WARP_ROWS = 4 * HopperBackwardPlan.consumers, 16  # warps of a CTA; keys of a warp
 _CONVERTED_ROWS = 1024  # rows of dQ for which one more CTA pays
 
 
+class SchedulerContext(TypedDict):
+    """What the tile scheduler and the iterator over query tiles are rendered from."""
+
+    rotates_start: bool
+    splits_tiles: bool
+
+
 class TileSplit(NamedTuple):
-    """How many tiles of keys are split, and into how many parts each."""
+    """How many key tiles are split, and into how many splits each."""
 
     tiles: Any
     parts: Any
 
 
 def rotates_start(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> bool:
-    """Whether the loops of a head's work tiles, which all have the same iterations, start at different queries."""
+    """Whether the work tiles of a head, which all have the same iterations, start at different query tiles."""
     return not (dq_apart or plan.in_turns or is_masked(spec) or spec.is_varlen)
 
 
 def splits_tiles(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> bool:
-    """Whether tiles of keys may be split."""
+    """Whether key tiles may be split."""
     return rotates_start(spec, plan, dq_apart) and plan.loads_early(dq_apart)
 
 
@@ -67,6 +77,14 @@ def interleaves(spec: AttentionSpec, plan: HopperBackwardPlan) -> bool:
     longer than others.
     """
     return plan.in_turns or (is_masked(spec) and not spec.is_varlen)
+
+
+def scheduler_context(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> SchedulerContext:
+    """Returns the template context of the scheduler."""
+    return {
+        "rotates_start": rotates_start(spec, plan, dq_apart),
+        "splits_tiles": splits_tiles(spec, plan, dq_apart),
+    }
 
 
 def scheduler_fields(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> list[Field]:
@@ -87,12 +105,12 @@ def launch_parameters(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows,
 
 
 def semaphores(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> Rows | None:
-    """Returns the number of semaphores of split tiles, one for each warp's keys; None if tiles are never split."""
+    """Returns the number of semaphores of split key tiles, one for each warp's keys; None if none are ever split."""
     return (lambda sizes: tile_split(spec, plan, sizes).tiles * _WARPS) if splits_tiles(spec, plan, dq_apart) else None
 
 
 def tile_split(spec: AttentionSpec, plan: HopperBackwardPlan, sizes: Sizes) -> TileSplit:
-    """Returns which tiles of a call are split, by the rule above. Requires `splits_tiles`."""
+    """Returns which key tiles of a call are split, by the rule above. Requires `splits_tiles`."""
     tiles, heads, batch = _tile_grid(spec, plan, sizes)
     all_tiles, slots = tiles * heads * batch, sizes.multiprocessors
     rest = all_tiles - all_tiles // slots * slots
@@ -111,13 +129,13 @@ def _part_sums(spec: AttentionSpec, plan: HopperBackwardPlan) -> Workspace:
 
 
 def _tile_grid(spec: AttentionSpec, plan: HopperBackwardPlan, sizes: Sizes) -> Grid:
-    """Returns the tiles of keys of a head, the heads that have CTAs of their own, and the batch size."""
+    """Returns the key tiles of a head, the heads that have work tiles of their own, and the batch size."""
     tiles, heads, batch = tiles_of_keys(spec, plan.tile_k, sizes)
     return tiles, sizes.heads_q if plan.heads_apart else heads, batch
 
 
 def _work_tiles(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool, sizes: Sizes) -> Any:
-    """Returns the number of work tiles: tiles of keys of all heads, with each part of a split tile counted as one."""
+    """Returns the number of work tiles: the key tiles of all heads, with each split of a key tile counted as one."""
     tiles, heads, batch = _tile_grid(spec, plan, sizes)
     unsplit = tiles * heads * batch
     if not splits_tiles(spec, plan, dq_apart):

@@ -31,7 +31,7 @@ def forward_barriers(stages: Extent, paged: bool) -> tuple[BarrierGroup, ...]:
     """Returns the barriers of the forward kernel. `paged`: the KV cache is paged."""
     queries = "Q of a tile has landed; every consumer warp has released it."
     tail = "The last tile of V, whose end is to be zeroed, has landed."
-    staged = "A stage of K has landed, and every consumer warp has released it; the same of V."
+    staged = "A stage of K has landed, and every consumer warp has released it. Then the same for V."
     return (
         BarrierGroup(queries, (_full("queries"), _empty("queries"))),
         *([BarrierGroup(tail, (_full("tail"),), at_end=True)] if paged else []),
@@ -39,40 +39,49 @@ def forward_barriers(stages: Extent, paged: bool) -> tuple[BarrierGroup, ...]:
     )
 
 
-def _queries_and_outputs(stages: Extent) -> BarrierGroup:
-    comment = "A stage of Q and of the rows' statistics has landed, and has been released; the same of dO."
-    return _pipeline(comment, "queries", "outputs", stages=stages, parity="phase")
+def _queries_and_d_outputs(stages: Extent) -> BarrierGroup:
+    comment = "A stage of Q and its row statistics has landed, and every consumer warp has released it. Then for dO."
+    return _pipeline(comment, "queries", "d_outputs", stages=stages, parity="phase")
 
 
-def _scores(comment: str, stages: Extent, arrivals: str) -> BarrierGroup:
-    barriers = Barrier("scores_full", arrivals), Barrier("scores_empty", arrivals)
-    return BarrierGroup(comment, barriers, stages, parity="score_phase")
+def _between_consumers(comment: str, name: str, stages: Extent, arrivals: str) -> BarrierGroup:
+    """Returns the full and empty barriers of a pipeline that consumer warps fill, and other consumer warps read."""
+    barriers = Barrier(f"{name}_full", arrivals), Barrier(f"{name}_empty", arrivals)
+    return BarrierGroup(comment, barriers, stages, parity=f"{name}_phase")
 
 
 @cache
-def key_barriers(stages: Extent, score_stages: Extent, dq_apart: bool) -> tuple[BarrierGroup, ...]:
+def key_barriers(stages: Extent, ds_stages: Extent, dq_apart: bool) -> tuple[BarrierGroup, ...]:
     """Returns the barriers of the persistent backward kernel. `dq_apart`: another kernel computes dQ."""
-    scores = _scores("Every consumer warp has written its part of dS, and has read dS.", score_stages, _CONSUMER_WARPS)
-    freed = "The previous tile of dQ has been added to global memory, so that its buffer is free."
-    added = BarrierGroup(freed, (Barrier("gradients_empty", _ONE_THREAD),))
-    written = "Every consumer warp has written its part of a tile of dQ, of an even step and of an odd one."
-    gradients = BarrierGroup(written, (Barrier("gradients_full", _CONSUMER_WARPS),), literal(2))
-    work_readers = _CONSUMER_WARPS if dq_apart else f"{_CONSUMER_WARPS} + kAdders"
+    ds_comment = "Every consumer warp has written its part of dS, and has read dS."
+    ds = _between_consumers(ds_comment, "ds", ds_stages, _CONSUMER_WARPS)
+    dq_read = (
+        "The dQ writer has read a tile of dQ from the buffer, which is free. There is one phase for each iteration."
+    )
+    dq_written = "Every consumer warp has written its part of a tile of dQ, in an even and in an odd iteration."
+    dq = (
+        BarrierGroup(dq_read, (Barrier("dq_empty", _ONE_THREAD),)),
+        BarrierGroup(dq_written, (Barrier("dq_full", _CONSUMER_WARPS),), literal(2), parity="dq_phase"),
+    )
+    readers = _CONSUMER_WARPS if dq_apart else f"{_CONSUMER_WARPS} + kDqWriters"
     released = _empty("keys"), _empty("values")
-    work = _full("work_tile"), Barrier("work_tile_empty", work_readers)
+    work_tile = _full("work_tile"), Barrier("work_tile_empty", readers)
+    published = "The producer has published a work tile, and all its readers are done with it."
     return (
-        _queries_and_outputs(stages),
-        *(() if dq_apart else (scores, added, gradients)),
-        BarrierGroup("Every consumer warp has released K of a work tile; the same of V.", released),
-        BarrierGroup("The coordinates of a work tile are written, and have been read.", work, literal(2)),
+        _queries_and_d_outputs(stages),
+        *(() if dq_apart else (ds, *dq)),
+        BarrierGroup("Every consumer warp has released K, and V. There is one phase for each work tile.", released),
+        BarrierGroup(published, work_tile, literal(2), parity="work_tile_phase"),
     )
 
 
 @cache
-def wide_key_barriers(stages: Extent, score_stages: Extent) -> tuple[BarrierGroup, ...]:
+def wide_key_barriers(stages: Extent, exchange_stages: Extent) -> tuple[BarrierGroup, ...]:
     """Returns the barriers of the kernel of wide rows, in which one warpgroup passes scores to the other."""
-    exchanged = "The four warps of one warpgroup have written what they hand over; those of the other have read it."
-    return _queries_and_outputs(stages), _scores(exchanged, score_stages, "4")
+    comment = (
+        "The warps of one warpgroup have written what they pass to the other one, and those of the other have read it."
+    )
+    return _queries_and_d_outputs(stages), _between_consumers(comment, "exchange", exchange_stages, "4")
 
 
 @cache
@@ -81,5 +90,7 @@ def query_barriers(key_stages: Extent, value_stages: Extent) -> tuple[BarrierGro
     return (
         BarrierGroup("Q and dO have landed.", (_full("queries"),)),
         _pipeline("A stage of K has landed, and has been released.", "keys", stages=key_stages, parity="key_phase"),
-        _pipeline("The same of V.", "values", stages=value_stages, parity="value_phase"),
+        _pipeline(
+            "A stage of V has landed, and has been released.", "values", stages=value_stages, parity="value_phase"
+        ),
     )

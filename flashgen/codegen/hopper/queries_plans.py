@@ -64,7 +64,7 @@ class HopperQueriesPlan(Checked):
         return SharedMemoryLayout(
             (
                 Buffer("Query", "Q", (rows, head), copies=consumers),
-                Buffer("Output", "dO", (rows, value), copies=consumers),
+                Buffer("DOutput", "dO", (rows, value), copies=consumers),
                 Buffer("Key", "K", (keys, head), copies=key_stages),
                 Buffer("Value", "V", (keys, value), copies=value_stages),
                 mbarriers(barriers),
@@ -91,7 +91,7 @@ class HopperQueriesPlan(Checked):
         if self.key_stages < 2 or self.value_stages < 1:
             return f"key_stages={self.key_stages} must be at least 2, and value_stages={self.value_stages} positive"
         if self.registers(spec) > _MAX_ACCUMULATORS:
-            return f"it takes {self.registers(spec)} registers of a thread for sums and products: take fewer keys"
+            return f"it takes {self.registers(spec)} registers of a thread for accumulators: take fewer keys"
         return shared_memory_problem(self.shared_bytes(spec), target, "take fewer keys or stages")
 
 

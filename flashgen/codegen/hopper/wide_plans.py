@@ -16,14 +16,14 @@ from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import head_extent, padded, value_extent
 from flashgen.language.spec import AttentionSpec
 
-_SCORE_STAGES = 2  # stages of the buffer by which one warpgroup passes scores to the other
+_EXCHANGE_STAGES = 2  # stages of the buffer by which one warpgroup passes scores to the other
 _MAX_ACCUMULATORS = 216  # registers of a thread for accumulators, products in flight and operands
 
 
-HandedOver = Literal["probabilities", "factors", "products"]
+Exchanged = Literal["probabilities", "factors", "products"]
 
 
-def handed_over(spec: AttentionSpec) -> HandedOver:
+def exchanged(spec: AttentionSpec) -> Exchanged:
     """Returns what the warpgroup that computes P passes to the one that computes dS.
 
     "probabilities": P, if dS follows from P alone. "factors": P times the derivative of the score function, and whether
@@ -39,7 +39,7 @@ def handed_over(spec: AttentionSpec) -> HandedOver:
 class HopperWidePlan(Checked):
     """The plan of the kernel whose CTAs loop over the queries of 64 keys.
 
-    One warpgroup computes P and dV, and passes what `handed_over` returns to another, which computes dS and dK.
+    One warpgroup computes P and dV, and passes what `exchanged` returns to another, which computes dS and dK.
 
     Attributes:
         tile_q: queries of an iteration.
@@ -85,16 +85,23 @@ class HopperWidePlan(Checked):
         In the epilogue dK and dV overlay K and V.
         """
         queries, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
-        stages, score_stages = Extent("kStages", self.stages), Extent("kScoreStages", _SCORE_STAGES)
-        head, value, barriers = head_extent(spec), value_extent(spec), wide_key_barriers(stages, score_stages)
-        label, element = ("P", ELEMENT) if handed_over(spec) == "probabilities" else ("handed over", FLOAT)
+        stages, exchange_stages = Extent("kStages", self.stages), Extent("kExchangeStages", _EXCHANGE_STAGES)
+        head, value, barriers = head_extent(spec), value_extent(spec), wide_key_barriers(stages, exchange_stages)
+        label, element = ("P", ELEMENT) if exchanged(spec) == "probabilities" else (exchanged(spec), FLOAT)
         return SharedMemoryLayout(
             (
                 Buffer("Key", "K", (keys, head)),
                 Buffer("Value", "V", (keys, value)),
                 Buffer("Query", "Q", (queries, head), copies=stages),
-                Buffer("Output", "dO", (queries, value), copies=stages),
-                Buffer("Score", label, (queries, keys), element, copies=score_stages, note="as lanes hold it"),
+                Buffer("DOutput", "dO", (queries, value), copies=stages),
+                Buffer(
+                    "Exchange",
+                    label,
+                    (queries, keys),
+                    element,
+                    copies=exchange_stages,
+                    note="in the order of the fragments",
+                ),
                 Buffer("Statistics", "L, D", (queries,), FLOAT2, copies=stages),
                 mbarriers(barriers),
                 Buffer("KeyGradient", "dK", (keys, head), overlays="Key"),
@@ -106,7 +113,7 @@ class HopperWidePlan(Checked):
     def summary(self, shared_bytes: int) -> str:
         """Returns the line that the kernel's header has about the plan."""
         return (
-            f"{self.tile_q} queries x {self.tile_k} keys, a warpgroup for dV and one for dK, of "
+            f"{self.tile_q} queries x {self.tile_k} keys, one warpgroup for dV and one for dK, of "
             f"{self.consumer_registers} registers, {self.stages} stages of Q and dO, {shared_bytes} bytes of shared "
             "memory"
         )
@@ -120,7 +127,7 @@ class HopperWidePlan(Checked):
         if self.tile_q % 16 or not 16 <= self.tile_q <= 256 or self.stages < 2:
             return f"tile_q={self.tile_q} must be a multiple of 16 up to 256, and stages={self.stages} at least 2"
         if self.registers(spec) > _MAX_ACCUMULATORS:
-            return f"it takes {self.registers(spec)} registers of a thread for sums and products: take fewer queries"
+            return f"it takes {self.registers(spec)} registers of a thread for accumulators: take fewer queries"
         return shared_memory_problem(self.shared_bytes(spec), target, "take fewer queries or stages")
 
 
@@ -131,5 +138,5 @@ _DEFAULT, _LIGHT = HopperWidePlan(), HopperWidePlan(32, stages=3)
 def choose_hopper_wide_plan(spec: AttentionSpec, target: Target) -> HopperWidePlan:
     """Returns the default plan of a spec, with fewer queries if dropout or the score function needs more registers."""
     demand = demand_of(spec)
-    loads = handed_over(spec) == "products" and demand.weight in (Weight.LOADING, Weight.HEAVY)
+    loads = exchanged(spec) == "products" and demand.weight in (Weight.LOADING, Weight.HEAVY)
     return _LIGHT if demand.drops or loads else _DEFAULT
