@@ -721,7 +721,7 @@ __device__ __forceinline__ void consumer_dk(const WorkTile& work, unsigned share
     start_product<kValueDimPadded, kValuePanel, kTileK, kTileQ>(d_scores, shared + kValueOffset,
                                                                 d_outputs_at(shared, iteration));
   };
-  const auto compute_ds = [&](int iteration) {
+  const auto finish_ds = [&](int iteration) {
     const unsigned char* statistics = shared_memory + kStatisticsOffset + iteration % kStages * kStatisticsBytes;
     float probabilities[kTileQ / 2];
     release(barriers.d_outputs_empty(iteration));
@@ -737,13 +737,13 @@ __device__ __forceinline__ void consumer_dk(const WorkTile& work, unsigned share
   if (!iterator.done(arguments)) {
     start_dp(0);
     await_product<0>(d_scores);
-    compute_ds(0);
+    finish_ds(0);
     pack_scores(fragments, d_scores);
     for (iterator.advance(work, arguments); !iterator.done(arguments); iterator.advance(work, arguments), ++iteration) {
       start_dp(iteration + 1);
       start_accumulate<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, fragments, queries_at(shared, iteration));
       await_product<1>(d_scores);
-      compute_ds(iteration + 1);
+      finish_ds(iteration + 1);
       await_product<0>(d_keys);
       release(barriers.queries_empty(iteration));
       pack_scores(fragments, d_scores);
