@@ -4,9 +4,9 @@ python docs/refresh.py             # writes what is stale, and lists it
 python docs/refresh.py --check     # lists it, and exits with status 1 if there is any
 
 A fenced block with the language `console` is a transcript: below each `$ ` line stands what the command prints. A block
-with a title such as `generated/NAME.cu: online_softmax` is that function of that file; `FILE: /first line/ to /last line/`
-are those lines. A command of an `sh` block that writes to docs/ draws the picture that is committed there. Tables of
-features are between two marks (features.py).
+with a title such as `generated/NAME.cu: online_softmax` is that function of that file; `FILE: /first line/ to /last
+line/` are those lines. A command of an `sh` block that writes to docs/ draws the picture that is committed there.
+Tables of features are between two marks (features.py).
 """
 
 from __future__ import annotations

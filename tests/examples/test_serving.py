@@ -63,7 +63,7 @@ def test_the_check_sees_a_token_that_is_not_the_models(example: Any) -> None:
     right = server.run([request])[0]
     assert example.check(model, [request], {0: right}).startswith("3 tokens checked")
     wrong = [*right[:-1], (right[-1] + 1) % 96]
-    with pytest.raises(SystemExit, match="that a pass without a cache does not take"):
+    with pytest.raises(SystemExit, match="that a pass without a cache does not select"):
         example.check(model, [request], {0: wrong})
     with pytest.raises(SystemExit, match="has lost its prompt"):
         example.check(model, [request], {0: [9, *right[1:]]})
@@ -79,7 +79,7 @@ def test_what_can_never_fit(example: Any) -> None:
     server = Server(model, example.Dense(model, 1, 256), Pool(2, 4), 1, 256, 8, capture=False)
     with pytest.raises(ValueError, match="request 5 has 9 tokens; the pool has 2 pages of 4"):
         server.run([Request(5, [1] * 6, 3)])
-    with pytest.raises(ValueError, match="has 300 tokens; a slot has place for 256"):
+    with pytest.raises(ValueError, match="has 300 tokens; a slot has room for 256"):
         server.run([Request(6, [1] * 290, 10)])
 
 
