@@ -172,7 +172,7 @@ def test_tile_lists_of_another_kind_are_refused() -> None:
     assert lists.keys is not None
     wrong = {
         "tile_lists of type TileLists: give what attention.backward_tile_lists": compiled.tile_lists(20, 30, ids=ids),
-        r"tile_lists are for the kernels of \['keys', 'queries'\]": exact.backward_tile_lists(20, 30, ids=ids),
+        r"tile_lists are for the kernels of \['dkdv', 'dq'\]": exact.backward_tile_lists(20, 30, ids=ids),
         r"made for \(len_q, len_k\) \(20, 31\)": compiled.backward_tile_lists(20, 31, ids=np.zeros(31, np.int32)),
         "made for direction keys": replace(lists, keys=replace(lists.keys, direction="keys")),
         "made for tile": replace(lists, keys=replace(lists.keys, tile=(8, 8))),

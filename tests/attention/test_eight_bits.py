@@ -74,7 +74,7 @@ def test_every_variant(number: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_every_value_is_widened_exactly(kind: str, dtype: str) -> None:
-    """One key: the output is its value times the scale, and the LSE its product with q; all 256 bit patterns of each."""
+    """One key: the output is its value times the scale, the LSE its product with q; all 256 bit patterns of each."""
     bits = np.arange(256, dtype=np.uint8)
     numbers = bits.view(np.int8) if kind == "int8" else bits.view(ml_dtypes.float8_e4m3fn)
     finite = np.isfinite(numbers.astype(np.float32))

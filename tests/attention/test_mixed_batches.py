@@ -384,7 +384,7 @@ def test_invalid_plans_are_refused(plan: Any, said: str) -> None:
 
 
 def test_hopper_launches_two_kernels() -> None:
-    """One kernel is for prompts and one for the other sequences; only the latter is launched if there can be no prompts."""
+    """One is for prompts and one for other sequences; only the latter is launched if there can be no prompts."""
     compiled = attention.compile(CAUSAL, target="sm_90a", emulate=True)
     assert isinstance(compiled.plan, HopperMixedPlan) and [each.role for each in compiled.kernels] == ["forward", "few"]
     for how in ({"page_size": 4}, {"kv_dtype": "int8"}):

@@ -158,9 +158,7 @@ def test_heads_run_side_by_side_to_fill_the_card(monkeypatch: pytest.MonkeyPatch
     made = backward_scheduler._values
     monkeypatch.setattr(backward_scheduler, "_values", lambda *args: given.append(made(*args)) or given[-1])
     gradients(spec, PLAN, Shape(200, 200, 2, 3, 3), ONE_BY_ONE[0])
-    assert [values["heads_at_once"] for values in given] == [
-        2
-    ]  # two tiles of keys each; three multiprocessors
+    assert [values["heads_at_once"] for values in given] == [2]  # two tiles of keys each; three multiprocessors
 
 
 def test_one_kernel_computes_all_gradients() -> None:

@@ -33,14 +33,14 @@ MUTANTS = (
         "flashgen/analysis/closed_forms/inequalities.py",
         "(node in _NEVER_NEGATIVE or isinstance(node, ops.Abs))",
         "(node in _NEVER_NEGATIVE or isinstance(node, (ops.Abs, ops.Capture)))",
-        ("tests/analysis/test_bounds.py::test_a_scalar_is_not_taken_for_positive",),
+        ("tests/analysis/test_bounds.py::test_a_scalar_may_be_negative",),
     ),
     Mutant(
         "float intervals not widened",
         "flashgen/analysis/intervals/interval.py",
         "_RELATIVE = 2.0**-20",
         "_RELATIVE = 0.0",
-        ("tests/analysis/test_intervals.py::test_bounds_of_one_element_hold_what_float32_makes_of_it",),
+        ("tests/analysis/test_intervals.py::test_bounds_of_one_element_include_float32_rounding",),
     ),
     Mutant(
         "// and % by negative constants in device ranges",
@@ -89,42 +89,42 @@ MUTANTS = (
         "flashgen/analysis/intervals/evaluation.py",
         "return Interval(np.where(a.nan, np.minimum(low, 0), low), np.where(a.nan, np.maximum(high, 0), high))",
         "return Interval(low, high)",
-        ("tests/analysis/test_intervals.py::test_a_nan_becomes_0",),
+        ("tests/analysis/test_intervals.py::test_nan_converts_to_0",),
     ),
     Mutant(
         "an extreme of NaN and a number taken for that of two numbers",
         "flashgen/analysis/intervals/evaluation.py",
         "either = hull(a, b)",
         "either = picked",
-        ("tests/analysis/test_intervals.py::test_what_is_or_makes_a_nan",),
+        ("tests/analysis/test_intervals.py::test_nan_inputs_and_results",),
     ),
     Mutant(
         "0 x infinity taken for a number",
         "flashgen/analysis/intervals/evaluation.py",
         "a.nan | b.nan | (infinite & zero))",
         "a.nan | b.nan)",
-        ("tests/analysis/test_intervals.py::test_what_is_or_makes_a_nan",),
+        ("tests/analysis/test_intervals.py::test_nan_inputs_and_results",),
     ),
     Mutant(
         "infinity - infinity in one order alone",
         "flashgen/analysis/intervals/evaluation.py",
         "(np.isposinf(a.high) & np.isneginf(b.low)) | (np.isneginf(a.low) & np.isposinf(b.high))",
         "np.isposinf(a.high) & np.isneginf(b.low)",
-        ("tests/analysis/test_intervals.py::test_what_is_or_makes_a_nan",),
+        ("tests/analysis/test_intervals.py::test_nan_inputs_and_results",),
     ),
     Mutant(
         "infinity - infinity in the other order alone",
         "flashgen/analysis/intervals/evaluation.py",
         "(np.isposinf(a.high) & np.isneginf(b.low)) | (np.isneginf(a.low) & np.isposinf(b.high))",
         "np.isneginf(a.low) & np.isposinf(b.high)",
-        ("tests/analysis/test_intervals.py::test_what_is_or_makes_a_nan",),
+        ("tests/analysis/test_intervals.py::test_nan_inputs_and_results",),
     ),
     Mutant(
         "waves that turn once in 4 pi",
         "flashgen/analysis/intervals/evaluation.py",
         "np.floor((a.high - phase) / (2 * np.pi)) > np.floor((a.low - phase) / (2 * np.pi))",
         "np.floor((a.high - phase) / (4 * np.pi)) > np.floor((a.low - phase) / (4 * np.pi))",
-        ("tests/analysis/test_intervals.py::test_waves_reach_their_tops_and_bottoms",),
+        ("tests/analysis/test_intervals.py::test_sine_and_cosine_reach_their_extremes",),
     ),
     Mutant(
         "of -0.0 and 0.0, maximum and minimum give what stands first",
@@ -214,7 +214,7 @@ MUTANTS = (
         "flashgen/build/entries.py",
         "                _check_trusted(os.fstat(file.fileno()), self.cache_status, name)\n",
         "",
-        ("tests/build/test_trust.py::test_what_somebody_planted_is_built_again",),
+        ("tests/build/test_trust.py::test_planted_entries_are_rebuilt",),
     ),
     Mutant(
         "files are not flushed to the disk",
@@ -223,7 +223,7 @@ MUTANTS = (
         "",
         (
             "tests/test_files.py::test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_end",
-            "tests/build/test_cache.py::test_an_entry_is_on_the_disk_before_it_is_in_its_place",
+            "tests/build/test_cache.py::test_an_entry_is_flushed_to_disk_before_it_is_renamed",
         ),
     ),
     Mutant(
@@ -233,7 +233,7 @@ MUTANTS = (
         "        pass\n",
         (
             "tests/test_files.py::test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_end",
-            "tests/build/test_cache.py::test_an_entry_is_on_the_disk_before_it_is_in_its_place",
+            "tests/build/test_cache.py::test_an_entry_is_flushed_to_disk_before_it_is_renamed",
         ),
     ),
     Mutant(
@@ -301,7 +301,7 @@ MUTANTS = (
         "flashgen/codegen/ragged.py",
         "EXTRA_SEQUENCES = 2",
         "EXTRA_SEQUENCES = 0",
-        ("tests/codegen/test_ragged_text.py::test_slots_are_enough_and_apart_whatever_the_lengths",),
+        ("tests/codegen/test_ragged_text.py::test_workspace_slots_suffice_and_are_disjoint_for_any_lengths",),
     ),
     Mutant(
         "maps of ragged batches begin with the array",
@@ -466,6 +466,6 @@ MUTANTS = (
         "flashgen/codegen/mma_sync/mixed.py",
         "counts=partial(arrival_counters, spec),",
         "counts=None,",
-        ("tests/codegen/test_mixed_kernel.py::test_a_launch_follows_from_tokens_and_sequences",),
+        ("tests/codegen/test_mixed_kernel.py::test_a_launch_depends_on_tokens_and_sequences",),
     ),
 )
