@@ -342,4 +342,4 @@ def test_an_entry_is_flushed_to_disk_before_it_is_renamed(tmp_path: Path, monkey
     monkeypatch.setattr(Path, "rename", renamed)
     folder = KernelCache(tmp_path / "cache").get_or_build("k", KEY, lambda: {"a": b"1", "b": b"22"})
     assert sorted(events[:3]) == ["a: 1", "b: 2", f"meta.json: {(folder / META).stat().st_size}"]
-    assert events[3:] == ["staging", "rename", "rename", "cache"]  # the first rename checks for an existing entry
+    assert events[3:] == ["staging", "rename", "rename", "cache"]  # the first moves an existing entry away

@@ -1,4 +1,4 @@
-"""What commands write where their user says is whole, or what was there before."""
+"""Output files of commands are complete, or keep their previous contents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashgen.errors import ArgumentError
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that takes names and no bytes."""
+    """A disk that accepts names but no data."""
 
     def refuse(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -24,7 +24,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", refuse)
 
 
-def test_a_picture(tmp_path: Path, full_disk: None) -> None:
+def test_an_image(tmp_path: Path, full_disk: None) -> None:
     path = tmp_path / "tiles.svg"
     path.write_text("before")
     result = CliRunner().invoke(app, ["show", "causal()", "--target", "sm_80", "--what", "tiles", "-o", str(path)])

@@ -1,4 +1,4 @@
-"""Changes to flashgen that a test must notice: one small mistake each, and the tests that fail where it is made."""
+"""Mutants of flashgen: one small mistake each, and the tests that must fail with it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutant:
-    """A mistake: `before`, which stands once in `file`, becomes `after`.
+    """A mistake: `before`, which occurs once in `file`, becomes `after`.
 
-    name: what is wrong then. tests: of pytest, at least one of which fails then; `path` or `path::test`.
+    name: the effect of the mistake. tests: pytest paths, `path` or `path::test`, of which at least one must fail.
     """
 
     name: str
@@ -47,7 +47,7 @@ MUTANTS = (
         "flashgen/codegen/expressions/interval_text.py",
         "isinstance(node.args[1], sympy.Integer) and int(node.args[1]) > 0:",
         "isinstance(node.args[1], sympy.Integer):",
-        ("tests/lists/test_listed_tiles.py::test_lists_are_the_classes_of_the_elements",),
+        ("tests/lists/test_listed_tiles.py::test_lists_equal_the_classes",),
     ),
     Mutant(
         "tiles of each sequence by the length of the first",
@@ -61,14 +61,14 @@ MUTANTS = (
         "flashgen/language/bound.py",
         "if name in bound_left and bound_left[name].original is bound_right[name].original:",
         "if name in bound_left:",
-        ("tests/language/test_closures.py::test_other_arrays_of_one_name_get_names_of_their_own",),
+        ("tests/language/test_closures.py::test_distinct_arrays_of_one_name_get_distinct_names",),
     ),
     Mutant(
         "a copy on a GPU of values that were written over is kept",
         "flashgen/language/bound.py",
         "copied is None or not _same_bytes(copied, values)",
         "copied is None",
-        ("tests/language/test_closures.py::test_copies_are_of_the_values_of_now",),
+        ("tests/language/test_closures.py::test_copies_have_current_values",),
     ),
     Mutant(
         "// by a range that starts at 0 taken for one without 0",
@@ -131,7 +131,7 @@ MUTANTS = (
         "flashgen/language/evaluate.py",
         "np.where((a == 0) & (b == 0), a + b, larger)",
         "np.where((a == 0) & (b == 0), a, larger)",
-        ("tests/language/test_evaluate.py::test_extremes_of_zeros_and_of_nan",),
+        ("tests/language/test_evaluate.py::test_minimum_and_maximum_of_zeros_and_nan",),
     ),
     Mutant(
         "the larger of two equal operands has the whole gradient",
@@ -222,7 +222,7 @@ MUTANTS = (
         "    os.fsync(file.fileno())\n",
         "",
         (
-            "tests/test_files.py::test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_end",
+            "tests/test_files.py::test_data_is_flushed_before_the_rename_and_the_rename_before_the_end",
             "tests/build/test_cache.py::test_an_entry_is_flushed_to_disk_before_it_is_renamed",
         ),
     ),
@@ -232,7 +232,7 @@ MUTANTS = (
         "        os.fsync(descriptor)\n",
         "        pass\n",
         (
-            "tests/test_files.py::test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_end",
+            "tests/test_files.py::test_data_is_flushed_before_the_rename_and_the_rename_before_the_end",
             "tests/build/test_cache.py::test_an_entry_is_flushed_to_disk_before_it_is_renamed",
         ),
     ),
@@ -241,7 +241,7 @@ MUTANTS = (
         "flashgen/build/prebuilt.py",
         'if not is_plain_name(file.get("path")) or file["path"] == MANIFEST:',
         'if file.get("path") == MANIFEST:',
-        ("tests/release/test_release_writing.py::test_a_manifest_names_files_of_its_folder_alone",),
+        ("tests/release/test_release_writing.py::test_a_manifest_only_names_files_of_its_folder",),
     ),
     # attention
     Mutant(
@@ -277,7 +277,7 @@ MUTANTS = (
         "flashgen/runtime/counters.py",
         " and found[1].size >= count:\n            return found[1]\n        return",
         ":\n            return found[1]\n        return",
-        ("tests/runtime/test_counters.py::test_launches_that_want_more_counters_get_more",),
+        ("tests/runtime/test_counters.py::test_launches_that_need_more_counters_get_more",),
     ),
     Mutant(
         "the backward drops by the number of a seed that an array holds",
@@ -366,8 +366,8 @@ MUTANTS = (
         "return PARTIAL if found.kind == FULL and found.rectangle != rectangle else found.kind",
         "return found.kind",
         (
-            "tests/ranks/test_plans.py::test_classes_of_rectangles_are_those_of_their_elements",
-            "tests/ranks/test_plans.py::test_a_rectangle_that_is_full_as_far_as_it_is_seen_is_partial",
+            "tests/ranks/test_plans.py::test_classes_of_rectangles_equal_those_of_their_elements",
+            "tests/ranks/test_plans.py::test_a_full_rectangle_that_continues_is_partial",
         ),
     ),
     Mutant(
@@ -396,7 +396,7 @@ MUTANTS = (
         "flashgen/ranks/plan.py",
         "_join_full_blocks(blocks) if self._can_join_blocks else blocks",
         "_join_full_blocks(blocks)",
-        ("tests/ranks/test_plans.py::test_a_full_block_may_hold_several_places_only_where_nothing_depends_on_them",),
+        ("tests/ranks/test_plans.py::test_full_blocks_join_positions_only_where_nothing_depends_on_them",),
     ),
     Mutant(
         "a ring's gradients of keys stay with who found them",
@@ -410,7 +410,7 @@ MUTANTS = (
         "flashgen/ranks/halo.py",
         "Rows(stretch_k.row_of(own_first), own_end - own_first)",
         "Rows(stretch_k.row, own_end - own_first)",
-        ("tests/ranks/test_plans.py::test_what_a_rim_joins_stands_side_by_side",),
+        ("tests/ranks/test_plans.py::test_joined_boundary_keys_are_contiguous",),
     ),
     Mutant(
         "rims whose received rows always stand first",
