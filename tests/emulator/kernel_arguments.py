@@ -1,4 +1,4 @@
-"""Python values as a kernel's argument struct."""
+"""Python values as the argument struct of a kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashgen.runtime.emulated_maps import encode_map
 
 
 def pack_arguments(values: tuple[Any, ...]) -> tuple[bytes, list[tuple[int, np.ndarray[Any, Any]]]]:
-    """A struct of the values with C's alignment: arrays are pointers, np.int64 long long, int int, float float.
+    """Returns a struct of the values with C's alignment: arrays are pointers, np.int64 long long, int int, float float.
 
     Tensor maps (of hopper_kernels.py) come first.
     """

@@ -1,4 +1,4 @@
-"""The families of variants are importable as `families` here, and by the scripts in this folder."""
+"""Makes the families of variants importable as `families` here and in the scripts of this folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lists that the generated kernels make for the suite are, tile by tile, what brute force says."""
+"""The lists that generated kernels write for the suite equal brute force, tile by tile."""
 
 from __future__ import annotations
 

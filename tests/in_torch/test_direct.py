@@ -1,4 +1,4 @@
-"""Calls that launch again what calls like them have worked out: the same launches, and for calls like them alone."""
+"""Replayed calls: they launch what an earlier call with the same cache key prepared, and only then."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Launched = list[tuple[Any, ...]]
 
 
 class _Memory:
-    """Memory for results: a call's are where those of the call before were, so that launches can be compared."""
+    """Memory for results at the addresses of the previous call, so that launches can be compared."""
 
     def __init__(self) -> None:
         self._kept: dict[Any, torch.Tensor] = {}
@@ -51,7 +51,7 @@ def memory() -> _Memory:
 
 @pytest.fixture
 def launched(memory: _Memory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
-    """What a GPU would be given of CPU tensors: (grid, struct, stream) of each launch."""
+    """Records what a GPU would be given for CPU tensors: (grid, struct, stream) of each launch."""
     seen: Launched = []
 
     def look(tensor: torch.Tensor, _argument: str) -> arrays.View:
@@ -81,19 +81,19 @@ def _tensors(number: int, *shape: int) -> list[torch.Tensor]:
 
 
 def _compiled(target: str, sharded: bool = False) -> Any:
-    """Of a spec that no other test has, as what is compiled of one is remembered, here with launches that are none."""
+    """Returns a spec that no other test has, because compiled attentions are cached, here with recorded launches."""
     spec = AttentionSpec(64, "float16", mask=fg.causal(), scale=1 / next(_SCALES))
     return fg.compile(spec.shard() if sharded else spec, target=target)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
-def test_launches_are_those_of_the_attention_itself(target: str, launched: Launched, memory: _Memory) -> None:
+def test_replayed_launches_equal_those_of_the_attention(target: str, launched: Launched, memory: _Memory) -> None:
     """Byte for byte, forward and backward, with and without the LSE and its gradient."""
     attention, (q, k, v, d_out) = _compiled(target), _tensors(4)
-    q = q.transpose(1, 2).contiguous().transpose(1, 2)  # results are nested as it is
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)  # results have the same structure
     for with_lse in (False, True):
         if not with_lse:
-            assert direct.forward(attention, q, k, v, with_lse) is None, "nothing is known yet"
+            assert direct.forward(attention, q, k, v, with_lse) is None, "nothing is cached yet"
         memory.again()
         made = attention(q, k, v, return_lse=with_lse)
         direct.learn_forward(attention, q, k, v)
@@ -124,9 +124,9 @@ def test_launches_are_those_of_the_attention_itself(target: str, launched: Launc
             {"mask": fg.full()},
             (1, 8, 512, 64),
             (1, 8, 2048, 64),
-        ),  # blocks share the last tiles of keys, in memory for their parts
-        ({}, (1, 8, 512, 64), (1, 2, 2048, 64)),  # gradients of few heads of keys are sums, which begin as zeros
-        ({}, (2, 8, 1, 64), (2, 2, 4096, 64)),  # keys in parts, which a second kernel merges
+        ),  # blocks share the last tiles of keys, with partial results in memory
+        ({}, (1, 8, 512, 64), (1, 2, 2048, 64)),  # gradients of few KV heads are accumulators, which start at zero
+        ({}, (2, 8, 1, 64), (2, 2, 4096, 64)),  # split keys, which a second kernel merges
         ({"mask": fg.sliding_window(64), "score": fg.softcap(30.0)}, SHAPE, SHAPE),
         ({"value_dim": 96}, SHAPE, SHAPE),
         ({}, SHAPE, (2, 4, 0, 64)),  # without keys gradients are zeros, which are set
@@ -136,7 +136,7 @@ def test_launches_are_those_of_the_attention_itself(target: str, launched: Launc
 def test_launches_of_kernels_of_every_kind(
     options: dict[str, Any], rows_q: Any, rows_k: Any, target: str, launched: Launched, memory: _Memory
 ) -> None:
-    """By positions as by names: workspaces, counters, several stages; and what must be done beside launches is done."""
+    """By position and by name: workspaces, counters, several kernels; work besides launches is done, too."""
     spec = AttentionSpec(64, "float16", scale=1 / next(_SCALES), **options)
     attention = fg.compile(spec, target=target)
     (q, d_out), (k, v) = _tensors(2, *rows_q), _tensors(2, *rows_k)
@@ -162,8 +162,8 @@ def test_launches_of_kernels_of_every_kind(
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
-def test_launches_into_given_memory_with_numbers(target: str, launched: Launched, memory: _Memory) -> None:
-    """Of shards, whose places are numbers: calls of other places are others."""
+def test_launches_with_output_arrays_and_numbers(target: str, launched: Launched, memory: _Memory) -> None:
+    """Shards, whose positions are numbers: calls with other positions differ."""
     attention, (q, k, v, d_out, out, *into) = _compiled(target, sharded=True), _tensors(8)
     lse = torch.zeros(SHAPE[:3])
     places = {"shard_b": 0, "shard_h": 0, "shard_q": 128, "shard_k": 96, "whole_q": 512, "whole_k": 512}
@@ -188,15 +188,15 @@ def test_launches_into_given_memory_with_numbers(target: str, launched: Launched
     direct.learn_forward(attention, q, k, v, (out, lse), other_numbers)
     launched.clear()
     direct.forward(attention, q, k, v, True, (out, lse), other_numbers)
-    assert launched[0][1] != wanted[0][1], "its places are its own"
+    assert launched[0][1] != wanted[0][1], "the positions belong to the call"
     with pytest.raises(ArgumentError, match="shares memory"):
         shared = (out, d_out, into[0])
         direct.learn_backward(attention, read, shared, numbers)
         direct.backward(attention, read, shared, numbers)
 
 
-def test_only_calls_like_them(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other shapes, strides, dtypes, places within 16 bytes and devices are looked at by the attention itself."""
+def test_only_calls_with_the_same_key_are_replayed(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other shapes, strides, dtypes, alignments and devices go through the attention itself."""
     attention, (q, k, v) = _compiled("sm_90a"), _tensors(3)
     direct.learn_forward(attention, q, k, v)
     assert direct.forward(attention, *_tensors(3), True) is not None
@@ -213,23 +213,23 @@ def test_only_calls_like_them(launched: Launched, monkeypatch: pytest.MonkeyPatc
     monkeypatch.undo()
 
 
-def test_what_does_not_fit_is_not_learned(launched: Launched) -> None:
+def test_failing_calls_are_not_cached(launched: Launched) -> None:
     attention, (q, k, v) = _compiled("sm_90a"), _tensors(3)
     with pytest.raises(ArgumentError, match="k has dtype float32"):
         direct.learn_forward(attention, q, k.float(), v)
     assert direct.forward(attention, q, k.float(), v, True) is None
 
 
-def test_what_is_forgotten_is_worked_out_anew(launched: Launched) -> None:
-    """As after tuning, which may have found another plan for such calls."""
+def test_invalidated_calls_are_prepared_again(launched: Launched) -> None:
+    """For example after tuning, which may have found another plan for such calls."""
     attention, (q, k, v) = _compiled("sm_90a"), _tensors(3)
     direct.learn_forward(attention, q, k, v)
     attention.forward.clear_cache()
     assert direct.forward(attention, q, k, v, True) is None
 
 
-def test_calls_like_the_last_ones_are_told_by_torch(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody asks their tensors in Python, and what torch tells apart is looked up once."""
+def test_repeated_calls_are_recognized_by_torch(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python does not look at their tensors, and the key that torch computes is looked up once."""
     attention, (q, k, v, d_out) = _compiled("sm_90a"), _tensors(4)
     out, lse = attention(q, k, v, return_lse=True)
     direct.learn_forward(attention, q, k, v)
@@ -250,7 +250,7 @@ def test_calls_like_the_last_ones_are_told_by_torch(launched: Launched, monkeypa
     assert not attention.backward_pass.launch_cache
 
 
-def test_a_torch_that_tells_nothing_is_asked_the_long_way(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_such_keys_uses_the_slow_path(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     attention, (q, k, v) = _compiled("sm_90a"), _tensors(3)
     monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
     direct.learn_forward(attention, q, k, v)
@@ -259,19 +259,19 @@ def test_a_torch_that_tells_nothing_is_asked_the_long_way(launched: Launched, mo
     assert len(launched) == 1 and not attention.forward.launch_cache
 
 
-def test_what_was_forgotten_meanwhile_is_not_kept(launched: Launched) -> None:
+def test_entries_invalidated_meanwhile_are_not_kept(launched: Launched) -> None:
     attention = _compiled("sm_90a")
     for before, kept in ((0, 1), (-1, 0)):
         attention.forward.cache_launch("an entry", before)
         assert len(attention.forward.launch_cache) == kept
     for number in range(20):
         attention.forward.cache_launch(number, 0)
-    assert attention.forward.launch_cache == tuple(range(19, 11, -1)), "the last ones, the newest first"
+    assert attention.forward.launch_cache == tuple(range(19, 11, -1)), "the last entries, the newest first"
 
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
-    """Through the operator, in turns: each call's numbers are those of its own tensors, whatever was learned before."""
+    """Through the operator, alternating: each call uses its own tensors, whatever was cached before."""
     from flashgen.torch import attention
 
     spec = fg.AttentionSpec(64, "float16", mask=fg.causal())
@@ -292,7 +292,7 @@ def test_on_a_gpu() -> None:
             gradients = torch.autograd.grad(out, learned, d_out)
             for made, right in zip(gradients, compiled.backward(d_out, *inputs, wanted, lse), strict=True):
                 torch.testing.assert_close(made, right, rtol=2e-3, atol=2e-3)
-            # Of a sum, whose gradient has strides of 0.
+            # The gradient of a sum has strides of 0.
             ones = torch.autograd.grad(attention(spec, *learned, emulate=False).sum(), learned)
             right = compiled.backward(torch.ones_like(wanted), *inputs, wanted, lse)
             for made, each in zip(ones, right, strict=True):

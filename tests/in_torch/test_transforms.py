@@ -1,4 +1,4 @@
-"""torch.func's transforms in each other, and forward-mode differentiation, which is refused by name."""
+"""Nested transforms of torch.func, and forward-mode differentiation, which is refused by name."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def expected_loss(q: Any, k: Any, v: Any, slopes: Any) -> Any:
 
 
 def test_gradients_of_mapped_calls() -> None:
-    """With respect to what is mapped, and to what all of the mapped share; of captures, too."""
+    """With respect to mapped arguments and to shared ones, including captures."""
     (q, k, v), slopes = rows(3, 2), torch.randn(3, 2)
     inputs = [x.clone().requires_grad_() for x in (q, k[0], v, slopes)]
 
@@ -117,7 +117,7 @@ def test_pages_are_not_written_with_a_tangent() -> None:
 
 
 def test_compiled_functions_with_transforms() -> None:
-    """Mapped calls are in the graph; derivatives break it, as torch's compiler loses tangents of operators."""
+    """Mapped calls are in the graph; derivatives break it, because torch's compiler loses tangents of operators."""
     q, tangent, _ = rows(3)
     attend = lambda x: ours.scaled_dot_product_attention(x, x, x)
     mapped = torch.compile(lambda q: vmap(attend)(q), fullgraph=True, backend="aot_eager")

@@ -1,4 +1,4 @@
-"""Formulas of texts: their values, and what is refused."""
+"""Formulas in texts: values and refusals."""
 
 from __future__ import annotations
 
