@@ -28,7 +28,7 @@ class InstructionSubject:
     """A kernel and its launch.
 
     Attributes:
-        rows_of_a: the rows that the first tensor map claims to have; None for those of its array.
+        rows_of_a: the number of rows that the first tensor map declares; None for that of its array.
     """
 
     kernel: Any

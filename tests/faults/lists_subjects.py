@@ -20,7 +20,7 @@ class ListsSubject:
     """Lists the tiles of one tile of queries.
 
     Attributes:
-        length: the keys, which are more tiles of 16 than the warps of a block look at in one turn.
+        length: number of keys, which is more tiles of 16 than the warps of a block handle in one iteration.
     """
 
     length: int = 2200
