@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import subprocess
@@ -24,16 +23,6 @@ def test_a_file_is_written_and_replaced(tmp_path: Path) -> None:
     assert content(tmp_path) == {"a": "Grüße\n".encode()}
     write_file(str(tmp_path / "a"), b"\0\xff")
     assert content(tmp_path) == {"a": b"\0\xff"}
-
-
-@pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that accepts names but no data; file systems report that when data is flushed."""
-
-    def refuse(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", refuse)
 
 
 def test_a_full_disk_keeps_the_previous_file(tmp_path: Path, full_disk: None) -> None:

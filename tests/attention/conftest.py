@@ -21,6 +21,11 @@ from flashgen.verify import (
 )
 
 
+@pytest.fixture(scope="module")
+def cupy() -> Any:
+    return pytest.importorskip("cupy")
+
+
 def assert_right(spec: fg.AttentionSpec, inputs: Inputs, out: Any, lse: Any, **dropout: int) -> None:
     """Asserts that an output and its LSE satisfy the bounds of `flashgen verify`."""
     verdict = judged(spec, inputs.q, inputs.k, inputs.v, out, lse, inputs.captures, **dropout)

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from by_address import AddressRunner, ByAddress
 
+from by_address import AddressRunner, ByAddress
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.launch.argument_writer import Addresses
 from flashgen.launch.engines import Launch, Numbers, Place

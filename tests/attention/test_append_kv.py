@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 
 import flashgen as fg
+from emitted_text import all_called, all_used, functions_fit, members_read, tidy, unconditional
 from flashgen import reference
 from flashgen.attention import appending
 from flashgen.codegen.append_kernel import render_append
@@ -19,9 +18,6 @@ from flashgen.codegen.targets import TARGETS
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.launch.engines import Emulator
 from flashgen.runtime.schedule import Schedule
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "codegen"))
-from emitted_text import all_called, all_used, functions_fit, members_read, tidy, unconditional
 
 Arrays = dict[str, Any]
 

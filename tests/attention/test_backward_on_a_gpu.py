@@ -27,11 +27,6 @@ MASKS = pytest.mark.parametrize("spec", [CAUSAL, DOCUMENT], ids=["ranges", "list
 SLOPES, BIAS = fg.Tensor("slopes", grad=True), fg.Tensor("bias", "float16", 2, grad=True)
 
 
-@pytest.fixture(scope="module")
-def cupy() -> Any:
-    return pytest.importorskip("cupy")
-
-
 def learned(dtype: str, dropout: float = 0.0) -> fg.AttentionSpec:
     """A causal spec with two captures that have gradients."""
 

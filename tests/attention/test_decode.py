@@ -24,18 +24,13 @@ from flashgen.verify import variants
 from flashgen.verify.check import judged
 from flashgen.verify.problems import Inputs, Shape, poisoned_outputs, random_inputs
 from flashgen.verify.variants import spec_of
+from paged import call
 
 CAUSAL = fg.AttentionSpec(64, mask=fg.causal())
 PLAN = DecodePlan(16, 32, 2, 2)
 VARIANTS = variants()
 DIMS = (64, 128, 40, 96, 32, 256, 80, 192, 8, 160)
 SEED = 7
-
-
-def call(compiled: Attention, inputs: Inputs, **how: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    out, lse = poisoned_outputs(compiled.spec, inputs.q, inputs.v)
-    compiled(inputs.q, inputs.k, inputs.v, return_lse=True, out=(out, lse), **inputs.captures, **how)
-    return out, lse
 
 
 def assert_right(

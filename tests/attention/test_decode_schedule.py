@@ -24,6 +24,7 @@ from flashgen.verify import variants
 from flashgen.verify.check import judged
 from flashgen.verify.problems import Inputs, Shape, poisoned_outputs, random_inputs
 from flashgen.verify.variants import spec_of
+from paged import call
 
 CAUSAL = fg.AttentionSpec(64, mask=fg.causal(), page_size=16)
 PLAN = DecodePlan(16, 16, 2, 2, scheduled=True)
@@ -66,12 +67,6 @@ def schedule_of(compiled: Attention, inputs: Inputs, made_of: Any = None, **how:
         heads_kv=inputs.k.shape[2],
         **how,
     )
-
-
-def call(compiled: Attention, inputs: Inputs, **how: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    out, lse = poisoned_outputs(compiled.spec, inputs.q, inputs.v)
-    compiled(inputs.q, inputs.k, inputs.v, return_lse=True, out=(out, lse), **inputs.captures, **how)
-    return out, lse
 
 
 def assert_right(spec: fg.AttentionSpec, inputs: Inputs, **how: Any) -> None:

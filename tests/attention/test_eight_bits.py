@@ -10,7 +10,6 @@ import pytest
 
 import flashgen as fg
 from flashgen import attention, reference
-from flashgen.attention.callable import Attention
 from flashgen.build import nvrtc
 from flashgen.codegen.mma_sync.decode_plans import DecodePlan
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
@@ -20,8 +19,9 @@ from flashgen.errors import ArgumentError, SpecError, UnsupportedError
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import variants
 from flashgen.verify.check import judged
-from flashgen.verify.problems import Inputs, Shape, poisoned_outputs, random_inputs
+from flashgen.verify.problems import Inputs, Shape, random_inputs
 from flashgen.verify.variants import spec_of
+from paged import call
 
 KINDS = ("float8_e4m3fn", "int8")
 VARIANTS = variants()
@@ -33,12 +33,6 @@ def narrow(spec: fg.AttentionSpec, kind: str, page_size: int | None = None) -> f
     names = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "score", "mask")
     given: dict[str, Any] = {name: getattr(spec, name) for name in names}
     return fg.AttentionSpec(**given, page_size=page_size, kv_dtype=kind)
-
-
-def call(compiled: Attention, inputs: Inputs, **how: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    out, lse = poisoned_outputs(compiled.spec, inputs.q, inputs.v)
-    compiled(inputs.q, inputs.k, inputs.v, return_lse=True, out=(out, lse), **inputs.captures, **how)
-    return out, lse
 
 
 def assert_right(

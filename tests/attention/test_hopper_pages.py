@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +19,6 @@ from flashgen.verify import variants
 from flashgen.verify.check import judged
 from flashgen.verify.problems import Inputs, Shape, poisoned_outputs, random_inputs
 from flashgen.verify.variants import spec_of
-
-sys.path.insert(0, str(Path(__file__).parent))
 from paged import SEED, WRONG, assert_right, call, with_pages
 
 SIZES = (8, 16, 32, 64, 128, 256)

@@ -6,15 +6,14 @@ addresses is tested without a GPU.
 
 from __future__ import annotations
 
-import sys
 import weakref
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import flashgen.language as fg
+from by_address import ByAddress
 from flashgen.attention import Attention
 from flashgen.attention.tile_lists import sizes_of
 from flashgen.codegen.targets import target_named
@@ -22,9 +21,6 @@ from flashgen.launch.argument_writer import Addresses
 from flashgen.launch.engines import Emulator, Place
 from flashgen.runtime.arrays import NUMPY
 from flashgen.verify import Shape, random_gradients, random_inputs
-
-sys.path.insert(0, str(Path(__file__).parent))
-from by_address import ByAddress
 
 SLOPES = fg.Tensor("slopes", "bfloat16", 1, grad=True)
 TABLE = fg.Tensor("table", "float32", 2, grad=True)

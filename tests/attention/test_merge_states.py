@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 
 import flashgen as fg
+from emitted_text import all_called, all_used, functions_fit, members_read, tidy, unconditional
 from flashgen import reference
 from flashgen.attention import merging
 from flashgen.codegen.merge_kernel import render_merge
@@ -21,9 +20,6 @@ from flashgen.launch.engines import Emulator
 from flashgen.reference import judge
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify.problems import Shape, random_inputs
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "codegen"))
-from emitted_text import all_called, all_used, functions_fit, members_read, tidy, unconditional
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-20}

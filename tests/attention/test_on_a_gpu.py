@@ -25,11 +25,6 @@ DOCUMENT = fg.AttentionSpec(64, mask=fg.document("ids"))
 DTYPES = ("float16", "bfloat16")
 
 
-@pytest.fixture(scope="module")
-def cupy() -> Any:
-    return pytest.importorskip("cupy")
-
-
 @pytest.fixture(params=["by default", "the other family"])
 def here(request: pytest.FixtureRequest) -> Callable[..., attention.Attention]:
     """Returns `compile` for this GPU, for each family that runs on it."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import flashgen as fg
+from emitted_text import all_used, functions_fit, tidy
 from flashgen import attention, reference
 from flashgen.build import nvrtc
 from flashgen.codegen.dispatch import render_forward_kernels
@@ -23,10 +22,6 @@ from flashgen.verify import variants
 from flashgen.verify.check import judged
 from flashgen.verify.problems import Inputs, Shape, poisoned_outputs, random_inputs
 from flashgen.verify.variants import spec_of
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "codegen"))
-sys.path.insert(0, str(Path(__file__).parent))
-from emitted_text import all_used, functions_fit, tidy
 from paged import SEED, WRONG, assert_right, call, with_pages
 
 CAUSAL = fg.AttentionSpec(64, mask=fg.causal(), page_size=16)

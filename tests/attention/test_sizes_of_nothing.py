@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from flashgen.build.cache import KernelCache
 from flashgen.codegen.targets import target_named
 from flashgen.runtime import counters
 from flashgen.verify import Shape, random_gradients, random_inputs
-
-sys.path.insert(0, str(Path(__file__).parent))
 from made_up_card import MadeUpCard, counts, stand_in
 
 targets = pytest.mark.parametrize("target", ["sm_80", "sm_90a"])  # one per family

@@ -19,11 +19,6 @@ CAUSAL = fg.AttentionSpec(64, mask=fg.causal())
 MANY_TILES = Shape(700, 700, 4, 48, 12)  # more than the multiprocessors of any GPU
 
 
-@pytest.fixture(scope="module")
-def cupy() -> Any:
-    return pytest.importorskip("cupy")
-
-
 @pytest.fixture
 def called(cupy: Any) -> Any:
     """Returns a compiled spec, its arrays, and the output of an undisturbed call."""

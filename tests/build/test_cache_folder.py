@@ -75,16 +75,6 @@ def open_folder() -> Iterator[Path]:
             path.chmod(0o755)
 
 
-@pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that accepts names but no data."""
-
-    def refuse(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", refuse)
-
-
 # ---- unusable folders
 
 

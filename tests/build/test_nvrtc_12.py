@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 import flashgen.language as fg
+import nvrtc_12
 from flashgen.build import nvrtc
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import kernels_of
 from flashgen.codegen.targets import TARGETS
 from flashgen.errors import BuildError
 from flashgen.language import AttentionSpec
-
-sys.path.insert(0, str(Path(__file__).parent))
-import nvrtc_12  # next to this file, which importlib does not add to the path
 
 pytestmark = pytest.mark.skipif(
     nvrtc_12.library_path() is None, reason="there is no libnvrtc.so.12: pip install nvidia-cuda-nvrtc-cu12"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 
 import pytest
@@ -12,16 +10,6 @@ from typer.testing import CliRunner
 from flashgen.cli import bench_report
 from flashgen.cli.app import app
 from flashgen.errors import ArgumentError
-
-
-@pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that accepts names but no data."""
-
-    def refuse(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", refuse)
 
 
 def test_an_image(tmp_path: Path, full_disk: None) -> None:

@@ -10,20 +10,10 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 import flashgen.language as fg
-from flashgen.codegen.dispatch import render_backward_kernels
-from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
-from flashgen.codegen.rendered_kernel import RenderedKernel
-from flashgen.codegen.stages import backward_kernels, kernels_of
-from flashgen.codegen.targets import TARGETS
-from flashgen.errors import UnsupportedError
-from flashgen.verify import learned, spec_of, variants
-
-sys.path.insert(0, str(Path(__file__).parent))
 from emitted_text import (
     LONGEST_FILE,
     LONGEST_KERNEL,
@@ -36,6 +26,13 @@ from emitted_text import (
     unconditional,
     without_comments,
 )
+from flashgen.codegen.dispatch import render_backward_kernels
+from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
+from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.stages import backward_kernels, kernels_of
+from flashgen.codegen.targets import TARGETS
+from flashgen.errors import UnsupportedError
+from flashgen.verify import learned, spec_of, variants
 
 SM_80 = TARGETS["sm_80"]
 # The dkdv kernel, which has everything that the dq kernel has, and also dK, dV and gradients of captures.

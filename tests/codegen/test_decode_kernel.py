@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 import flashgen.language as fg
+from emitted_text import all_called, all_used, functions_fit, members_read, tidy, unconditional
 from flashgen.build import nvrtc
 from flashgen.codegen.dispatch import render_forward_kernels
 from flashgen.codegen.mma_sync.decode_plans import (
@@ -31,9 +30,6 @@ from flashgen.errors import SpecError, UnsupportedError
 from flashgen.language import AttentionSpec
 from flashgen.verify import variants
 from flashgen.verify.variants import spec_of
-
-sys.path.insert(0, str(Path(__file__).parent))
-from emitted_text import all_called, all_used, functions_fit, members_read, tidy, unconditional
 
 SM_90A = target_named("sm_90a")
 FULL, CAUSAL = AttentionSpec(128, "bfloat16"), AttentionSpec(128, "bfloat16", mask=fg.causal())

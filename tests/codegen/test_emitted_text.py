@@ -8,11 +8,11 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import flashgen.language as fg
+from emitted_text import all_called, all_used, functions_fit, members_read, tidy, unconditional
 from flashgen.codegen.dispatch import render_forward
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import TARGETS
@@ -20,9 +20,6 @@ from flashgen.codegen.tile_list_kernel import render_lists
 from flashgen.errors import UnsupportedError
 from flashgen.verify import variants
 from flashgen.verify.variants import spec_of
-
-sys.path.insert(0, str(Path(__file__).parent))
-from emitted_text import all_called, all_used, functions_fit, members_read, tidy, unconditional
 
 
 def kernels() -> list[RenderedKernel]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
 from itertools import cycle
-from pathlib import Path
 
 import pytest
 
 import flashgen.language as fg
+from emitted_text import all_called, all_used, functions, members_read, tidy, unconditional, without_comments
 from flashgen.build import nvrtc
 from flashgen.build.inspect import sass
 from flashgen.codegen.demand import Weight, demand_of
@@ -30,9 +29,6 @@ from flashgen.errors import BuildError, UnsupportedError
 from flashgen.language import AttentionSpec
 from flashgen.verify import learned, spec_of, variants
 from flashgen.verify.variants import Variant
-
-sys.path.insert(0, str(Path(__file__).parent))
-from emitted_text import all_called, all_used, functions, members_read, tidy, unconditional, without_comments
 
 SM_90A = target_named("sm_90a")
 OWN = (HopperBackwardPlan, HopperWidePlan, HopperQueriesPlan)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
-from pathlib import Path
 
 import pytest
 
 import flashgen.language as fg
+from emitted_text import of_one_element
 from flashgen.build import nvrtc
 from flashgen.build.inspect import sass
 from flashgen.codegen.dispatch import render_forward
@@ -24,9 +23,6 @@ from flashgen.errors import BuildError, UnsupportedError
 from flashgen.language import AttentionSpec
 from flashgen.verify import variants
 from flashgen.verify.variants import Variant, spec_of
-
-sys.path.insert(0, str(Path(__file__).parent))
-from emitted_text import of_one_element
 
 SM_90A = target_named("sm_90a")
 needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")

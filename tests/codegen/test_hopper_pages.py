@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import flashgen.language as fg
+from emitted_text import all_called, functions, of_one_element, tidy, without_comments
 from flashgen.build import nvrtc
 from flashgen.codegen.dispatch import render_forward, render_forward_kernels
 from flashgen.codegen.hopper.pages import box_keys, panels_joined
@@ -21,9 +20,6 @@ from flashgen.codegen.targets import target_named
 from flashgen.language import AttentionSpec
 from flashgen.verify import variants
 from flashgen.verify.variants import Variant, spec_of
-
-sys.path.insert(0, str(Path(__file__).parent))
-from emitted_text import all_called, functions, of_one_element, tidy, without_comments
 
 SM_90A = target_named("sm_90a")
 DIMS = (128, 64, 256, 40, 96, 192, 8, 160, 72, 80, 224)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 import flashgen.language as fg
+from emitted_text import all_called, all_used, functions, members_read, tidy, unconditional, without_comments
 from flashgen.build import nvrtc
 from flashgen.codegen.mma_sync.decode_plans import DecodePlan
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
@@ -22,9 +21,6 @@ from flashgen.errors import UnsupportedError
 from flashgen.language import AttentionSpec
 from flashgen.verify import variants
 from flashgen.verify.variants import spec_of
-
-sys.path.insert(0, str(Path(__file__).parent))
-from emitted_text import all_called, all_used, functions, members_read, tidy, unconditional, without_comments
 
 SM_90 = target_named("sm_90")
 MIXED = AttentionSpec(128, "bfloat16", mask=fg.causal(), page_size=16, layout="thd")

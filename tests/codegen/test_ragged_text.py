@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
 import flashgen.language as fg
+from emitted_text import all_called, functions, tidy, unconditional, without_comments
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.ragged import slots
 from flashgen.codegen.rendered_kernel import RenderedKernel
@@ -19,9 +18,6 @@ from flashgen.codegen.targets import TARGETS
 from flashgen.errors import UnsupportedError
 from flashgen.verify import variants
 from flashgen.verify.variants import spec_of
-
-sys.path.insert(0, str(Path(__file__).parent))
-from emitted_text import all_called, functions, tidy, unconditional, without_comments
 
 LONGEST_FUNCTION, LONGEST_KERNEL = 75, 105  # lines
 LONGEST_FILE = 90  # additional lines of code compared with the dense kernel

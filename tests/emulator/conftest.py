@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +10,7 @@ import pytest
 from flashgen.build.host import HostKernel, compile_host
 from flashgen.runtime.emulator import EmulatorReport, launch
 from flashgen.runtime.schedule import Schedule
-
-sys.path.insert(0, str(Path(__file__).parent))
-from kernel_arguments import pack_arguments  # next to this file, which importlib does not add to the path
+from kernel_arguments import pack_arguments
 
 Run = Callable[..., EmulatorReport]
 

@@ -6,12 +6,12 @@ import ctypes
 from typing import Any
 
 import numpy as np
-from hopper_kernels import TensorMap
-from kernel_arguments import pack_arguments
 
 from flashgen.build.cache import default_cache
 from flashgen.runtime.gpu import GpuKernel, Parameters, current_device
 from flashgen.runtime.tensor_maps import MAP_BYTES
+from hopper_kernels import TensorMap
+from kernel_arguments import pack_arguments
 
 # Values of the driver's enumerations (cuda.h).
 DATA_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}

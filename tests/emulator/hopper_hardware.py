@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_launch import run_on_gpu
-from hopper_kernels import COPIES_OF_BOXES, PRODUCTS, Box, Pipeline, ProductCase, WrittenOperands, kernel_source
 
 from flashgen.runtime.gpu import compute_capability
+from gpu_launch import run_on_gpu
+from hopper_kernels import COPIES_OF_BOXES, PRODUCTS, Box, Pipeline, ProductCase, WrittenOperands, kernel_source
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ import struct
 from typing import Any
 
 import numpy as np
-from hopper_kernels import TensorMap
 
 from flashgen.runtime.emulated_maps import encode_map
+from hopper_kernels import TensorMap
 
 
 def pack_arguments(values: tuple[Any, ...]) -> tuple[bytes, list[tuple[int, np.ndarray[Any, Any]]]]:

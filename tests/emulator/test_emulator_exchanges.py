@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hopper_kernels import kernel_source
 
 from flashgen.runtime.schedule import ORDERS, Schedule
+from hopper_kernels import kernel_source
 
 SOURCE = kernel_source("exchanges.cu", {})
 

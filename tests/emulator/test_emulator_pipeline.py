@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hopper_kernels import Pipeline, WrittenOperands
 
 from flashgen.runtime.schedule import Schedule, schedules
+from hopper_kernels import Pipeline, WrittenOperands
 
 KERNELS = [Pipeline(), Pipeline(stages=1), Pipeline(1, 7, 4), WrittenOperands()]
 

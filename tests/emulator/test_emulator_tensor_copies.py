@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hopper_kernels import BOXES, COPIES_OF_BOXES, Box, kernel_source
 
 from flashgen.errors import LaunchError
 from flashgen.runtime.schedule import COPIES, Schedule
+from hopper_kernels import BOXES, COPIES_OF_BOXES, Box, kernel_source
 
 
 def source(box: Box) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hopper_kernels import PRODUCTS, ProductCase
 
 from flashgen.runtime.schedule import COPIES, ORDERS, Schedule
+from hopper_kernels import PRODUCTS, ProductCase
 
 
 def product(run: Any, case: ProductCase, accumulate: bool = True, **how: Any) -> None:

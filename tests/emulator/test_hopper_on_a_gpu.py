@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hopper_kernels import COPIES_OF_BOXES, PRODUCTS, Pipeline, WrittenOperands, kernel_source
 
 from flashgen.build import nvrtc
 from flashgen.runtime.gpu import compute_capability
+from hopper_kernels import COPIES_OF_BOXES, PRODUCTS, Pipeline, WrittenOperands, kernel_source
 
 HARDWARE = Path(__file__).with_name("hopper_hardware.py")
 TESTS = re.findall(r"^def (test_\w+)", HARDWARE.read_text(encoding="utf-8"), flags=re.MULTILINE)

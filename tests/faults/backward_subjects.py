@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from planting import Result
 
 import flashgen.codegen.mma_sync.backward as backward_module
 import flashgen.language as fg
@@ -24,6 +23,7 @@ from flashgen.launch.engines import Emulator, EmulatorRunner
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import Shape, gradients_by_name, judged_gradients, learned, random_gradients, random_inputs
 from flashgen.verify.gradients import poisoned_gradients
+from planting import Result
 
 SEED = 11
 _PLAN = BackwardPlan(32, 32, 2)

@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from planting import Result
 
 import flashgen.language as fg
 from flashgen.attention import Attention
@@ -24,6 +23,7 @@ from flashgen.launch.engines import Emulator
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import Shape, judged, random_inputs
 from flashgen.verify.problems import poisoned_outputs
+from planting import Result
 
 _SEED = 11
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from planting import Result
-
 import flashgen.language as fg
 from flashgen import attention
 from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
@@ -17,6 +15,7 @@ from flashgen.runtime.schedule import Schedule
 from flashgen.verify import Shape, gradients_by_name, judged_gradients, random_gradients, random_inputs
 from flashgen.verify.gradients import poisoned_gradients
 from flashgen.verify.variants import learned
+from planting import Result
 
 # Several tiles of queries and of keys, the last ones partial, and a group of two query heads.
 _SHAPE = Shape(330, 600, 1, 2, 1)

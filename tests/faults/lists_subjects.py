@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from planting import Result
 
 import flashgen.language as fg
 from flashgen import attention
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.runtime.schedule import Schedule
+from planting import Result
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from planting import Result
 
 import flashgen as fg
 from flashgen.codegen.hopper.mixed_plans import HopperMixedPlan
@@ -20,6 +19,7 @@ from flashgen.launch.engines import Emulator
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import judged
 from flashgen.verify.problems import Shape, poisoned_outputs, random_inputs
+from planting import Result
 
 
 @dataclass(frozen=True)

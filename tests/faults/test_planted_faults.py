@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fault_table import FAULTS
 from flashgen.errors import LaunchError
 from flashgen.runtime.schedule import Schedule
-
-sys.path.insert(0, str(Path(__file__).parent))
-from fault_table import FAULTS
 from planting import Check, Fault, Result
 from subjects import SUBJECTS
 

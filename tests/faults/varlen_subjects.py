@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from planting import Result
 
 import flashgen as fg
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import judged, judged_gradients
 from flashgen.verify.gradients import gradients_by_name
+from planting import Result
 
 _LENGTHS_Q, _LENGTHS_K, _USED_K = (150, 0, 70, 33), (140, 20, 70, 90), (130, 20, 0, 90)
 _BEFORE_Q, _BEHIND_Q, _BEFORE_K, _BEHIND_K = 3, 4, 4, 5  # rows that belong to no sequence

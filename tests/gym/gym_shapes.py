@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from families.entry import Entry
-
 from flashgen.verify import Shape
 
 DTYPES = ("float16", "bfloat16")

@@ -9,11 +9,10 @@ import argparse
 
 from families import entries
 from families.entry import Entry
-from gym_shapes import DTYPES, EMULATED_SHAPES, LARGE_LENGTH, LENGTH
-from tile_proofs import by_intervals, mapped, transposed
-
 from flashgen.analysis.intervals.evaluation import EMPTY, FULL
 from flashgen.verify import Case, Shape, spec_of, verify
+from gym_shapes import DTYPES, EMULATED_SHAPES, LARGE_LENGTH, LENGTH
+from tile_proofs import by_intervals, mapped, transposed
 
 HEADER = ("variant", "keys", "queries", "work", "EMPTY", "FULL", "EMPTY by intervals", "FULL by intervals", "lies")
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
 from families import entries
 from families.entry import Entry
-from gym_shapes import DTYPES, EMULATED_SHAPES, LARGE_LENGTH, LARGE_SHAPES, LENGTH, named
-
 from flashgen.verify import Case, Shape, learned, spec_of, verify
+from gym_shapes import DTYPES, EMULATED_SHAPES, LARGE_LENGTH, LARGE_SHAPES, LENGTH, named
 
 SMALL, LARGE = entries(LENGTH), entries(LARGE_LENGTH)
 

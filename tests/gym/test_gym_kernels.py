@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from families import entries
 from families.entry import Entry
-from gym_shapes import DTYPES, EMULATED_SHAPES, LARGE_LENGTH, LARGE_SHAPES, LENGTH, named
-
 from flashgen.verify import Case, Shape, spec_of, verify
+from gym_shapes import DTYPES, EMULATED_SHAPES, LARGE_LENGTH, LARGE_SHAPES, LENGTH, named
 
 SMALL, LARGE = entries(LENGTH), entries(LARGE_LENGTH)
 

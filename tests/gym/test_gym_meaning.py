@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from families import entries
 from families.entry import Entry
-from gym_shapes import LENGTH, SHAPES, named
-
 from flashgen.language import operations as ops
 from flashgen.language.evaluate import evaluate
 from flashgen.verify import Shape
+from gym_shapes import LENGTH, SHAPES, named
 
 MASKED = [entry for entry in entries(LENGTH) if entry.mask is not None and "+" not in entry.name]
 SCORED = [entry for entry in entries(LENGTH) if entry.score is not None and "+" not in entry.name]

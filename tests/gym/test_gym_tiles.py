@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
+
 import report
 from families import entries
 from families.entry import Entry
-from gym_shapes import LENGTH, SHAPES, named
-from tile_proofs import Tiles, by_intervals, mapped, transposed
-
 from flashgen.analysis.intervals.evaluation import EMPTY
 from flashgen.verify import Shape
+from gym_shapes import LENGTH, SHAPES, named
+from tile_proofs import Tiles, by_intervals, mapped, transposed
 
 MASKED = [entry for entry in entries(LENGTH) if entry.mask is not None and "+" not in entry.name]
 TILES = [(128, 64), (16, 32)]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from families.entry import Array, Captures, Entry
 
+from families.entry import Array, Captures, Entry
 from flashgen.analysis.closed_forms.tile_ranges import TileRange, evaluate_range, key_range, query_range
 from flashgen.analysis.intervals.evaluation import EMPTY, FULL, PARTIAL, classify
 from flashgen.analysis.tile_classes import tile_map

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +17,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import flashgen as fg
 import flashgen.torch as ours
+import plain
 from flashgen.errors import ArgumentError, UnsupportedError
 from flashgen.torch import Attention, attention, emulated, register
-
-PLAIN = importlib.util.spec_from_file_location("plain", Path(__file__).with_name("plain.py"))
-assert PLAIN and PLAIN.loader
-plain: Any = importlib.util.module_from_spec(PLAIN)
-PLAIN.loader.exec_module(plain)
 
 slopes = fg.Tensor("slopes", "float32", 1, grad=True)
 width = fg.Scalar("width")

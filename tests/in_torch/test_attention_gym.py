@@ -5,9 +5,7 @@ Compared with attention in plain torch on the CPU, and with compiled FlexAttenti
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,8 +18,6 @@ import torch.nn.attention.flex_attention as torchs
 from attn_gym import masks, mods
 
 import flashgen.torch as ours
-
-sys.path.insert(0, str(Path(__file__).parent))
 import plain
 
 BATCH, HEADS, DIM = 2, 2, 64

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,19 +12,10 @@ torch = pytest.importorskip("torch")
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flashgen as fg
+import plain
 from flashgen.errors import ArgumentError
 from flashgen.torch import Attention, attention, register, varlen_attention
 
-
-def beside(name: str) -> Any:
-    found = importlib.util.spec_from_file_location(f"in_torch_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert found and found.loader
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
-
-
-plain = beside("plain")
 slopes = fg.Tensor("slopes", "float32", 1, grad=True)
 SPEC = fg.AttentionSpec(
     32, "bfloat16", layout="thd", mask=fg.causal(), score=lambda s, b, h, q, k: s + slopes[h] * (q - k)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +13,10 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import flashgen as fg
+import plain
 from flashgen.errors import ArgumentError
 from flashgen.runtime.arrays import nesting
 from flashgen.torch import attention, scaled_dot_product_attention
-
-PLAIN = importlib.util.spec_from_file_location("plain", Path(__file__).with_name("plain.py"))
-assert PLAIN and PLAIN.loader
-plain: Any = importlib.util.module_from_spec(PLAIN)
-PLAIN.loader.exec_module(plain)
 
 
 def rows(*shapes: Any) -> list[Any]:

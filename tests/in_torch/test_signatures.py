@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,19 +14,9 @@ from torch.nn import functional
 from torch.nn.attention import flex_attention as torchs
 
 import flashgen.torch as ours
+import flex_functions as functions
+import plain
 from flashgen.errors import ArgumentError, SpecError
-
-
-def beside(name: str) -> Any:
-    """Returns a module in this folder."""
-    found = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert found and found.loader
-    module = sys.modules[name] = importlib.util.module_from_spec(found)  # where torch's compiler looks it up
-    found.loader.exec_module(module)
-    return module
-
-
-plain, functions = beside("plain"), beside("flex_functions")
 
 SDPA: dict[str, Any] = {
     "nothing": {},

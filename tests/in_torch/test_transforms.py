@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +15,8 @@ from torch.func import grad, hessian, jacfwd, jvp, vmap
 
 import flashgen as fg
 import flashgen.torch as ours
+import plain
 from flashgen.errors import UnsupportedError
-
-PLAIN = importlib.util.spec_from_file_location("plain", Path(__file__).with_name("plain.py"))
-assert PLAIN and PLAIN.loader
-plain: Any = importlib.util.module_from_spec(PLAIN)
-PLAIN.loader.exec_module(plain)
 
 SLOPES = fg.Tensor("slopes", "float32", 1, grad=True)
 SPEC = fg.AttentionSpec(16, mask=fg.causal(), score=lambda s, b, h, q, k: s + SLOPES[h] * (q - k))

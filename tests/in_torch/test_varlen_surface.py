@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +11,9 @@ pytest.importorskip("torch", reason="flashgen.torch needs torch: pip install 'fl
 
 import torch
 
+import plain
 from flashgen.errors import ArgumentError
 from flashgen.torch import varlen_attention
-
-PLAIN = importlib.util.spec_from_file_location("plain", Path(__file__).with_name("plain.py"))
-assert PLAIN and PLAIN.loader
-plain: Any = importlib.util.module_from_spec(PLAIN)
-PLAIN.loader.exec_module(plain)
 
 ENDS_Q, ENDS_K = torch.tensor([0, 13, 13, 40], dtype=torch.int32), torch.tensor([0, 20, 26, 50], dtype=torch.int32)
 

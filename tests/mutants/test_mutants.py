@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 from table import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", reason="flashgen.torch needs torch: pip install 'flashgen[torch]'")
 
-LOADED = importlib.util.spec_from_file_location("pool", Path(__file__).with_name("pool.py"))
-assert LOADED and LOADED.loader
-pool: Any = importlib.util.module_from_spec(LOADED)
-LOADED.loader.exec_module(pool)
+import pool
 
 SPECS = ["full", "window", "both_sides", "prefix", "documents", "lengths", "of_heads", "alibi", "learned", "sinks"]
 SPECS += ["dropped", "all_of_it", "bshd", "wide_values"]

@@ -5,7 +5,6 @@ pytest -m gpu tests/in_torch/context_parallel -n 0
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="flashgen.torch needs torch: pip install 'flashgen[torch]'")
 
-LOADED = importlib.util.spec_from_file_location("pool", Path(__file__).with_name("pool.py"))
-assert LOADED and LOADED.loader
-pool: Any = importlib.util.module_from_spec(LOADED)
-LOADED.loader.exec_module(pool)
+import pool
 
 pytestmark = pytest.mark.gpu
 SPECS = ["full", "window", "both_sides", "prefix", "documents", "lengths", "of_heads", "alibi", "learned", "sinks"]
