@@ -80,7 +80,7 @@ def open_folder() -> Iterator[Path]:
 
 def serves_from_memory(root: Path, compiled: list[str], said: str) -> None:
     """Asserts that the kernel is compiled once, that there is one warning, and that nothing is left behind."""
-    with pytest.warns(FlashgenWarning, match=rf"{said}.*kept in memory") as caught:
+    with pytest.warns(FlashgenWarning, match=rf"{said}.*keeps what it builds in memory") as caught:
         first = KernelCache(root).load_or_compile("k", "source", "sm_80")
         second = KernelCache(root).load_or_compile("other", "source 2", "sm_80")
         again = KernelCache(root).load_or_compile("k", "source", "sm_80")
@@ -200,7 +200,7 @@ def test_the_emulator_without_a_cache(tmp_path: Path) -> None:
     lines = [line.split(" ", 2) for line in done.stdout.splitlines()]
     assert [line[:2] for line in lines] == [["7", "True"]] * 2
     assert all(str(temporary) in line[2] for line in lines)
-    assert done.stderr.count("kept in memory") == 1
+    assert done.stderr.count("keeps what it builds in memory") == 1
     assert list(temporary.iterdir()) == []
 
 
