@@ -108,7 +108,7 @@ def test_show_backward_kernels() -> None:
     assert renamed.stdout == sources[2] and "--kernel keys is named dkdv now" in renamed.stderr
     deterministic = invoke(*arguments, "--deterministic", "--kernel", "dq")
     assert "attention_backward_dq_" in deterministic.stdout and deterministic.stderr == ""
-    assert "its kernels are query_lists, prepare" in invoke(*arguments, "--kernel", "forward", expect=2).stderr
+    assert "its kernels are query_lists, preprocess" in invoke(*arguments, "--kernel", "forward", expect=2).stderr
 
 
 def test_show_writes_one_file_per_kernel(tmp_path: Path) -> None:
