@@ -122,7 +122,7 @@ def test_a_property_is_computed_once(at_once: AtOnce) -> None:
     asked = threading.Event()
     slow = Slow(lambda: asked.wait(0.2))
     assert len(set(at_once(lambda number: slow.value))) == 1 and slow.made == 1
-    assert Slow.value.__doc__ == "What is made."
+    assert Slow.value.__doc__ == "The computed value."
 
 
 def test_properties_of_two_instances_are_computed_concurrently(at_once: AtOnce) -> None:
