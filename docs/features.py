@@ -1,7 +1,7 @@
 """The tables of docs/what-it-does.md: which features work with which layouts, passes, element types and targets.
 
-Each cell is what rendering the kernels of such a spec says: they are rendered, or refused by an error that names the
-reason. `docs/refresh.py` writes the tables between the marks of the page, and a test compares them.
+A cell is computed by rendering the kernels of such a spec: that succeeds, or raises an error that states the reason.
+`docs/refresh.py` writes the tables between the marks of the page, and a test compares them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FEATURES: dict[str, Callable[[], dict[str, Any]]] = {
     "captured array with a gradient": lambda: {"score": fg.relative_bias(fg.Tensor("table", ndim=2, grad=True), 128)},
     "dropout": lambda: {"dropout": 0.1},
     "sink": lambda: {"sink": fg.Tensor("sinks", "float32", 1, grad=True)},
-    "value dim of its own": lambda: {"value_dim": 64},
+    "value dim differs from head dim": lambda: {"value_dim": 64},
     "head dim 256": lambda: {"head_dim": 256},
 }
 REPRESENTATIVES = ("sm_75", "sm_80", "sm_90a")
@@ -57,12 +57,12 @@ def _accepts(layout: str, feature: str, dtype: str, target: str, backward: bool,
 
 
 def _cell(accepted: dict[str, bool]) -> str:
-    """What a cell says of some targets."""
+    """Returns the text of a cell, from whether each target accepts the feature."""
     if all(accepted.values()):
         return "works"
     if not any(accepted.values()):
-        return "refused by name"
-    return f"refused by name on {', '.join(target for target, works in accepted.items() if not works)}"
+        return "refused"
+    return f"refused on {', '.join(target for target, works in accepted.items() if not works)}"
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -71,28 +71,28 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _of_targets(layout: str, feature: str, backward: bool, deterministic: bool = False) -> str:
+def _targets_cell(layout: str, feature: str, backward: bool, deterministic: bool = False) -> str:
     return _cell(
         {name: _accepts(layout, feature, "float16", name, backward, deterministic) for name in REPRESENTATIVES}
     )
 
 
 def tables() -> str:
-    """The tables, in Markdown."""
+    """Returns the tables in Markdown."""
     layouts = [*LAYOUTS]
     forward = _table(
         ["forward", *layouts],
-        ([feature, *(_of_targets(layout, feature, False) for layout in layouts)] for feature in FEATURES),
+        ([feature, *(_targets_cell(layout, feature, False) for layout in layouts)] for feature in FEATURES),
     )
-    trained = [layout for layout in layouts if _accepts(layout, "", "float16", "sm_80", backward=True)]
+    with_backward = [layout for layout in layouts if _accepts(layout, "", "float16", "sm_80", backward=True)]
     backward = _table(
-        ["backward", *trained],
+        ["backward", *with_backward],
         [
-            *([feature, *(_of_targets(layout, feature, True) for layout in trained)] for feature in FEATURES),
-            ["deterministic", *(_of_targets(layout, "", True, deterministic=True) for layout in trained)],
+            *([feature, *(_targets_cell(layout, feature, True) for layout in with_backward)] for feature in FEATURES),
+            ["deterministic", *(_targets_cell(layout, "", True, deterministic=True) for layout in with_backward)],
         ],
     )
-    refused = ", ".join(layout for layout in layouts if layout not in trained)
+    refused = ", ".join(layout for layout in layouts if layout not in with_backward)
     types = _table(
         ["element type", *TARGETS],
         (
@@ -100,11 +100,11 @@ def tables() -> str:
             for dtype in ("float16", "bfloat16")
         ),
     )
-    return f"{forward}\n\n{backward}\n\nThe backward refuses by name: {refused}.\n\n{types}\n\n{options_table()}"
+    return f"{forward}\n\n{backward}\n\nThe backward refuses: {refused}.\n\n{types}\n\n{options_table()}"
 
 
 def _is_accepted(layout: str, call: Callable[[Any], Any]) -> bool:
-    """Whether a compiled attention of a layout takes a call, on the emulator."""
+    """Whether a compiled attention of a layout accepts a call, on the emulator."""
     spec = fg.AttentionSpec(64, mask=fg.document(fg.Tensor("ids", "int32", ndim=2)), **LAYOUTS[layout])
     try:
         call(fg.compile(spec, target="sm_80", emulate=True))
@@ -125,17 +125,17 @@ OPTIONS: dict[str, Callable[[Any], Any]] = {
     "`tiles`, `tile_lists`": lambda attention: attention.tiles(64, 64, ids=np.zeros((1, 64), np.int32)),
     "`spec.shard()`": lambda attention: attention.spec.shard(),
 }
-"""What a call, or a compiled attention, is asked for."""
+"""Options of a call, and methods of a compiled attention."""
 
 
 def options_table() -> str:
-    """What calls of each layout may ask for."""
+    """Returns the table of the options that calls of each layout accept."""
     rows = ([name, *(_cell({"": _is_accepted(layout, call)}) for layout in LAYOUTS)] for name, call in OPTIONS.items())
     return _table(["call", *LAYOUTS], rows)
 
 
 def with_tables(text: str) -> str:
-    """A page with the tables as they are now between its marks, if it has any."""
+    """Returns a page with the current tables between its marks, if it has any."""
     if BEGIN not in text:
         return text
     before, _, rest = text.partition(BEGIN)

@@ -1,6 +1,6 @@
 """The README's gallery: tile maps of eight masks, each a name in this file.
 
-python docs/gallery.py                                                   # draws docs/gallery-*.svg anew
+python docs/gallery.py                                                   # writes docs/gallery-*.svg
 flashgen show docs/gallery.py:dilated --what tiles --len-q 2048          # one of them, in a kernel's own tiles
 """
 
@@ -24,14 +24,14 @@ document_ids = np.searchsorted([190, 700, 830, 1410, 1700], np.arange(LENGTH), s
 
 
 def neighbourhood(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """Of a pixel, the square of 13 × 13 around it, moved inwards at the edges of the canvas."""
+    """The square of 13 × 13 pixels around a pixel, moved inwards at the edges of the canvas."""
     row = fg.clamp(q // COLUMNS, RADIUS, ROWS - 1 - RADIUS)
     column = fg.clamp(q % COLUMNS, RADIUS, COLUMNS - 1 - RADIUS)
     return (abs(row - k // COLUMNS) <= RADIUS) & (abs(column - k % COLUMNS) <= RADIUS)
 
 
 def block_diffusion(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """The noised half, then the clean one: a noised block of 160 sees itself and the clean blocks before it."""
+    """A noised half before a clean one: a noised block of 160 sees itself and the clean blocks before it."""
     half, block = LENGTH // 2, 160
     noised_q, noised_k = q < half, k < half
     block_q, block_k = q % half // block, k % half // block
@@ -64,7 +64,7 @@ GALLERY: dict[str, Any] = {
 
 
 def pictures() -> dict[str, str]:
-    """The SVG of each picture by file name."""
+    """Returns the SVG of each picture by file name."""
     return {f"gallery-{title.lower().replace(' + ', '-').replace(' ', '-')}.svg": drawn(title) for title in GALLERY}
 
 

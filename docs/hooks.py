@@ -1,6 +1,6 @@
-"""Hooks of MkDocs: formulas become MathML as a page is built, and links to the rest of the repository become its paths.
+"""MkDocs hooks that convert formulas to MathML, and links to files outside docs/ to their paths.
 
-So no script draws a formula, and a built site asks no other host for anything.
+No script has to draw formulas, and a built site loads nothing from other hosts.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)]+)\)")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The page with the path of each file of the repository where a link would lead out of docs/.
+    """Replaces links that lead out of docs/ by the paths of their files.
 
-    An excerpt that docs/refresh.py finds by its first and last line has its file's name alone above it.
+    The title of an excerpt that docs/refresh.py finds by its first and last line is reduced to the name of the file.
     """
     return _LINES.sub(r'\1"', _OUTSIDE.sub(r"`\2`", markdown))
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """The page with each formula that pymdownx.arithmatex marked as MathML."""
+    """Converts each formula that pymdownx.arithmatex marked to MathML."""
     return _FORMULA.sub(_mathml, html)
 
 

@@ -1,12 +1,12 @@
-"""The pages of the documentation hold what commands print and what files say: this makes it anew.
+"""Updates the parts of the documentation that commands print or that are excerpts of files.
 
-python docs/refresh.py             # writes what is stale, and names it
-python docs/refresh.py --check     # names it, and ends with status 1 if there is any
+python docs/refresh.py             # writes what is stale, and lists it
+python docs/refresh.py --check     # lists it, and exits with status 1 if there is any
 
-Of a page's fenced blocks, `console` is a transcript: what its `$ ` lines print stands below them. A block with a title
-such as `generated/NAME.cu: online_softmax` is that function of that file, `FILE: /first line/ to /last line/` those
-lines. A command of an `sh` block that writes to docs/ makes the picture that is committed there. Tables of features
-stand between two marks (features.py).
+A fenced block with the language `console` is a transcript: below each `$ ` line stands what the command prints. A block
+with a title such as `generated/NAME.cu: online_softmax` is that function of that file; `FILE: /first line/ to /last
+line/` are those lines. A command of an `sh` block that writes to docs/ draws the picture that is committed there.
+Tables of features are between two marks (features.py).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ FENCE = re.compile(r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?[^\n]*\n
 TEXT = re.compile(r"<text[^>]*>([^<]*)</text>")
 PICTURE = re.compile(r"--output (docs/\S+\.svg)")
 FEATURES = runpy.run_path(str(DOCS / "features.py"))
-WIDTH = "96"  # characters of the terminal that transcripts are of
+WIDTH = "96"  # columns of the terminal for which transcripts are printed
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page: its language, its title or "", and its text."""
+    """A fenced block of a page: its language, its title (or "") and its text."""
 
     language: str
     title: str
@@ -43,7 +43,7 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """The commands of a block of `sh`, without comments; of one of `console`, those behind `$ `."""
+        """The commands of an `sh` block without comments, or those after `$ ` of a `console` block."""
         if self.language == "console":
             return [line[2:] for line in self.text.splitlines() if line.startswith("$ ")]
         lines = self.text.replace("\\\n", " ").splitlines()
@@ -51,7 +51,7 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Every page, the README among them."""
+    """Returns every page, including the README."""
     return [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 
@@ -61,13 +61,13 @@ def blocks(text: str) -> list[Block]:
 
 
 def refreshed(text: str) -> str:
-    """The page with every transcript and excerpt as it is now."""
+    """Returns the page with current transcripts and excerpts."""
 
-    def anew(match: re.Match[str]) -> str:
+    def updated_block(match: re.Match[str]) -> str:
         before, behind = match.start("text") - match.start(), match.end("text") - match.start()
         return match[0][:before] + _content(match) + match[0][behind:]
 
-    return FEATURES["with_tables"](FENCE.sub(anew, text))
+    return FEATURES["with_tables"](FENCE.sub(updated_block, text))
 
 
 def _content(match: re.Match[str]) -> str:
@@ -82,14 +82,14 @@ def transcript(block: Block) -> str:
 
 
 def printed(command: str) -> str:
-    """What a command prints to stdout. `| head -N` keeps N lines."""
-    command, _, kept = command.partition(" | head -")
+    """Returns what a command prints to stdout. `| head -N` keeps N lines."""
+    command, _, count = command.partition(" | head -")
     lines = aligned(run(shlex.split(command)).stdout.splitlines())
-    return "".join(f"{line.rstrip()}\n" for line in lines[: int(kept) if kept else None])
+    return "".join(f"{line.rstrip()}\n" for line in lines[: int(count) if count else None])
 
 
 def aligned(lines: list[str]) -> list[str]:
-    """Lines whose cells are parted by tabs, as a terminal shows them: in columns, which a table's lines share."""
+    """Aligns the tab-separated cells of each table into columns."""
     shown: list[str] = []
     for _, table in groupby((line.split("\t") for line in lines), key=len):
         rows = list(table)
@@ -99,7 +99,7 @@ def aligned(lines: list[str]) -> list[str]:
 
 
 def run(words: list[str]) -> subprocess.CompletedProcess[str]:
-    """Runs `flashgen ...` or `python ...` of this checkout. Raises where it fails."""
+    """Runs `flashgen ...` or `python ...` of this checkout. Raises SystemExit if it fails."""
     programs = {"flashgen": [sys.executable, "-m", "flashgen"], "python": [sys.executable]}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": WIDTH, "CUDA_VISIBLE_DEVICES": ""}
     command = [*programs[words[0]], *words[1:]]
@@ -110,7 +110,7 @@ def run(words: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def excerpt(title: str) -> str:
-    """The lines of a file that a title names."""
+    """Returns the lines of a file that a title names."""
     name, _, wanted = title.partition(": ")
     lines = (ROOT / name).read_text(encoding="utf-8").splitlines(keepends=True)
     between = re.fullmatch(r"/(.+)/ to /(.+)/", wanted)
@@ -128,7 +128,7 @@ def _first(lines: list[str], words: str, start: int, title: str) -> int:
 
 
 def _function(lines: list[str], name: str, python: bool, title: str) -> list[str]:
-    """A function of Python or of C++, the latter with the comment before it."""
+    """Returns the lines of a Python or C++ function, the latter with the comment before it."""
     opening = rf"def {name}\(" if python else rf"\w[^;]* {name}\((?!.*;$)"
     starts = [number for number, line in enumerate(lines) if re.match(opening, line)]
     if not starts:
@@ -151,7 +151,7 @@ def _without_blank_end(lines: list[str]) -> list[str]:
 
 
 def pictures() -> Iterator[tuple[Path, str]]:
-    """(picture, the command that makes it) of every page."""
+    """Yields (picture, the command that draws it) for every page."""
     for page in pages():
         for block in blocks(page.read_text(encoding="utf-8")):
             for command in block.commands if block.language == "sh" else ():
@@ -161,7 +161,7 @@ def pictures() -> Iterator[tuple[Path, str]]:
 
 
 def drawn(command: str) -> bytes:
-    """The picture that a command makes, which stays as it is in docs/."""
+    """Returns the picture that a command draws, without changing the one in docs/."""
     with tempfile.TemporaryDirectory() as folder:
         output = PICTURE.search(command)
         assert output
@@ -171,17 +171,17 @@ def drawn(command: str) -> bytes:
 
 
 def shown(picture: bytes, command: str) -> object:
-    """What is compared of a picture: all of it, but of bars, which matplotlib draws, their words and numbers."""
+    """Returns what is compared of a picture: its bytes, or the words and numbers of bars that matplotlib draws."""
     return sorted(TEXT.findall(picture.decode())) if " benchmarks plot " in command else picture
 
 
 def is_drawn_here(command: str) -> bool:
-    """Whether what draws a picture is installed: matplotlib draws bars."""
+    """Whether the library that draws a picture is installed: matplotlib draws bars."""
     return " benchmarks plot " not in command or importlib.util.find_spec("matplotlib") is not None
 
 
 def stale() -> Iterator[tuple[Path, bytes]]:
-    """Each file that is not what its commands make, with what it should be."""
+    """Yields each file that differs from what its commands produce, with the content that it should have."""
     for page in pages():
         text = page.read_text(encoding="utf-8")
         now = refreshed(text)
@@ -189,7 +189,7 @@ def stale() -> Iterator[tuple[Path, bytes]]:
             yield page, now.encode()
     for path, command in pictures():
         if not is_drawn_here(command):
-            print(f"{path.relative_to(ROOT)} is not looked at, matplotlib is not installed: pip install '.[plot]'")
+            print(f"{path.relative_to(ROOT)} is not checked because matplotlib is not installed: pip install '.[plot]'")
             continue
         content = drawn(command)
         if not path.exists() or shown(path.read_bytes(), command) != shown(content, command):
@@ -204,7 +204,7 @@ def main() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
     if found and "--check" in sys.argv:
-        raise SystemExit("make these anew: python docs/refresh.py")
+        raise SystemExit("these files are stale; run: python docs/refresh.py")
 
 
 if __name__ == "__main__":

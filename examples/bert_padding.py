@@ -1,10 +1,10 @@
-"""BERT of transformers with padding, by attn_implementation="flashgen": what "eager" gives, without its masks.
+"""Runs transformers' BERT on padded sequences with attn_implementation="flashgen", and compares it with "eager".
 
     python examples/bert_padding.py             # needs a GPU, torch and transformers
-    python examples/bert_padding.py --emulate   # on the CPU, by flashgen's emulator
+    python examples/bert_padding.py --emulate   # on the CPU with flashgen's emulator
 
-Weights are random, so that nothing is downloaded; AutoModel.from_pretrained(..., attn_implementation="flashgen") is the
-same with trained ones.
+Weights are random, so nothing is downloaded; use AutoModel.from_pretrained(..., attn_implementation="flashgen") for
+trained ones.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ except ModuleNotFoundError as error:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--emulate", action="store_true", help="on the CPU, by flashgen's emulator")
+    parser.add_argument("--emulate", action="store_true", help="run on the CPU with flashgen's emulator")
     emulate = parser.parse_args().emulate
     if not emulate and not torch.cuda.is_available():
         raise SystemExit("error: there is no GPU that torch can use; try --emulate")
-    flashgen.transformers.register(emulate=emulate)  # this, and the name below, is all
+    flashgen.transformers.register(emulate=emulate)  # only this and the name below are needed
 
     device, longest = ("cpu", 48) if emulate else ("cuda", 512)
     torch.manual_seed(0)
@@ -47,7 +47,7 @@ def main() -> None:
     error = (results["flashgen"] - results["eager"])[kept].abs().max().item()
     print(f"sequences of {lengths.tolist()} tokens: the hidden states differ by at most {error:.1e}")
     if error > 5e-2:
-        raise SystemExit("error: more than bfloat16 explains")
+        raise SystemExit("error: the difference exceeds the rounding of bfloat16")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""One sequence on several GPUs: attention in a ring is what one GPU gives, and so are its gradients.
+"""Compares attention over one sequence on several GPUs, and its gradients, with the results of one GPU.
 
     python examples/context_parallel.py                       # on all GPUs of this machine, at least 2
     python examples/context_parallel.py --emulate --ranks 2   # on the CPU, by flashgen's emulator and gloo
     torchrun --nproc-per-node 4 examples/context_parallel.py  # started by torchrun
 
-A variant of many kinds at once: causal, packed documents, a learned slope for each head, dropout.
+The variant combines a causal mask, packed documents, a learned slope per head, and dropout.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ except ModuleNotFoundError as error:
     raise SystemExit(f"error: this example needs torch ({error}): pip install 'flashgen[torch]'") from None
 
 import flashgen as fg
-from flashgen.torch import attention as attention_of_one
+from flashgen.torch import attention as single_attention
 from flashgen.torch.context_parallel import attention, shard, unshard
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--emulate", action="store_true", help="on the CPU, by flashgen's emulator")
-    parser.add_argument("--ranks", type=int, default=0, help="how many; 0 is as many as there are GPUs")
+    parser.add_argument("--emulate", action="store_true", help="run on the CPU with flashgen's emulator")
+    parser.add_argument("--ranks", type=int, default=0, help="number of ranks; 0 is the number of GPUs")
     parser.add_argument("--scheme", default="ring", choices=["ring", "all_gather", "ulysses"])
     options = parser.parse_args()
     if "RANK" not in os.environ:
@@ -40,14 +40,14 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     if not options.emulate:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
-    dist.init_process_group("gloo" if options.emulate else "nccl", init_method=os.environ.get("MEET", "env://"),
+    dist.init_process_group("gloo" if options.emulate else "nccl", init_method=os.environ.get("RENDEZVOUS", "env://"),
                             rank=rank, world_size=int(os.environ["WORLD_SIZE"]))  # fmt: skip
     compare(options.emulate, options.scheme)
     dist.destroy_process_group()
 
 
 def compare(emulate: bool, scheme: str) -> None:
-    """Computes the same on one rank and on all, and ends with an error where they differ by more than rounding."""
+    """Computes the same on one rank and on all ranks. Raises SystemExit if they differ by more than rounding."""
     slopes = fg.Tensor("slopes", "float32", 1, grad=True)
     ids = fg.Tensor("ids", "int32", 1)
     spec = fg.AttentionSpec(
@@ -65,15 +65,15 @@ def compare(emulate: bool, scheme: str) -> None:
         "slopes": torch.rand(4, device=device),
     }
 
-    def gradients(call, cut):
-        inputs = [cut(x).requires_grad_() for x in (q, k, v)] + [captures["slopes"].clone().requires_grad_()]
+    def gradients(call, select):
+        inputs = [select(x).requires_grad_() for x in (q, k, v)] + [captures["slopes"].clone().requires_grad_()]
         given = {**captures, "slopes": inputs[3]}
         out = call(spec, *inputs[:3], seed=7, emulate=emulate, **given)
-        return [out.detach(), *torch.autograd.grad(out, inputs, cut(d_out))]
+        return [out.detach(), *torch.autograd.grad(out, inputs, select(d_out))]
 
-    one = gradients(attention_of_one, lambda x: x.clone())
-    mine = gradients(lambda *args, **how: attention(*args, scheme=scheme, **how), lambda x: shard(x, dim=2))
-    several = [unshard(x, dim=2) for x in mine[:4]] + mine[4:]  # gradients of captures are those of all ranks
+    one = gradients(single_attention, lambda x: x.clone())
+    local = gradients(lambda *args, **options: attention(*args, scheme=scheme, **options), lambda x: shard(x, dim=2))
+    several = [unshard(x, dim=2) for x in local[:4]] + local[4:]  # gradients of captures are summed over the ranks
     errors = [
         float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in zip(several, one, strict=True)
     ]
@@ -81,19 +81,19 @@ def compare(emulate: bool, scheme: str) -> None:
         named = ", ".join(
             f"{name} {error:.1e}" for name, error in zip(("out", "dq", "dk", "dv", "dslopes"), errors, strict=True)
         )
-        print(f"{scheme} on {dist.get_world_size()} ranks, {length} tokens, beside one rank: {named}")
+        print(f"{scheme} on {dist.get_world_size()} ranks, {length} tokens, relative to one rank: {named}")
     if max(errors) > 5e-2:
-        raise SystemExit("error: more than bfloat16 explains")
+        raise SystemExit("error: the difference exceeds the rounding of bfloat16")
 
 
 def start(ranks: int, emulate: bool) -> None:
-    """Starts this program once for each rank."""
+    """Starts one process of this program per rank."""
     if not emulate and not torch.cuda.is_available():
         raise SystemExit("error: there is no GPU that torch can use; try --emulate")
     if ranks < 2 or (not emulate and ranks > torch.cuda.device_count()):
         raise SystemExit(f"error: {ranks} ranks, and torch sees {torch.cuda.device_count()} GPUs; try --emulate")
     with tempfile.TemporaryDirectory() as folder:
-        shared = os.environ | {"WORLD_SIZE": str(ranks), "MEET": f"file://{folder}/meet"}
+        shared = os.environ | {"WORLD_SIZE": str(ranks), "RENDEZVOUS": f"file://{folder}/ranks"}
         started = [
             subprocess.Popen([sys.executable, *sys.argv], env=shared | {"RANK": str(rank)}) for rank in range(ranks)
         ]

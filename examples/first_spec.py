@@ -1,4 +1,4 @@
-"""The README's first spec: a window and four global tokens, ALiBi with slopes given at the call, dropout.
+"""The first spec of the README: a window and four global tokens, ALiBi with slopes passed at the call, dropout.
 
 flashgen show examples/first_spec.py:spec
 flashgen verify examples/first_spec.py:spec
@@ -37,7 +37,7 @@ def main() -> None:
     dq, dk, dv, d_slopes = attention.backward(d_out, q, k, v, out, lse, slopes=slope_array, seed=7)
     gradients = {"dq": dq, "dk": dk, "dv": dv, "d_slopes": d_slopes}
 
-    low = fg.reference.low_precision(spec, q, k, v, slopes=slope_array, seed=7)  # what float16 itself costs
+    low = fg.reference.low_precision(spec, q, k, v, slopes=slope_array, seed=7)  # rounded to float16 at each step
     verdicts = {"out": fg.reference.judge(out, expected, low, lse, expected_lse)}
     verdicts |= fg.verify.judged_gradients(spec, q, k, v, d_out, gradients, slopes=slope_array, seed=7)
 
@@ -52,5 +52,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except fg.errors.FlashgenError as error:  # such as: there is no C++ compiler
+    except fg.errors.FlashgenError as error:  # for example, there is no C++ compiler
         raise SystemExit(f"error: {error}") from None

@@ -1,10 +1,10 @@
-"""A program for FlexAttention that runs by flashgen: of its lines, the import alone is another.
+"""A FlexAttention program that runs with flashgen: only the import was changed.
 
     python examples/flex_migration.py             # needs a GPU and torch
-    python examples/flex_migration.py --emulate   # on the CPU, by flashgen's emulator
+    python examples/flex_migration.py --emulate   # on the CPU with flashgen's emulator
 
-Documents packed into a row, causal within each, with ALiBi and a bias that is learned: all of them arrays that the
-functions close over, as FlexAttention's users write them.
+The mask is causal within packed documents; the score has ALiBi and a learned bias. All arrays are closed over by the
+functions, as is usual with FlexAttention.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def biased_alibi(slopes: torch.Tensor, bias: torch.Tensor) -> Any:
 
 
 def train(device: str, length: int, steps: int) -> list[float]:
-    """Learns the bias from the output of another one; the loss of each step."""
+    """Learns the bias from the output of a target bias. Returns the loss of each step."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 4, length, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
     document_id = torch.arange(length, device=device) // (length // 3)
@@ -54,12 +54,12 @@ def train(device: str, length: int, steps: int) -> list[float]:
     block_mask = create_block_mask(
         and_masks(causal, document_mask(document_id)), B=None, H=None, Q_LEN=length, KV_LEN=length, device=device
     )
-    goal = flex_attention(q, k, v, biased_alibi(slopes, torch.linspace(1, -1, 16, device=device)), block_mask)
+    target = flex_attention(q, k, v, biased_alibi(slopes, torch.linspace(1, -1, 16, device=device)), block_mask)
     bias = torch.zeros(16, device=device, requires_grad=True)
     optimizer, losses = torch.optim.Adam([bias], lr=0.1), []
     for _ in range(steps):
         out = flex_attention(q, k, v, score_mod=biased_alibi(slopes, bias), block_mask=block_mask)
-        loss = (out - goal).float().square().mean()
+        loss = (out - target).float().square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -69,7 +69,7 @@ def train(device: str, length: int, steps: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--emulate", action="store_true", help="on the CPU, by flashgen's emulator")
+    parser.add_argument("--emulate", action="store_true", help="run on the CPU with flashgen's emulator")
     emulate = parser.parse_args().emulate
     if not emulate and not torch.cuda.is_available():
         raise SystemExit("error: there is no GPU that torch can use; try --emulate")

@@ -1,7 +1,7 @@
-"""flashgen's attention in JAX: under jit, with gradients of the inputs and of a table of slopes, and under vmap.
+"""Uses flashgen's attention in JAX under jit and vmap, with gradients of the inputs and of a table of slopes.
 
 python examples/jax_attention.py             # needs a GPU and JAX
-python examples/jax_attention.py --emulate   # on the CPU, by flashgen's emulator
+python examples/jax_attention.py --emulate   # on the CPU with flashgen's emulator
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ SPEC = fg.AttentionSpec(64, "bfloat16", mask=fg.causal(), score=lambda s, b, h, 
 
 
 def plain(q: Any, k: Any, v: Any, table: Any) -> Any:
-    """The same, as one writes it in JAX."""
+    """The same attention in plain JAX."""
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    place = jnp.arange(q.shape[2])
-    scores = jnp.einsum("bhqd,bhkd->bhqk", q, k) / 8 + table[:, None, None] * (place - place[:, None])
-    scores = jnp.where(place[:, None] >= place, scores, -jnp.inf)
+    position = jnp.arange(q.shape[2])
+    scores = jnp.einsum("bhqd,bhkd->bhqk", q, k) / 8 + table[:, None, None] * (position - position[:, None])
+    scores = jnp.where(position[:, None] >= position, scores, -jnp.inf)
     return jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(scores), v)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--emulate", action="store_true", help="on the CPU, by flashgen's emulator")
+    parser.add_argument("--emulate", action="store_true", help="run on the CPU with flashgen's emulator")
     emulate = parser.parse_args().emulate
     if emulate:
         jax.config.update("jax_platforms", "cpu")
@@ -55,18 +55,21 @@ def main() -> None:
     def gradients(function: Any, *inputs: Any) -> Any:
         return jax.grad(lambda *x: (function(*x) * weights).mean(), argnums=(0, 1, 2, 3))(*inputs)
 
-    worst = {"out": _apart(jax.jit(ours)(q, k, v, table), plain(q, k, v, table))}
+    errors = {"out": _relative_error(jax.jit(ours)(q, k, v, table), plain(q, k, v, table))}
     pairs = zip(gradients(ours, q, k, v, table), gradients(plain, q, k, v, table), strict=True)
-    worst |= {name: _apart(*pair) for name, pair in zip(("dq", "dk", "dv", "d_slopes"), pairs, strict=True)}
+    errors |= {name: _relative_error(*pair) for name, pair in zip(("dq", "dk", "dv", "d_slopes"), pairs, strict=True)}
     tables = jnp.stack([table, 2 * table])
     mapped = jax.jit(jax.vmap(partial(ours, q, k, v)))(tables)
-    worst["vmap"] = _apart(mapped[1], plain(q, k, v, tables[1]))
-    print("apart from plain JAX, of the largest number: " + ", ".join(f"{name} {x:.1%}" for name, x in worst.items()))
-    if max(worst.values()) > 0.03:
-        raise SystemExit("error: more than bfloat16 explains")
+    errors["vmap"] = _relative_error(mapped[1], plain(q, k, v, tables[1]))
+    print(
+        "errors against plain JAX, relative to the largest element: "
+        + ", ".join(f"{name} {x:.1%}" for name, x in errors.items())
+    )
+    if max(errors.values()) > 0.03:
+        raise SystemExit("error: the difference exceeds the rounding of bfloat16")
 
 
-def _apart(ours: Any, expected: Any) -> float:
+def _relative_error(ours: Any, expected: Any) -> float:
     ours, expected = ours.astype(jnp.float32), expected.astype(jnp.float32)
     return float(jnp.abs(ours - expected).max() / jnp.abs(expected).max())
 

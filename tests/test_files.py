@@ -1,8 +1,7 @@
-"""Files are written whole or not at all, and read only where they are files."""
+"""Files are written completely or not at all, and only regular files are read."""
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import subprocess
@@ -26,17 +25,7 @@ def test_a_file_is_written_and_replaced(tmp_path: Path) -> None:
     assert content(tmp_path) == {"a": b"\0\xff"}
 
 
-@pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that takes names and no bytes, which file systems say when bytes are flushed."""
-
-    def refuse(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", refuse)
-
-
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path, full_disk: None) -> None:
+def test_a_full_disk_keeps_the_previous_file(tmp_path: Path, full_disk: None) -> None:
     (tmp_path / "a").write_bytes(b"before")
     for name in ("a", "new"):
         with pytest.raises(OSError, match="No space left") as caught:
@@ -45,7 +34,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, full_disk: None) -> N
     assert content(tmp_path) == {"a": b"before"}
 
 
-def test_an_error_while_writing_leaves_what_was_there(tmp_path: Path) -> None:
+def test_an_error_while_writing_keeps_the_previous_file(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"before")
     with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "a") as file:
         file.write(b"half")
@@ -56,7 +45,7 @@ def test_an_error_while_writing_leaves_what_was_there(tmp_path: Path) -> None:
     assert content(tmp_path) == {"a": b"before"}
 
 
-def test_a_killed_writer_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_killed_writer_keeps_the_previous_file(tmp_path: Path) -> None:
     script = (
         "import os, sys\nfrom flashgen.files import replacing\n"
         "with replacing(sys.argv[1]) as file:\n    file.write(b'x' * 100_000)\n    os.kill(os.getpid(), 9)\n"
@@ -66,7 +55,7 @@ def test_a_killed_writer_leaves_what_was_there(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b"before"
 
 
-def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_end(
+def test_data_is_flushed_before_the_rename_and_the_rename_before_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
@@ -83,7 +72,7 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_end(
     assert events == ["file of 5", "rename", "folder"]
 
 
-def test_permissions_and_links_stay(tmp_path: Path) -> None:
+def test_permissions_and_links_are_kept(tmp_path: Path) -> None:
     (tmp_path / "far").mkdir()
     target, link = tmp_path / "far" / "a", tmp_path / "link"
     target.write_bytes(b"before")
@@ -100,7 +89,7 @@ def test_permissions_and_links_stay(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o640
 
 
-def test_devices_and_pipes_are_written_to_and_stay(tmp_path: Path) -> None:
+def test_devices_and_pipes_are_written_to(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     received: list[bytes] = []
@@ -114,7 +103,7 @@ def test_devices_and_pipes_are_written_to_and_stay(tmp_path: Path) -> None:
     assert caught.value.filename == "/dev/full" and Path("/dev/full").is_char_device()
 
 
-def test_a_folder_in_the_place_of_a_file_is_an_error(tmp_path: Path) -> None:
+def test_a_folder_at_the_path_of_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     with pytest.raises(IsADirectoryError):
         write_file(tmp_path / "a", b"")
@@ -123,7 +112,7 @@ def test_a_folder_in_the_place_of_a_file_is_an_error(tmp_path: Path) -> None:
     assert caught.value.filename == str(tmp_path / "nowhere" / "a")
 
 
-def test_only_files_are_read(tmp_path: Path) -> None:
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"12345")
     (tmp_path / "link").symlink_to("a")
     assert read_file(tmp_path / "a") == read_file(tmp_path / "link", max_bytes=5) == b"12345"
@@ -147,7 +136,7 @@ def test_links_are_followed_unless_refused(tmp_path: Path) -> None:
     assert caught.value.filename == str(tmp_path / "link")
 
 
-def test_texts_are_utf_8_and_their_lines_end_as_python_s(tmp_path: Path) -> None:
+def test_texts_are_utf_8_with_pythons_line_ends(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes("Grüße\r\nzwei\r".encode())
     assert read_text(tmp_path / "a") == "Grüße\nzwei\n"
     (tmp_path / "a").write_bytes(b"latin \xfc")
@@ -162,5 +151,5 @@ def test_plain_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../a", "/a", "a/", "a\0", "a\n", "a\\b", "\ud800", 3, None])
-def test_what_is_no_plain_name(name: object) -> None:
+def test_invalid_plain_names(name: object) -> None:
     assert not is_plain_name(name)

@@ -1,4 +1,4 @@
-"""The house's layers: who may import whom, and what `import flashgen` may cost."""
+"""The layers of the packages: allowed imports, and the cost of `import flashgen`."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ MAY_SEE: dict[str, set[str]] = {
     "transformers": BELOW_ATTENTION | {"attention", "verify", "torch"},
     "jax": BELOW_ATTENTION | {"attention", "verify"},
     "bench": BELOW_ATTENTION | {"attention"},
-    # doctor imports rooms above by their names
+    # doctor imports packages above it by name
     "cli": BELOW_ATTENTION | {"attention", "verify", "report", "release", "bench", "ranks"},
     "__main__": {"cli"},
 }
 
 OUTSIDE = ("benchmarks", "docs", "examples", "tests")  # folders of the repository that a wheel does not have
 NOT_ON_IMPORT = ("cupy", "cuda", "torch", "jax", "jinja2", "typer", "click", "rich", "pygments", "safetensors", "scipy")
-MOST_WORK_OF_IMPORT = 0.1  # of that of importing NumPy and SymPy
+MOST_WORK_OF_IMPORT = 0.1  # relative to importing NumPy and SymPy
 
 
 def part_of(path: Path) -> str:
@@ -58,7 +58,7 @@ def module_of(path: Path) -> str:
 
 
 def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of each import in a file, wherever it stands; `from a import b` gives a.b."""
+    """Returns (line, dotted name) of each import in a file, at any level; `from a import b` gives a.b."""
     module = module_of(path)
     package = module.removesuffix(".__init__") if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
@@ -74,8 +74,10 @@ def sources() -> list[Path]:
     return sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 
-def test_each_part_has_its_place() -> None:
-    assert {part_of(path) for path in sources()} == set(MAY_SEE), "MAY_SEE lacks a new part, or has one that is gone"
+def test_each_package_has_an_entry() -> None:
+    assert {part_of(path) for path in sources()} == set(MAY_SEE), (
+        "MAY_SEE lacks a new package, or has one that was removed"
+    )
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -90,16 +92,16 @@ def test_nothing_imports_upward(path: Path) -> None:
 
 
 def test_the_layers_are_an_order() -> None:
-    """No two parts see each other, even through others."""
+    """No two packages import each other, directly or indirectly."""
     settled: set[str] = set()
     while remaining := MAY_SEE.keys() - settled:
         ready = {part for part in remaining if MAY_SEE[part] <= settled}
-        assert ready, f"a circle among {sorted(remaining)}"
+        assert ready, f"a cycle among {sorted(remaining)}"
         settled |= ready
 
 
 def test_no_modules_import_each_other() -> None:
-    """Not even through others, inside of functions, or for types alone."""
+    """Not indirectly, not within functions, and not only for types."""
     paths = {module_of(path).removesuffix(".__init__"): path for path in PACKAGE.rglob("*.py")}
     imports = {
         module: {name if name in paths else name.rpartition(".")[0] for _, name in imported_modules(path)}
@@ -123,7 +125,7 @@ def test_import_brings_in_nothing_heavy() -> None:
 
 
 def test_no_test_measures_time() -> None:
-    """How long something takes depends on what else runs: that is for `python -m benchmarks host`."""
+    """Timings depend on what else runs: use `python -m benchmarks host`."""
     clocks = re.compile(r"\b(perf_counter|process_time|thread_time)\w*\(")
     found = [path for path in Path(__file__).parent.rglob("*.py") if clocks.search(path.read_text(encoding="utf-8"))]
     assert not found
@@ -144,8 +146,8 @@ print(json.dumps([*calls.values(), sorted(set(sys.modules) - before)]))
 """
 
 
-def test_import_costs_little_beyond_numpy_and_sympy() -> None:
-    """Counted in calls of Python functions, which other work does not sway; `python -m benchmarks host` times it."""
+def test_import_costs_little_more_than_numpy_and_sympy() -> None:
+    """Counts calls of Python functions, which do not depend on load; `python -m benchmarks host` measures time."""
     base, ours, modules = json.loads(run_python(WORK_OF_IMPORT))
     assert 0 < ours < MOST_WORK_OF_IMPORT * base, f"import flashgen makes {ours} calls, NumPy and SymPy {base}"
     others = {name.split(".")[0] for name in modules} - sys.stdlib_module_names

@@ -1,4 +1,4 @@
-"""The README's examples are what stands in examples/, its pictures are what is drawn now, and both work."""
+"""The README's examples equal those in examples/, its pictures are current, and both work."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_the_first_spec_is_the_example() -> None:
     assert all(line in example for line in used.splitlines() if line)
 
 
-def test_the_blocks_run_as_they_stand() -> None:
+def test_the_blocks_run() -> None:
     check = "\nassert abs(out - expected).max() < 5e-3 and abs(lse - expected_lse).max() < 1e-3\n"
     run_python("-c", "".join(python_blocks()) + check)
 
 
-def test_the_example_runs_and_judges_all_that_it_computes() -> None:
+def test_the_example_runs_and_checks_its_results() -> None:
     shown = run_python(str(FIRST_SPEC))
     assert "of the tiles visited" in shown
     judged = re.findall(r"^(\w+) +ok: error \S+ <= \S+", shown, flags=re.MULTILINE)
@@ -52,7 +52,7 @@ def test_the_example_runs_and_judges_all_that_it_computes() -> None:
 
 
 def failed_example(name: str, *program: str, **environment: str) -> str:
-    """What an example that cannot run here says: one line, and exit status 1."""
+    """Returns the output of an example that cannot run here: one line, with exit status 1."""
     command = [sys.executable, *program, str(ROOT / "examples" / name)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -60,7 +60,7 @@ def failed_example(name: str, *program: str, **environment: str) -> str:
     return done.stderr
 
 
-def test_the_first_example_says_that_there_is_no_compiler() -> None:
+def test_the_first_example_reports_a_missing_compiler() -> None:
     assert "C++17 compiler" in failed_example("first_spec.py", PATH="/nowhere", CXX="")
 
 
@@ -73,14 +73,14 @@ def test_the_pictures_are_drawn_from_these_specs(tmp_path: Path, spec: str, pict
     arguments = ["show", spec, "--what", "tiles", "--len-q", "2048", "--target", "sm_80", "--output", str(drawn)]
     assert CliRunner().invoke(app, arguments).exit_code == 0
     command = f"flashgen show {spec!r} --what tiles --len-q 2048 --target sm_80 --output docs/{picture}"
-    assert drawn.read_bytes() == (ROOT / "docs" / picture).read_bytes(), f"draw it anew: {command}"
+    assert drawn.read_bytes() == (ROOT / "docs" / picture).read_bytes(), f"run: {command}"
 
 
 def test_the_gallery_is_drawn_from_its_script() -> None:
     pictures = runpy.run_path(str(ROOT / "docs" / "gallery.py"))["pictures"]()
     assert 6 <= len(pictures) == len(list((ROOT / "docs").glob("gallery-*.svg")))
     for name, svg in pictures.items():
-        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == svg, "draw them anew: python docs/gallery.py"
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == svg, "run: python docs/gallery.py"
         assert len(svg) < LARGEST_PICTURE and f'"docs/{name}"' in README, name
 
 
@@ -101,7 +101,7 @@ def test_every_command_of_the_readme_exists() -> None:
 
 
 def test_it_is_short_and_begins_with_two_commands() -> None:
-    """What it does exactly, and how fast, stands in docs/."""
+    """Details and timings are in docs/."""
     assert README.count("\n") <= MOST_LINES
     first = re.search(r"```sh\n(.*?)```", README, flags=re.DOTALL)
     assert first and first[1] == "pip install . && flashgen demo\n"

@@ -1,4 +1,4 @@
-"""What messages tell to type: the README's command in a checkout, and one that works where a wheel was installed."""
+"""Installation hints in messages: the README's command in a checkout, and one that works for an installed wheel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_in_a_checkout_it_is_the_readme_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_in_a_checkout_it_is_the_readmes_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
     assert install("cuda13") == "pip install '.[cuda13]'" and f"`{install('cuda13')}`" in README
     assert install_cuda().startswith(f"{install('cuda13')} (cuda12 in place of cuda13 for a driver older than 580")
@@ -42,14 +42,14 @@ def test_in_a_checkout_it_is_the_readme_s(monkeypatch: pytest.MonkeyPatch, tmp_p
         (None, "pip install 'flashgen[cuda13]'"),
     ],
 )  # fmt: skip
-def test_of_an_installed_package_it_names_what_was_installed(
+def test_for_an_installed_package_it_names_the_installed_source(
     origin: dict[str, Any] | None, command: str, tmp_path: Path
 ) -> None:
-    """As pip leaves it: the package, and beside it the record of where it came from."""
+    """Mimics pip: the package, and the record of its origin beside it."""
     (tmp_path / "flashgen").mkdir()
     (tmp_path / "flashgen" / "__init__.py").touch()
     shutil.copy(ROOT / "flashgen" / "remedies.py", tmp_path / "flashgen")
-    (tmp_path / "pyproject.toml").write_text('[project]\nname = "something else"\n')  # some packages drop one there
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "something else"\n')  # some packages install one there
     recorded = tmp_path / "flashgen-0.1.0.dist-info"
     recorded.mkdir()
     (recorded / "METADATA").write_text("Metadata-Version: 2.4\nName: flashgen\nVersion: 0.1.0\n")
@@ -63,14 +63,14 @@ def test_of_an_installed_package_it_names_what_was_installed(
     assert done.stdout == command + "\n"
 
 
-def test_no_message_has_a_command_of_its_own() -> None:
+def test_no_other_module_writes_an_install_command() -> None:
     for path in (ROOT / "flashgen").rglob("*.py"):
         if path.name != "remedies.py":
             assert not re.search(r"pip install '?flashgen", path.read_text(encoding="utf-8")), path
 
 
 @pytest.mark.parametrize(("framework", "needed"), [("torch", "torch"), ("transformers", "torch"), ("jax", "jax")])
-def test_a_framework_that_is_not_there_is_named_with_its_remedy(framework: str, needed: str, tmp_path: Path) -> None:
+def test_a_missing_framework_is_named_with_its_remedy(framework: str, needed: str, tmp_path: Path) -> None:
     said = f"flashgen.{framework} needs {needed}: pip install '{ROOT}[{framework}]'"
     program = f"import sys; sys.modules[{needed!r}] = None; import flashgen.{framework}"
     done = subprocess.run(
@@ -83,7 +83,7 @@ def test_a_framework_that_is_not_there_is_named_with_its_remedy(framework: str, 
     assert done.returncode == 1 and said in done.stderr, done.stderr
 
 
-def test_names_that_the_package_has_not() -> None:
+def test_unknown_names_of_the_package() -> None:
     import flashgen
 
     for name, said in (("sliding_windw", "did you mean sliding_window"), ("nothing_like_it", "'nothing_like_it'$")):

@@ -1,8 +1,7 @@
-"""The long sweeps' parts: every case is in one of them, and which one runs is decided by the commit alone."""
+"""Parts of the long sweeps: every case is in one part, and only the commit determines which part runs."""
 
 from __future__ import annotations
 
-import sys
 from fnmatch import fnmatch
 from itertools import combinations, product
 from pathlib import Path
@@ -11,14 +10,13 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 import rotation
 
 CASES = 90
 
 
 class Case:
-    """Of a collected test what the rotation looks at."""
+    """The attributes of a collected test that the rotation reads."""
 
     def __init__(self, nodeid: str, parts: int | None, mark: str = "rotated", **indices: int) -> None:
         self.nodeid, self.parts, self.mark = nodeid, parts, mark
@@ -41,7 +39,7 @@ def taken(seed: str) -> set[str]:
     return {case.nodeid for case in here}
 
 
-def test_parts_are_equal_and_together_everything() -> None:
+def test_parts_are_equal_and_cover_everything() -> None:
     everything = taken(rotation.ALL)
     assert len(everything) == len(CASES_OF_TESTS)
     for name, parts in (("one", 3), ("other", 4)):
@@ -51,13 +49,13 @@ def test_parts_are_equal_and_together_everything() -> None:
     assert all("a.py::test_always" in taken(seed) for seed in ("0", "1", "abc"))
 
 
-def test_a_part_has_of_everything() -> None:
-    """Of a parameter that takes turns along the cases, too."""
+def test_a_part_has_every_value() -> None:
+    """Also of a parameter whose values cycle along the cases."""
     for turn in range(3):
         assert {case[-2] for case in taken(str(turn)) if "test_one" in case} == set("012345")
 
 
-def test_a_cover_has_every_pair_and_the_rest_takes_turns() -> None:
+def test_a_cover_has_every_pair_and_the_rest_rotates() -> None:
     every = list(product(range(5), range(3), range(2)))
     cases: Any = [Case(f"a.py::test_it[{a}-{b}-{c}]", 4, "covering", a=a, b=b, c=c) for a, b, c in every]
 
@@ -72,7 +70,7 @@ def test_a_cover_has_every_pair_and_the_rest_takes_turns() -> None:
 
 
 def test_a_cover_of_two_parameters_has_every_value() -> None:
-    """A parameter that only repeats another, as one of the same decorator does, asks for nothing."""
+    """A parameter that repeats another one, for example of the same decorator, adds no requirement."""
     every = list(product(range(4), range(3)))
     cases: Any = [Case(f"a.py::test_it[{a}-{b}]", 4, "covering", a=a, again=a, b=b) for a, b in every]
     always = [case.callspec.indices for case in rotation.cover(cases)]
@@ -80,7 +78,7 @@ def test_a_cover_of_two_parameters_has_every_value() -> None:
     assert {own["a"] for own in always} == {0, 1, 2, 3} and {own["b"] for own in always} == {0, 1, 2}
 
 
-def test_commits_choose_and_every_case_is_met_within_a_few() -> None:
+def test_commits_select_parts_and_every_case_runs_within_a_few() -> None:
     commits = [f"{number:040x}" for number in range(10**39, 10**39 + 24)]
     assert taken(commits[0]) == taken(commits[0])
     assert len({frozenset(taken(commit)) for commit in commits}) > 6
@@ -96,7 +94,7 @@ def config(*, everything: bool = False, named: bool = False, keyword: str = "") 
     )
 
 
-def test_what_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_determines_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotation, "commit", lambda: "f00")
     monkeypatch.delenv(rotation.VARIABLE)
     assert rotation.seed_of_run(config()) == "f00"
@@ -109,7 +107,7 @@ def test_what_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rotation.seed_of_run(config()) == rotation.ALL
 
 
-def test_the_commit_is_git_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_is_gits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = rotation.commit()
     assert not found or (len(found) >= 40 and set(found) <= set("0123456789abcdef"))
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -1,4 +1,4 @@
-"""JSON of strangers: values, or one sentence; never a traceback of another kind."""
+"""Untrusted JSON gives values or one error message, never a traceback of another kind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_what_json_has_is_read(value: object) -> None:
+def test_valid_json_is_read(value: object) -> None:
     text = json.dumps(value, ensure_ascii=False)
     assert parse_json(text) == parse_json(text.encode()) == value
 
@@ -41,11 +41,11 @@ def test_what_json_has_is_read(value: object) -> None:
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_what_is_none_is_refused(data: bytes | str, message: str) -> None:
+def test_invalid_json_is_refused(data: bytes | str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_json(data)
 
 
 @pytest.mark.parametrize("text", ["[" * MAX_DEPTH + "1" + "]" * MAX_DEPTH, '{"a":' * MAX_DEPTH + "1" + "}" * MAX_DEPTH])
-def test_what_is_read_can_be_written_again(text: str) -> None:
+def test_values_that_were_read_can_be_written(text: str) -> None:
     assert json.dumps(parse_json(text), indent=1, allow_nan=False)

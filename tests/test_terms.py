@@ -111,7 +111,7 @@ FILES = [
 
 
 def retired_in(text: str) -> list[str]:
-    """The retired identifiers of a text, each with its line and the term to use."""
+    """Returns the retired identifiers of a text, each with its line and the term to use."""
     return [
         f"line {number}: {word}, use {RETIRED[word]}"
         for number, line in enumerate(text.splitlines(), 1)

@@ -1,5 +1,5 @@
-// Launches a kernel of a release folder by CUDA's driver API, and compares what it gives with attention in plain C++.
-// README.md says how to build and run it.
+// Launches a kernel of a release folder with the CUDA driver API, and compares its output with attention in plain C++.
+// README.md explains how to build and run it.
 
 #include <cuda.h>
 
@@ -10,14 +10,14 @@
 #include <string>
 #include <vector>
 
-// What `flashgen release build` wrote beside each cubin: entry point, threads, grid, and the struct of the arguments.
+// Headers from `flashgen release build`, one per cubin: entry point, threads, grid, and the struct of arguments.
 #include "fwd-sm120-bf16-d64-causal-fbd6f506.h"
 #include "fwd-sm80-bf16-d64-causal-fbd6f506.h"
 #include "fwd-sm90-bf16-d64-causal-fbd6f506.h"
 
-using Bf16 = unsigned short;   // its bits, as the kernels have them
+using Bf16 = unsigned short;   // the bits of a bfloat16, as in the kernels
 
-constexpr int kDim = 64;   // of a head
+constexpr int kDim = 64;   // head dim
 constexpr int kBatch = 2, kHeadsQ = 4, kHeadsKv = 2, kLenQ = 200, kLenK = 330;
 
 // ---- Numbers --------------------------------------------------------------------------------------------------------
@@ -29,7 +29,7 @@ double value_of(Bf16 bits) {
   return value;
 }
 
-Bf16 rounded(double value) {   // to the nearest, of two as near the even one
+Bf16 rounded(double value) {   // to nearest, ties to even
   const float single = static_cast<float>(value);
   unsigned word;
   std::memcpy(&word, &single, sizeof word);
@@ -52,7 +52,7 @@ class GpuArray {
  public:
   explicit GpuArray(size_t count) : bytes_(count * sizeof(T)) {
     check(cuMemAlloc(&address_, bytes_), "cuMemAlloc");
-    check(cuMemsetD8(address_, 0xff, bytes_), "cuMemsetD8");   // NaN, so that what is not written is seen
+    check(cuMemsetD8(address_, 0xff, bytes_), "cuMemsetD8");   // NaN, so that unwritten elements are noticed
   }
   explicit GpuArray(const std::vector<T>& values) : GpuArray(values.size()) {
     check(cuMemcpyHtoD(address_, values.data(), bytes_), "cuMemcpyHtoD");
@@ -90,7 +90,7 @@ Outputs launch(const std::string& folder, const Inputs& inputs) {
   CUfunction function;
   check(cuModuleLoad(&module, (folder + "/" + Kernel::kCubin).c_str()), Kernel::kCubin);
   check(cuModuleGetFunction(&function, module, Kernel::kEntry), Kernel::kEntry);
-  if (Kernel::kSharedBytes > 48 * 1024) {   // more than that must be asked for
+  if (Kernel::kSharedBytes > 48 * 1024) {   // more than 48 KB must be requested
     check(cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, Kernel::kSharedBytes),
           "cuFuncSetAttribute");
   }
@@ -142,40 +142,41 @@ Outputs launch_on_this_gpu(const std::string& folder, const Inputs& inputs) {
 
 // ---- Attention in plain C++ -----------------------------------------------------------------------------------------
 
-// Causal attention, the last query beside the last key. `low` rounds scores, probabilities and the output to bfloat16.
+// Causal attention, with the last query aligned with the last key. `low` rounds scores, probabilities and the output to
+// bfloat16.
 Outputs attention(const Inputs& inputs, bool low) {
-  const auto kept = [low](double value) { return low ? value_of(rounded(value)) : value; };
+  const auto stored = [low](double value) { return low ? value_of(rounded(value)) : value; };
   Outputs expected = {std::vector<double>(inputs.q.size()), std::vector<double>(kBatch * kHeadsQ * kLenQ)};
   for (int row = 0; row < kBatch * kHeadsQ * kLenQ; ++row) {
     const int query = row % kLenQ, head = row / kLenQ % kHeadsQ, batch = row / kLenQ / kHeadsQ;
     const size_t keys = static_cast<size_t>(batch * kHeadsKv + head / (kHeadsQ / kHeadsKv)) * kLenK * kDim;
     const int count = query + kLenK - kLenQ + 1;
     std::vector<double> scores(count);
-    double most = -INFINITY, sum = 0;
+    double maximum = -INFINITY, sum = 0;
     for (int key = 0; key < count; ++key) {
       double score = 0;
       for (int i = 0; i < kDim; ++i) {
         score += value_of(inputs.q[row * kDim + i]) * value_of(inputs.k[keys + key * kDim + i]);
       }
-      scores[key] = kept(score / std::sqrt(static_cast<double>(kDim)));
-      most = std::fmax(most, scores[key]);
+      scores[key] = stored(score / std::sqrt(static_cast<double>(kDim)));
+      maximum = std::fmax(maximum, scores[key]);
     }
-    for (double score : scores) sum += std::exp(score - most);
-    expected.lse[row] = most + std::log(sum);
+    for (double score : scores) sum += std::exp(score - maximum);
+    expected.lse[row] = maximum + std::log(sum);
     for (int key = 0; key < count; ++key) {
-      const double probability = kept(std::exp(scores[key] - most) / sum);
+      const double probability = stored(std::exp(scores[key] - maximum) / sum);
       for (int i = 0; i < kDim; ++i) {
         expected.out[row * kDim + i] += probability * value_of(inputs.v[keys + key * kDim + i]);
       }
     }
-    for (int i = 0; i < kDim; ++i) expected.out[row * kDim + i] = kept(expected.out[row * kDim + i]);
+    for (int i = 0; i < kDim; ++i) expected.out[row * kDim + i] = stored(expected.out[row * kDim + i]);
   }
   return expected;
 }
 
 // ---- The comparison -------------------------------------------------------------------------------------------------
 
-std::vector<Bf16> random_array(size_t count, unsigned seed) {   // about normal
+std::vector<Bf16> random_array(size_t count, unsigned seed) {   // approximately normal
   std::vector<Bf16> values(count);
   for (Bf16& value : values) {
     double sum = -6;
@@ -185,20 +186,20 @@ std::vector<Bf16> random_array(size_t count, unsigned seed) {   // about normal
   return values;
 }
 
-// The largest distance; NaN where one is.
+// The largest difference, or NaN if there is one.
 double distance(const std::vector<double>& ours, const std::vector<double>& theirs) {
-  double most = 0;
+  double maximum = 0;
   for (size_t i = 0; i < ours.size(); ++i) {
-    const double apart = std::fabs(ours[i] - theirs[i]);
-    if (std::isnan(apart)) return apart;
-    most = std::fmax(most, apart);
+    const double difference = std::fabs(ours[i] - theirs[i]);
+    if (std::isnan(difference)) return difference;
+    maximum = std::fmax(maximum, difference);
   }
-  return most;
+  return maximum;
 }
 
 int main(int argc, char** argv) {
   if (argc != 2) {
-    std::fprintf(stderr, "usage: %s FOLDER, which `flashgen release build` wrote\n", argv[0]);
+    std::fprintf(stderr, "usage: %s FOLDER (from `flashgen release build`)\n", argv[0]);
     return 2;
   }
   const size_t queries = kBatch * kHeadsQ * kLenQ * kDim, keys = kBatch * kHeadsKv * kLenK * kDim;

@@ -1,1 +1,1 @@
-"""The parts of examples/serve.py: a model, pages, the attention of a step over two libraries, the loop."""
+"""The modules of examples/serve.py: model, page pool, attention with two libraries, serving loop."""

@@ -1,4 +1,4 @@
-"""Llama with random weights: everything of it but its attention."""
+"""Llama with random weights, except its attention."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Attend = Callable[[int, Any, Any, Any], Any]
 
 
 class Llama:
-    """Weights, and a forward pass over tokens of any sequences: where each stands is said by its position."""
+    """Weights, and a forward pass over tokens of any sequences, each with its position."""
 
     def __init__(self, size: Size, dtype: torch.dtype, device: str) -> None:
         self.size, self.dtype, self.device = size, dtype, device
@@ -56,7 +56,7 @@ class Llama:
         return torch.randn(*shape, dtype=self.dtype, device=self.device) * shape[-1] ** -0.5
 
     def to(self, dtype: torch.dtype) -> Llama:
-        """The same weights in another dtype."""
+        """Returns the model with its weights converted to another dtype."""
         other = object.__new__(Llama)
         other.__dict__.update(self.__dict__, dtype=dtype)
         other.layers = [{name: weight.to(dtype) for name, weight in layer.items()} for layer in self.layers]
@@ -64,29 +64,29 @@ class Llama:
         return other
 
     def forward(self, tokens: Any, positions: Any, attend: Attend) -> Any:
-        """The hidden states (tokens, hidden) behind the last layer, of which `logits` makes scores of next tokens."""
+        """Returns the hidden states (tokens, hidden) after the last layer, the input of `logits`."""
         size, count = self.size, tokens.shape[0]
         angles = positions[:, None].float() * self.frequencies
-        turns = (angles.cos()[:, None].to(self.dtype), angles.sin()[:, None].to(self.dtype))
+        rotation = (angles.cos()[:, None].to(self.dtype), angles.sin()[:, None].to(self.dtype))
         x = functional.embedding(tokens, self.embedding) * size.hidden**0.5
         for number, layer in enumerate(self.layers):
             heads = functional.linear(self._normed(x), layer["qkv"]).view(count, -1, size.dim)
             q, k, v = heads.split((size.heads, size.heads_kv, size.heads_kv), dim=1)
-            rows = attend(number, _turned(q, turns), _turned(k, turns), v)
+            rows = attend(number, _rotated(q, rotation), _rotated(k, rotation), v)
             x = x + functional.linear(rows.reshape(count, -1), layer["out"])
             gate, up = functional.linear(self._normed(x), layer["up"]).chunk(2, dim=-1)
             x = x + functional.linear(functional.silu(gate) * up, layer["down"])
         return self._normed(x)
 
     def logits(self, hidden: Any) -> Any:
-        """Scores of next tokens, (tokens, vocabulary)."""
+        """Returns the scores of next tokens, (tokens, vocabulary)."""
         return functional.linear(hidden, self.head)
 
     def _normed(self, x: Any) -> Any:
         return functional.rms_norm(x, (self.size.hidden,), self.norm, 1e-5)
 
 
-def _turned(x: Any, turns: tuple[Any, Any]) -> Any:
-    """Rotary embedding: pairs (i, i + dim/2) of each head turned by the angles of its token's position."""
-    (first, second), (cos, sin) = x.chunk(2, dim=-1), turns
+def _rotated(x: Any, rotation: tuple[Any, Any]) -> Any:
+    """Rotary embedding: rotates pairs (i, i + dim/2) of each head by the angles of the token's position."""
+    (first, second), (cos, sin) = x.chunk(2, dim=-1), rotation
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

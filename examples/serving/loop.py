@@ -1,4 +1,4 @@
-"""The loop: admission, prompts in chunks beside decoding, growth by pages, eviction, captured decode steps."""
+"""The serving loop: admission, chunked prefill with decoding, growth by pages, eviction, captured decode steps."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from serving.state import Chunk, Request, Sequence, State
 
 
 class Server:
-    """Serves requests over a model and an attention, greedily.
+    """Serves requests with a model and an attention, by greedy decoding.
 
-    slots: sequences that decode together. chunk: tokens of a prompt that a step takes beside them. On a GPU a step
-    without a prompt is a captured graph, which is replayed for whatever tables and lengths are there.
+    slots: sequences that decode together. chunk: prompt tokens that a step processes with them. On a GPU, a step
+    without a prompt is a captured graph, which is replayed for all contents of tables and lengths.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Server:
 
     @torch.inference_mode()
     def run(self, requests: Several[Request]) -> dict[int, list[int]]:
-        """All tokens of each request, by its number."""
+        """Returns all tokens of each request, by its number."""
         waiting = deque(requests)
         self._done = {}
         while waiting or self._running or self._prompt:
@@ -51,10 +51,10 @@ class Server:
         return {number: tokens.tolist() for number, tokens in self._done.items()}
 
     def _fits(self, request: Request) -> bool:
-        """Whether there is a slot, and pages for the prompt and a token; an error where there never will be."""
+        """Whether there are a slot and pages for the prompt and a token. Raises ValueError if there can never be."""
         size, end = self.pool.page_size, len(request.tokens) + request.wanted
         if end > self.state.longest:
-            raise ValueError(f"request {request.number} has {end} tokens; a slot has place for {self.state.longest}")
+            raise ValueError(f"request {request.number} has {end} tokens; a slot has room for {self.state.longest}")
         if not self._running and -(-end // size) > self.pool.free:
             raise ValueError(
                 f"request {request.number} has {end} tokens; the pool has {self.pool.free} pages of {size}"
@@ -76,22 +76,22 @@ class Server:
         self.state.tokens[slot, : len(request.tokens)] = torch.tensor(request.tokens, device=self.model.device)
 
     def _grow(self, waiting: deque[Request]) -> None:
-        """A page for each sequence whose last one is full; where there is none, the youngest sequence begins anew."""
+        """Gives each sequence whose last page is full another one; evicts the youngest sequence if none is free."""
         for sequence in list(self._running):
             while sequence in self._running and sequence.cached == len(sequence.pages) * self.pool.page_size:
                 if not self.pool.free:
-                    everyone = [*self._running, *([self._prompt] if self._prompt else [])]
-                    self._evict(max(everyone, key=lambda each: each.admitted), waiting)
+                    candidates = [*self._running, *([self._prompt] if self._prompt else [])]
+                    self._evict(max(candidates, key=lambda each: each.admitted), waiting)
                     continue
                 sequence.pages += self.pool.take(1)
                 self.state.table[sequence.slot, len(sequence.pages) - 1] = sequence.pages[-1]
 
     def _evict(self, sequence: Sequence, waiting: deque[Request]) -> None:
-        """Gives a sequence's pages up; what it has made is part of the prompt with which it comes back."""
-        request, made = sequence.request, sequence.made
-        if made:
+        """Releases the pages of a sequence and queues it again, with generated tokens as part of its prompt."""
+        request, generated = sequence.request, sequence.generated
+        if generated:
             tokens = self.state.tokens[sequence.slot, : sequence.length].tolist()
-            request = Request(request.number, tokens, request.wanted - made)
+            request = Request(request.number, tokens, request.wanted - generated)
         waiting.appendleft(request)
         self.counts["evicted"] += 1
         self._leave(sequence)
@@ -106,12 +106,12 @@ class Server:
             self._running.remove(sequence)
 
     def _finish(self) -> None:
-        for sequence in [each for each in self._running if each.made == each.request.wanted]:
+        for sequence in [each for each in self._running if each.generated == each.request.wanted]:
             self._done[sequence.request.number] = self.state.tokens[sequence.slot, : sequence.length].clone()
             self._leave(sequence)
 
     def _mixed(self, sequence: Sequence) -> None:
-        """The next chunk of a prompt, and a token of every sequence that decodes."""
+        """Runs a step with the next chunk of a prompt and one token of every decoding sequence."""
         chunk = self.state.chunk_of(sequence, self.chunk)
         reach = self._reach()
         last = self._step(reach, chunk)
@@ -122,8 +122,8 @@ class Server:
             self.state.tokens[sequence.slot, chunk.end] = last
             self.state.activate(sequence, chunk.table)
             self.pool.publish(sequence.request.tokens, sequence.pages)
-            sequence.made, self._prompt = 1, None
-            self.counts["made"] += 1
+            sequence.generated, self._prompt = 1, None
+            self.counts["generated"] += 1
             self._running.append(sequence)
 
     def _decode(self) -> None:
@@ -139,7 +139,7 @@ class Server:
         self._count_tokens()
 
     def _captured(self, reach: int) -> Any:
-        """Runs a step, which compiles its kernels, and captures the next one."""
+        """Runs a step, which compiles its kernels, and captures the next step."""
         self._step(reach, None)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -153,12 +153,12 @@ class Server:
     def _count_tokens(self) -> None:
         for sequence in self._running:
             sequence.cached += 1
-            sequence.made += 1
-        self.counts["made"] += len(self._running)
+            sequence.generated += 1
+        self.counts["generated"] += len(self._running)
         self.counts["steps"] += 1
 
     def _step(self, reach: int, chunk: Chunk | None) -> Any:
-        """Everything that the device does in a step; the token behind the chunk's last one."""
+        """Does the device work of a step. Returns the token after the last one of the chunk."""
         state, slots = self.state, self.state.lengths.shape[0]
         decodes = bool(self._running)
         tokens, positions = [], []
@@ -185,9 +185,9 @@ class Server:
             self._write(self.model.logits(hidden[:slots]).argmax(-1))
         return self.model.logits(hidden[-1:]).argmax() if chunk else None
 
-    def _write(self, made: Any) -> None:
-        """A token of each slot behind those that it has."""
+    def _write(self, tokens: Any) -> None:
+        """Appends a token to the tokens of each slot."""
         state = self.state
-        place = torch.where(state.active > 0, state.lengths + 1, state.longest).long()
-        state.tokens.scatter_(1, place[:, None], made[:, None])
+        column = torch.where(state.active > 0, state.lengths + 1, state.longest).long()
+        state.tokens.scatter_(1, column[:, None], tokens[:, None])
         state.lengths.add_(state.active)

@@ -1,4 +1,4 @@
-"""Which pages are whose: taken, shared by sequences that begin alike, given back. Nothing here touches a device."""
+"""The page pool: allocation, sharing of common prefixes, release. Works on the host only."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 
 class Pool:
-    """The pages of a cache, by number.
+    """The pages of a cache, by number, with reference counts.
 
-    A page that is full of a prompt's tokens may be published: a prompt that begins alike then shares it. A page is
-    known by the page before it and its own tokens, so that two that are alike hold the same keys; who holds a page
-    holds all before it.
+    A page full of prompt tokens may be published, so that prompts with the same prefix share it. The key of a published
+    page consists of the page before it and its own tokens, so pages with equal keys hold the same keys and values. A
+    sequence that holds a page holds all pages before it.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
@@ -18,54 +18,54 @@ class Pool:
         self._free = list(range(pages))[::-1]
         self._holders = [0] * pages
         self._published: dict[tuple[int, tuple[int, ...]], int] = {}
-        self._names: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     @property
     def free(self) -> int:
-        """How many pages nobody holds."""
+        """The number of free pages."""
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Pages that nobody holds, to hold."""
+        """Allocates free pages."""
         taken = [self._free.pop() for _ in range(count)]
         for page in taken:
             self._holders[page] = 1
         return taken
 
     def shared(self, tokens: Sequence[int]) -> list[int]:
-        """The published pages that a prompt begins with; its last token is never of them, as it must be computed."""
+        """Returns the published pages of a prompt's prefix, which excludes its last token: that must be computed."""
         found: list[int] = []
-        for name in self._names_of(tokens, len(tokens) - 1, found):
-            if name not in self._published:
+        for key in self._page_keys(tokens, len(tokens) - 1, found):
+            if key not in self._published:
                 break
-            found.append(self._published[name])
+            found.append(self._published[key])
         return found
 
     def share(self, pages: Sequence[int]) -> None:
-        """Holds pages that others hold."""
+        """Adds a reference to allocated pages."""
         for page in pages:
             self._holders[page] += 1
 
     def publish(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Lets others share the pages that a prompt fills: its keys are written."""
+        """Publishes the pages that a prompt fills, after its keys have been written."""
         before: list[int] = []
-        for page, name in zip(pages, self._names_of(tokens, len(tokens), before), strict=False):
-            if self._published.setdefault(name, page) != page:
-                break  # another page has these keys: what is behind would be named by one that is not held
-            self._names[page] = name
+        for page, key in zip(pages, self._page_keys(tokens, len(tokens), before), strict=False):
+            if self._published.setdefault(key, page) != page:
+                break  # another page holds these keys: the next key would refer to a page that is not held
+            self._keys[page] = key
             before.append(page)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Gives pages up; what nobody holds any more is free, and published no longer."""
+        """Removes a reference; pages without references are free and no longer published."""
         for page in pages:
             self._holders[page] -= 1
             if not self._holders[page]:
                 self._free.append(page)
-                if page in self._names:
-                    del self._published[self._names.pop(page)]
+                if page in self._keys:
+                    del self._published[self._keys.pop(page)]
 
-    def _names_of(self, tokens: Sequence[int], end: int, before: list[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """The name of each full page of tokens[:end]; `before` are the pages that were found for those before it."""
+    def _page_keys(self, tokens: Sequence[int], end: int, before: list[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yields the key of each full page of tokens[:end]; the caller appends each page that it finds to `before`."""
         for number in range(end // self.page_size):
             own = tuple(tokens[number * self.page_size : (number + 1) * self.page_size])
             yield (before[-1] if before else -1, own)

@@ -1,4 +1,4 @@
-"""What a server knows of its sequences: on the host, and on the device where a captured step reads it."""
+"""The state of a server's sequences on the host, and on the device, where captured steps read it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, and how many tokens are wanted behind it."""
+    """A prompt and the number of tokens to generate."""
 
     number: int
     tokens: list[int]
@@ -19,24 +19,27 @@ class Request:
 
 @dataclass
 class Sequence:
-    """A request that has a slot. cached: keys in the cache. made: tokens that were made of `wanted`."""
+    """A request that has a slot. cached: keys in the cache. generated: number of generated tokens."""
 
     request: Request
     slot: int
     pages: list[int]
     cached: int = 0
-    made: int = 0
+    generated: int = 0
     admitted: int = field(default=0)
 
     @property
     def length(self) -> int:
-        """Tokens that it has, prompt and made."""
-        return len(self.request.tokens) + self.made
+        """The number of tokens, prompt and generated."""
+        return len(self.request.tokens) + self.generated
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens begin to end of the prompt in a slot: int32 table (1, pages), keys before it and after it (1,)."""
+    """Tokens begin to end of the prompt in a slot.
+
+    table: int32 (1, pages). before, after: (1,), number of cached keys before and after the chunk.
+    """
 
     slot: int
     begin: int
@@ -48,25 +51,26 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Tokens of a step: one of every slot, and behind them a chunk of a prompt, each of which is a sequence.
+    """The sequences of a mixed step: one token of every slot, followed by a chunk of a prompt.
 
-    begins: int32 (slots + 2,), where sequences begin among the tokens. table: int32 (slots + 1, pages), and after:
-    (slots + 1,), keys with this step's. tables (tokens, pages) and places (tokens,): where each token's key is kept.
+    begins: int32 (slots + 2,), where sequences begin among the tokens. table: int32 (slots + 1, pages). after: (slots +
+    1,), number of keys including this step's. tables (tokens, pages) and positions (tokens,): where the key of each
+    token is cached.
     """
 
     begins: Any
     table: Any
     after: Any
     tables: Any
-    places: Any
+    positions: Any
 
 
 class State:
     """The slots on the device.
 
-    tokens: int64 (slots, longest + 1), of each sequence; what idle slots make goes into the last column. lengths: int32
-    (slots,), keys in the cache, and after: with this step's. active: int32 (slots,), 1 or 0. table: int32 (slots,
-    pages), -1 where there is no page, so that idle slots write nowhere.
+    tokens: int64 (slots, longest + 1), of each sequence; idle slots write to the last column. lengths: int32 (slots,),
+    cached keys. after: the same including this step's. active: int32 (slots,), 1 or 0. table: int32 (slots, pages), -1
+    where there is no page, so that idle slots write nothing.
     """
 
     def __init__(self, slots: int, longest: int, page_size: int, device: str) -> None:
@@ -75,37 +79,37 @@ class State:
         self.lengths, self.active, self.after = (torch.zeros(slots, dtype=torch.int32, device=device) for _ in range(3))
         self.table = torch.full((slots, -(-longest // page_size)), -1, dtype=torch.int32, device=device)
 
-    def chunk_of(self, sequence: Sequence, most: int) -> Chunk:
-        """The next tokens of a prompt."""
+    def chunk_of(self, sequence: Sequence, limit: int) -> Chunk:
+        """Returns the next tokens of a prompt, at most `limit`."""
         begin = sequence.cached
-        end = min(begin + most, len(sequence.request.tokens))
+        end = min(begin + limit, len(sequence.request.tokens))
         row = torch.full((1, self.table.shape[1]), -1, dtype=torch.int32)
         row[0, : len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
         before, after = (torch.tensor([each], dtype=torch.int32).to(self.device) for each in (begin, end))
         return Chunk(sequence.slot, begin, end, row.to(self.device), before, after)
 
     def mixture(self, chunk: Chunk) -> Mixture:
-        """This step's token of every slot, and a chunk."""
+        """Returns the sequences of a step with a chunk."""
         slots, count = self.lengths.shape[0], chunk.end - chunk.begin
         begins = torch.arange(slots + 2, dtype=torch.int32, device=self.device)
         begins[-1] = slots + count
-        places = torch.arange(chunk.begin, chunk.end, dtype=torch.int32, device=self.device)
+        positions = torch.arange(chunk.begin, chunk.end, dtype=torch.int32, device=self.device)
         return Mixture(
             begins,
             torch.cat((self.table, chunk.table)),
             torch.cat((self.after, chunk.after)),
             torch.cat((self.table, chunk.table.expand(count, -1))),
-            torch.cat((self.lengths, places)),
+            torch.cat((self.lengths, positions)),
         )
 
     def activate(self, sequence: Sequence, table: Any) -> None:
-        """Lets a sequence whose prompt is in the cache take part in decode steps."""
+        """Adds a sequence with a cached prompt to the decode steps."""
         self.table[sequence.slot] = table[0]
         self.lengths[sequence.slot] = sequence.cached
         self.active[sequence.slot] = 1
 
     def clear(self, slot: int) -> None:
-        """Makes a slot idle."""
+        """Marks a slot as idle."""
         self.table[slot] = -1
         self.lengths[slot] = 0
         self.active[slot] = 0

@@ -1,4 +1,4 @@
-"""What is proven of integers for every call: that int32 holds them, that they do not wrap, or neither."""
+"""Bounds of integers proven for every call: fitting int32, not wrapping, or neither."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def product(*factors: sympy.Basic) -> sympy.Basic:
     ],
     ids=str,
 )
-def test_what_int32_holds(node: sympy.Basic) -> None:
+def test_values_that_fit_int32(node: sympy.Basic) -> None:
     assert Bounds().fit_int32(node)
 
 
@@ -67,7 +67,7 @@ def test_what_int32_holds(node: sympy.Basic) -> None:
     ],
     ids=str,
 )
-def test_what_needs_64_bits(node: sympy.Basic) -> None:
+def test_values_that_need_64_bits(node: sympy.Basic) -> None:
     assert not Bounds().fit_int32(node) and not Bounds().wraps_within(node)
 
 
@@ -83,15 +83,15 @@ def test_what_needs_64_bits(node: sympy.Basic) -> None:
     ],
     ids=str,
 )
-def test_what_may_wrap(node: sympy.Basic) -> None:
+def test_values_that_may_wrap(node: sympy.Basic) -> None:
     bounds = Bounds()
     assert bounds.wraps(node) and bounds.limits(node) == (-(2**63), 2**63 - 1)
     within = ops.FloorMod(node, Int(9))
     assert bounds.wraps_within(within) and not bounds.wraps(within) and bounds.limits(within) == (0, 8)
 
 
-def test_bounds_by_operands_alone() -> None:
-    """What code that evaluates intervals finds: it does not know that a query is before len_q."""
+def test_bounds_from_operands_only() -> None:
+    """Code that evaluates intervals does not know that a query is smaller than len_q."""
     assert Bounds().limits(POSITION)[1] < LONGEST + 4096
     assert Bounds(related=False).limits(POSITION)[1] == 2 * LONGEST + 4095
 
@@ -109,12 +109,12 @@ def test_bounds_hold_at_their_ends() -> None:
                 assert low <= found.min() and found.max() <= high, (node, lengths, window)
 
 
-def test_a_scalar_is_not_taken_for_positive() -> None:
+def test_a_scalar_may_be_negative() -> None:
     assert not at_most(Int(0), WINDOW)
     assert not at_most(QUERY, ops.Add(QUERY, WINDOW))
     assert not at_most(ops.Sub(QUERY, WINDOW), QUERY)
 
 
-def test_no_length_is_beyond_the_longest() -> None:
+def test_lengths_do_not_exceed_the_maximum() -> None:
     assert at_most(LEN_K, Int(LONGEST)) and not at_most(LEN_K, Int(LONGEST - 1))
     assert at_most(LEN_K, ops.Add(ops.Sub(Q_LAST, LEN_Q), Int(2 * LONGEST)))

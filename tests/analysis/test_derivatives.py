@@ -1,4 +1,4 @@
-"""Derivatives of expressions: their text, their conventions, and what SymPy and finite differences say of them."""
+"""Derivatives of expressions: text, conventions, and comparison with SymPy and finite differences."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOG_2 = Real(float(np.log(2)))
 
 
 def graph(*roots: sympy.Basic) -> set[sympy.Basic]:
-    """The distinct nodes."""
+    """Returns the distinct nodes."""
     seen: set[sympy.Basic] = set()
     stack = list(roots)
     while stack:
@@ -88,13 +88,13 @@ DISTANCE = op.Sub(KEY, QUERY)
         (op.FloorMod(SCORE, BIAS), BIAS, op.Neg(op.FloorDiv(SCORE, BIAS))),
     ],
 )
-def test_what_a_person_would_write(expression: sympy.Basic, wrt: sympy.Basic, expected: sympy.Basic) -> None:
+def test_derivatives_read_as_written_by_hand(expression: sympy.Basic, wrt: sympy.Basic, expected: sympy.Basic) -> None:
     found = derivative(expression, wrt)
-    # Constants stand on the left of products, whichever side they come from.
+    # Constants are on the left of products, whatever their original side.
     assert found == expected or (isinstance(expected, op.Mul) and found == op.Mul(*reversed(expected.args)))
 
 
-def test_the_nodes_of_the_function_are_used_again() -> None:
+def test_nodes_of_the_function_are_reused() -> None:
     def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return 30 * fg.tanh(s / 30) + fg.sigmoid(s) + fg.exp(s / 7) + fg.sqrt(s * s + 1) + s / (s + 9.5)
 
@@ -104,7 +104,7 @@ def test_the_nodes_of_the_function_are_used_again() -> None:
     assert {node for node in graph(expression, derivative(expression, SCORE)) if isinstance(node, costly)} == own
 
 
-def test_a_cap_cancels_exactly_whatever_it_is() -> None:
+def test_a_cap_cancels_exactly() -> None:
     for cap in (30, 49, 0.1, fg.Scalar("cap", "float32")):
         spec = fg.AttentionSpec(64, score=fg.softcap(cap))
         (tanh,) = spec.score.expression.atoms(op.FastTanh)  # type: ignore[union-attr]
@@ -112,7 +112,7 @@ def test_a_cap_cancels_exactly_whatever_it_is() -> None:
         assert derivative(spec.score.expression, SCORE) == expected  # type: ignore[union-attr]
 
 
-def test_constants_that_float32_cannot_hold_stay_apart() -> None:
+def test_constants_beyond_float32_are_not_merged() -> None:
     slope = derivative(op.Mul(op.Mul(SCORE, Real(1e30)), Real(1e30)), SCORE)
     assert slope == op.Mul(Real(1e30), Real(1e30))
 
@@ -130,15 +130,15 @@ def repeated(step: Callable[[sympy.Basic], sympy.Basic], times: int) -> sympy.Ba
 @pytest.mark.parametrize(
     ("step", "times"),
     [
-        (op.Abs, 120),  # each doubles the derivative, seen as a tree
-        (lambda node: op.Maximum(node, op.Neg(node)), 60),  # and these the function too
+        (op.Abs, 120),  # each doubles the derivative when written as a tree
+        (lambda node: op.Maximum(node, op.Neg(node)), 60),  # and these the function, too
         (lambda node: op.Mul(node, node), 60),
         (lambda node: op.Divide(node, op.Add(node, BIAS)), 60),
         *((step, 120) for step in (op.Tanh, op.Log, op.Sin, op.Sqrt, op.Exp, op.Neg)),
         (lambda node: op.Mul(op.Tanh(op.Divide(node, Real(3.0))), Real(3.0)), 40),
     ],
 )
-def test_size_grows_with_what_is_distinct(step: Callable[[sympy.Basic], sympy.Basic], times: int) -> None:
+def test_size_grows_with_the_number_of_distinct_nodes(step: Callable[[sympy.Basic], sympy.Basic], times: int) -> None:
     expression = repeated(step, times)
     slope = derivative(expression, SCORE)
     assert len(graph(slope)) <= 6 * len(graph(expression))
@@ -149,14 +149,14 @@ def test_size_grows_with_what_is_distinct(step: Callable[[sympy.Basic], sympy.Ba
 
 
 class Step(sympy.Function):
-    """floor, with the derivative 0 that SymPy's own has not."""
+    """floor with derivative 0, which SymPy's own lacks."""
 
     def fdiff(self, argindex: int = 1) -> Any:
         return sympy.S.Zero
 
 
 class Below(sympy.Function):
-    """1 where a < b, else 0. SymPy's Piecewise would try to solve its conditions, and take for ever."""
+    """1 where a < b, else 0. SymPy would try to solve the conditions of a Piecewise, which takes too long."""
 
     def fdiff(self, argindex: int = 1) -> Any:
         return sympy.S.Zero
@@ -183,7 +183,7 @@ BINARY = (op.Add, op.Sub, op.Mul, op.Minimum, op.Maximum, op.FloorMod, op.FloorD
 
 
 def grown(rng: random.Random, depth: int, known: list[sympy.Basic]) -> sympy.Basic:
-    """A random expression of the score and NUMBER; some of its parts stand in several places."""
+    """Returns a random expression of the score and NUMBER; some of its subexpressions are shared."""
     if depth == 0:
         return rng.choice((SCORE, SCORE, SCORE, NUMBER, Real(1.75), Real(-0.5), Int(2)))
     if len(known) > 2 and rng.random() < 0.15:
@@ -204,7 +204,7 @@ def grown(rng: random.Random, depth: int, known: list[sympy.Basic]) -> sympy.Bas
 
 
 def ordinary(node: sympy.Basic) -> Any:
-    """The same function in SymPy's own terms."""
+    """Translates the function to SymPy."""
     if isinstance(node, op.Operation):
         return ORDINARY[type(node)](*map(ordinary, node.args))
     return sympy.Symbol("number", real=True) if node == NUMBER else node
@@ -215,7 +215,7 @@ seeds = st.integers(0, 2**32)
 
 
 def smooth_slopes(node: sympy.Basic) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Central differences at POINTS, and where they say something: no kink, jump or infinity is near."""
+    """Returns central differences at POINTS, and where they are valid: no kink, jump or infinity is near."""
     step, short = 1e-5, 1e-6
     here, below, above, near_below, near_above = (
         np.broadcast_to(at(node, POINTS + d, number=0.83), POINTS.shape) for d in (0, -step, step, -short, short)
@@ -224,9 +224,9 @@ def smooth_slopes(node: sympy.Basic) -> tuple[np.ndarray[Any, Any], np.ndarray[A
         left, right = (here - below) / step, (above - here) / step
         slopes = (above - below) / (2 * step)
         smooth = np.isfinite(here) & (np.abs(here) < 1e3) & (np.abs(left - right) < 1e-2 * (1 + np.abs(slopes)))
-        # Of what oscillates within a step, slopes at both sides may be alike by chance, but not those of a shorter one.
+        # Slopes on both sides of an oscillation within a step may agree by chance, but not those of a shorter step.
         smooth &= np.isclose((near_above - near_below) / (2 * short), slopes, rtol=5e-4, atol=5e-5)
-    for part in graph(node):  # what saturates, or is beyond the precision of the step, looks smooth
+    for part in graph(node):  # functions that saturate, or beyond the precision of the step, look smooth
         smooth &= np.abs(at(part, POINTS, number=0.83)) < 1e6 if op.kind_of(part) == "float" else True
     return slopes, smooth & (np.abs(slopes) < 1e4)
 
@@ -244,11 +244,11 @@ def test_finite_differences(seed: int, depth: int) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(seeds, st.integers(1, 4))
-@example(604, 4)  # a remainder of a quotient that is whole but for its rounding
+@example(604, 4)  # a remainder whose quotient is an integer up to rounding
 def test_sympy(seed: int, depth: int) -> None:
     node = grown(random.Random(seed), depth, [])
     _, smooth = smooth_slopes(node)
-    for part in graph(node):  # rounded otherwise, equals compare otherwise, and a whole quotient floors otherwise
+    for part in graph(node):  # rounding changes comparisons for equality, and the floor of integer quotients
         values = [at(operand, POINTS, number=0.83) for operand in part.args]
         if isinstance(part, op.Less):
             smooth &= ~np.isclose(*values)
@@ -267,22 +267,22 @@ def test_sympy(seed: int, depth: int) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(seeds, st.integers(1, 6))
-def test_dual_numbers_agree_at_kinks_too(seed: int, depth: int) -> None:
-    """The reference's own derivative, which shares nothing with this one; at points where much is equal or 0."""
+def test_dual_numbers_agree_also_at_kinks(seed: int, depth: int) -> None:
+    """The reference's own derivative, an independent implementation, at points with many ties and zeros."""
     node, points = grown(random.Random(seed), depth, []), np.array([-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0])
     tangent = Duals({SCORE: points, QUERY: 3, KEY: 5, HEAD: 1}, {"number": 1.0}).tangent(node, SCORE)
     ours, theirs = np.zeros(7) + at(derivative(node, SCORE), points, number=1.0), np.zeros(7)
     theirs += 0.0 if tangent is None else tangent
     known = np.isfinite(theirs) & np.isfinite(ours) & (np.abs(theirs) < 1e30)
-    for part in graph(node):  # of NaN, neither promises anything
+    for part in graph(node):  # no promise for NaN
         known &= ~np.isnan(at(part, points, number=1.0))
     np.testing.assert_allclose(ours[known], theirs[known], rtol=1e-7, atol=1e-9, err_msg=str(node))
 
 
 @settings(max_examples=40, deadline=None)
 @given(seeds)
-def test_a_gather_is_a_symbol_like_the_score(seed: int) -> None:
-    """The derivative by an element is that by the score of the function with both exchanged."""
+def test_the_derivative_by_a_gather_is_that_by_a_symbol(seed: int) -> None:
+    """The derivative by an element equals the derivative by the score of the function with both exchanged."""
     node = op.Mul(op.Tanh(BIAS), grown(random.Random(seed), 4, []).xreplace({NUMBER: BIAS}))
     exchanged = node.xreplace({SCORE: BIAS, BIAS: SCORE})
     bias = np.full(8, 0.61)
@@ -299,12 +299,12 @@ slopes_of_lines = st.tuples(whole, whole)
 
 
 def line(slope: int, place: int, height: int) -> sympy.Basic:
-    """A line of this slope through (place, height)."""
+    """Returns a line of this slope through (x, height)."""
     return op.Add(op.Mul(Real(slope), op.Sub(SCORE, Real(place))), Real(height))
 
 
 @given(slopes_of_lines, whole, whole)
-def test_where_two_are_equal_each_counts_half(slopes: tuple[int, int], place: int, height: int) -> None:
+def test_ties_share_the_gradient_equally(slopes: tuple[int, int], place: int, height: int) -> None:
     first, second = (line(slope, place, height) for slope in slopes)
     for choose in (op.Minimum, op.Maximum):
         slope = derivative(choose(first, second), SCORE)
@@ -315,20 +315,20 @@ def test_where_two_are_equal_each_counts_half(slopes: tuple[int, int], place: in
 
 
 @given(whole, whole)
-def test_a_magnitude_has_no_slope_at_its_tip(slope: int, place: int) -> None:
+def test_abs_has_slope_0_at_0(slope: int, place: int) -> None:
     found = derivative(op.Abs(line(slope, place, 0)), SCORE)
     assert at(found, place) == 0 and at(found, place + 1.0) == abs(slope) and at(found, place - 1.0) == -abs(slope)
 
 
 @given(slopes_of_lines, whole, whole)
-def test_a_choice_has_the_slope_of_the_branch_taken(slopes: tuple[int, int], place: int, height: int) -> None:
+def test_where_has_the_slope_of_the_selected_branch(slopes: tuple[int, int], place: int, height: int) -> None:
     first, second = (line(slope, place, height) for slope in slopes)
     for condition, index in ((op.Less(SCORE, Real(place)), 1), (op.LessEqual(SCORE, Real(place)), 0)):
         assert at(derivative(op.Where(condition, first, second), SCORE), place) == slopes[index]
 
 
 @given(whole, st.integers(1, 8))
-def test_steps_have_no_slope_and_remainders_go_on(multiple: int, divisor: int) -> None:
+def test_steps_have_slope_0_and_remainders_slope_1(multiple: int, divisor: int) -> None:
     score, by = multiple * divisor, Real(divisor)
     for step in (op.Floor(SCORE), op.FloorDiv(SCORE, by), op.ToFloat(op.ToInt(SCORE)), op.ToFloat(op.Less(SCORE, by))):
         assert at(derivative(step, SCORE), score) == 0
@@ -338,7 +338,7 @@ def test_steps_have_no_slope_and_remainders_go_on(multiple: int, divisor: int) -
 
 
 @given(whole, st.integers(0, 8))
-def test_a_clamp_lets_its_bounds_pass(low: int, width: int) -> None:
+def test_clamp_passes_the_gradient_at_its_bounds(low: int, width: int) -> None:
     high = low + width
     spec = fg.AttentionSpec(64, score=lambda s, b, h, q, k: fg.clamp(s, float(low), float(high)))
     slope = derivative(spec.score.expression, SCORE)  # type: ignore[union-attr]
@@ -346,11 +346,11 @@ def test_a_clamp_lets_its_bounds_pass(low: int, width: int) -> None:
     assert found == [0, 1, 1, 0]
 
 
-def test_a_root_is_infinitely_steep_at_zero() -> None:
+def test_sqrt_has_an_infinite_slope_at_0() -> None:
     assert at(derivative(op.Sqrt(SCORE), SCORE), 0.0) == np.inf
 
 
-def test_what_a_branch_not_taken_would_give_does_not_count() -> None:
+def test_the_branch_not_selected_has_no_effect() -> None:
     """Zero, not zero times infinity."""
     node = op.Where(op.Greater(SCORE, Real(0.0)), op.Log(SCORE), op.Mul(BIAS, SCORE))
     found = at(derivative(node, SCORE), np.array([0.0, -1.0, 2.0]), bias=np.full(8, 4.0))
@@ -372,6 +372,6 @@ def test_gathers() -> None:
     assert names == ["Load(slopes, h)", "Load(table, h, Sub(q, k))", "Load(slopes, Load(ids, q))"]
 
 
-def test_nothing_is_gathered_without_a_score_or_grad() -> None:
+def test_without_score_or_grad_nothing_is_gathered() -> None:
     assert gathers(fg.AttentionSpec(64)) == ()
     assert gathers(fg.AttentionSpec(64, score=fg.alibi("slopes"))) == ()

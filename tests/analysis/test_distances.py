@@ -1,4 +1,4 @@
-"""What is said to depend on q and k by their difference alone does; and it is said of the usual relative biases."""
+"""Functions classified as depending only on q - k do so, and the usual relative biases are classified so."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def same_along_diagonals(index: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", OF_DISTANCE)
-def test_what_is_said_to_be_of_the_distance_is(name: str) -> None:
+def test_the_classification_is_sound(name: str) -> None:
     index = index_of(OF_DISTANCE[name])
     assert depends_on_difference(index) and same_along_diagonals(index)
 
 
 @pytest.mark.parametrize("name", OF_MORE)
-def test_nothing_is_said_of_others(name: str) -> None:
+def test_other_functions_are_not_classified_so(name: str) -> None:
     index = index_of(OF_MORE[name])
     assert not depends_on_difference(index) and not same_along_diagonals(index)

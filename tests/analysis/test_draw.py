@@ -1,4 +1,4 @@
-"""Pictures of tile maps."""
+"""Drawings of tile maps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_text() -> None:
     ]
 
 
-def test_narrow_keys_keep_the_shape() -> None:
+def test_few_keys_keep_the_aspect_ratio() -> None:
     narrow = tile_map(fg.causal().expression, (128, 64), 256, 256)
     assert to_text(narrow).splitlines()[:2] == ["▒▒··", "██▒▒"]
 
@@ -48,7 +48,7 @@ def test_an_empty_map() -> None:
     ElementTree.fromstring(to_svg(nothing))
 
 
-def test_svg_is_an_image_with_every_visited_tile() -> None:
+def test_svg_shows_every_visited_tile() -> None:
     root = ElementTree.fromstring(to_svg(CAUSAL, title="causal() & <more>"))
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert texts[0] == "causal() & <more>"
@@ -60,7 +60,7 @@ def test_svg_is_an_image_with_every_visited_tile() -> None:
 
 
 def area(path: str) -> int:
-    """Of rectangles drawn as M x y h width v height H x z."""
+    """Returns the area of rectangles drawn as M x y h width v height H x z."""
     found = re.findall(r"M\d+ \d+h(\d+)v(\d+)H\d+z", path)
     return sum(int(width) * int(height) for width, height in found)
 
@@ -77,7 +77,7 @@ def test_which_batch_and_head() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(256, 256), (100, 300), (1, 4000), (4000, 1), (0, 0), (64 * 600, 64 * 600)])
-def test_any_lengths_give_images_of_bounded_size(lengths: tuple[int, int]) -> None:
+def test_images_have_bounded_size_for_any_lengths(lengths: tuple[int, int]) -> None:
     drawn = tile_map(fg.causal().expression, (64, 64), *lengths)
     root = ElementTree.fromstring(to_svg(drawn))
     assert max(float(root.attrib["width"]), float(root.attrib["height"])) <= 480 + 100
@@ -102,14 +102,14 @@ def test_axes_have_ticks_at_multiples_of_powers_of_two() -> None:
 
 
 @pytest.mark.parametrize(("length", "pixels"), [(1, 12), (37, 480), (1000, 100), (4096, 200)])
-def test_numbers_of_ticks_have_room(length: int, pixels: float) -> None:
+def test_tick_labels_have_room(length: int, pixels: float) -> None:
     found = ticks(length, pixels)
     assert found[0] == 0 and found[-1] <= length
     assert len(found) <= 2 or (found[1] - found[0]) * pixels / length >= 44
 
 
 def boxes(root: ElementTree.Element) -> list[tuple[str, float, float, float, float]]:
-    """(text, left, right, top, bottom) of every text; a character is taken to be 0.6 of the font size wide."""
+    """Returns (text, left, right, top, bottom) of every text, assuming a character width of 0.6 of the font size."""
     found = []
     sizes = {text: mark.attrib.get("font-size") for mark in root.iter(f"{SVG}g") for text in mark.iter(f"{SVG}text")}
     for text in root.iter(f"{SVG}text"):

@@ -1,4 +1,4 @@
-"""The elements of a tile, and their pictures."""
+"""The elements of a tile, and drawings of them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ CAUSAL = fg.causal().expression
 MAP = tile_map(CAUSAL, (4, 4), 10, 10)
 
 
-def test_elements_are_the_mask_s() -> None:
+def test_elements_equal_the_mask() -> None:
     found = tile_elements(CAUSAL, MAP, 1, 1)
     assert np.array_equal(found.kept, np.tri(4, dtype=bool))
     assert (found.first_q, found.first_k, found.kind, found.share) == (4, 4, PARTIAL, 0.625)
 
 
-def test_a_tile_ends_where_the_lengths_do() -> None:
+def test_a_tile_ends_at_the_lengths() -> None:
     assert np.array_equal(tile_elements(CAUSAL, MAP, 2, 2).kept, np.tri(2, dtype=bool))
 
 
@@ -35,7 +35,7 @@ def test_elements_of_a_batch_and_head() -> None:
 
 
 @pytest.mark.parametrize("place", [(3, 0), (0, 3), (-1, 0)])
-def test_a_tile_that_is_not_there(place: tuple[int, int]) -> None:
+def test_a_tile_outside_the_map_is_refused(place: tuple[int, int]) -> None:
     with pytest.raises(ArgumentError, match="below 3"):
         tile_elements(CAUSAL, MAP, *place)
 
@@ -49,7 +49,7 @@ def test_a_missing_capture() -> None:
         tile_elements(mask, tiles, 0, 0)
 
 
-def test_text_is_two_elements_a_character() -> None:
+def test_text_has_two_elements_per_character() -> None:
     assert to_text(tile_elements(CAUSAL, MAP, 1, 1)).splitlines() == [
         "┌────┐",
         "│█▄  │",
@@ -60,7 +60,7 @@ def test_text_is_two_elements_a_character() -> None:
     ]
 
 
-def test_text_is_four_elements_a_character_where_it_would_be_too_wide() -> None:
+def test_wide_text_has_four_elements_per_character() -> None:
     assert to_text(tile_elements(CAUSAL, MAP, 1, 1), width=3).splitlines()[1:3] == ["│▙ │", "│█▙│"]
     odd = tile_map(CAUSAL, (3, 3), 3, 3)
     assert to_text(tile_elements(CAUSAL, odd, 0, 0), width=2).splitlines()[1:3] == ["│▙ │", "│▀▘│"]

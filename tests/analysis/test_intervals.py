@@ -1,4 +1,4 @@
-"""Interval evaluation: every operation has a meaning, and the common masks are decided as well as they can be."""
+"""Interval evaluation: every operation is implemented, and common masks are decided as tightly as possible."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def integer(value: int) -> sympy.Integer:
     return sympy.Integer(value)
 
 
-def test_every_operation_has_a_meaning() -> None:
+def test_every_operation_is_implemented() -> None:
     assert set(MEANINGS) == set(ops.OPERATIONS.values())
 
 
@@ -75,8 +75,8 @@ ELEMENTWISE = {
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_bounds_of_one_element_hold_what_float32_makes_of_it(name: str) -> None:
-    """Float32 rounds each operation, either way, so that the value in float64 lies beside its own."""
+def test_bounds_of_one_element_include_float32_rounding(name: str) -> None:
+    """Float32 may round each operation in either direction, so its value may differ from that in float64."""
     (node, in_float32), q = ELEMENTWISE[name], np.arange(1, 300)
     found, exact = interval_of(node, {Q: (q, q)}), in_float32(q.astype(np.float32))
     assert exact.dtype == np.float32
@@ -84,8 +84,8 @@ def test_bounds_of_one_element_hold_what_float32_makes_of_it(name: str) -> None:
 
 
 @pytest.mark.parametrize(("cls", "low", "high"), [(ops.BitAnd, 16, 17), (ops.BitOr, 117, 119), (ops.BitXor, 100, 103)])
-def test_bits_above_those_that_differ_are_known(cls: type[ops.Operation], low: int, high: int) -> None:
-    """Of 0b0110001 and 0b0110011 the bits but the last two are."""
+def test_common_upper_bits_are_known(cls: type[ops.Operation], low: int, high: int) -> None:
+    """All bits of 0b0110001 and 0b0110011 except the last two are equal."""
     found = interval_of(cls(Q, integer(0b1010101)), {Q: (0b0110001, 0b0110011)})
     assert (int(found.low), int(found.high)) == (low, high)
 
@@ -99,14 +99,14 @@ def test_bits_above_those_that_differ_are_known(cls: type[ops.Operation], low: i
     ],
 )
 def test_all_small_intervals_of_integers(cls: type[ops.Operation], others: np.ndarray) -> None:
-    """Divisors of 0, and of ranges that begin or end there, and shifts beyond both ends among them."""
+    """Includes divisors of 0, ranges that begin or end at 0, and shifts beyond both ends."""
     found = interval_of(cls(Q, K), {Q: (SMALL[:, :1], SMALL[:, 1:]), K: (others[:, 0], others[:, 1])})
     for (i, a), (j, b) in itertools.product(enumerate(SMALL), enumerate(others)):
         values = evaluate(cls(Q, K), {Q: np.arange(a[0], a[1] + 1)[:, None], K: np.arange(b[0], b[1] + 1)})
         assert found.low[i, j] <= values.min() and values.max() <= found.high[i, j], (a, b)
 
 
-def test_a_clamp_has_its_bounds() -> None:
+def test_clamp_has_its_bounds() -> None:
     mask = trace_mask(lambda b, h, q, k: fg.clamp(q / 2, 1.5, k / 4.0) >= 1.0, "mask").expression
     clamped = mask.args[0]
     for low, high in [(-100, 100), (0, 2), (5, 50)]:
@@ -117,8 +117,8 @@ def test_a_clamp_has_its_bounds() -> None:
 
 
 @pytest.mark.parametrize("beyond", [ops.Less, ops.LessEqual, ops.Greater, ops.GreaterEqual])
-def test_a_choice_by_a_bound_does_not_pass_it(beyond: type[ops.Operation]) -> None:
-    """As a relu is written, whose slope at 0 is 0."""
+def test_where_with_a_bound_respects_it(beyond: type[ops.Operation]) -> None:
+    """For example a relu, whose slope at 0 is 0."""
     x = ops.Sub(ops.ToFloat(Q), sympy.Float(4.5))
     found = interval_of(ops.Where(beyond(x, sympy.Float(0.0)), sympy.Float(0.0), x), {Q: (0, 9)})
     low, high = (0.0, 4.5) if beyond in (ops.Less, ops.LessEqual) else (-4.5, 0.0)
@@ -148,8 +148,8 @@ def test_a_choice_by_a_bound_does_not_pass_it(beyond: type[ops.Operation]) -> No
     ],
     ids=str,
 )
-def test_what_is_or_makes_a_nan(cls: type[ops.Operation], a: list[float], b: list[float]) -> None:
-    """Each value, the NaN among them, lies in the bounds; and so does its conversion to an integer."""
+def test_nan_inputs_and_results(cls: type[ops.Operation], a: list[float], b: list[float]) -> None:
+    """Each value, including NaN, lies within the bounds, and so does its conversion to an integer."""
     captures = {"a": np.array(a, np.float32), "b": np.array(b, np.float32)}
     boxes = {Q: (0, len(a) - 1), K: (0, len(b) - 1)}
     values = {Q: np.arange(len(a))[:, None], K: np.arange(len(b))}
@@ -160,15 +160,15 @@ def test_what_is_or_makes_a_nan(cls: type[ops.Operation], a: list[float], b: lis
         assert (found.low <= right).all() and (right <= found.high).all(), node
 
 
-def test_a_nan_becomes_0() -> None:
-    """The root is NaN at -1, and from 0 to 2 elsewhere."""
+def test_nan_converts_to_0() -> None:
+    """The root is NaN at -1, and otherwise from 0 to 2."""
     found = interval_of(ops.ToInt(ops.Add(sympy.Float(5.0), ops.Sqrt(Q))), {Q: (-1, 4)})
     assert found.low == 0 and found.high >= 7
 
 
 @pytest.mark.parametrize("cls", [ops.Sin, ops.Cos])
-def test_waves_reach_their_tops_and_bottoms(cls: type[ops.Operation]) -> None:
-    """Over boxes of every phase, up to longer than a turn."""
+def test_sine_and_cosine_reach_their_extremes(cls: type[ops.Operation]) -> None:
+    """Over boxes of every phase, up to more than a period."""
     low, width = np.arange(-120, 120)[:, None], np.arange(0, 60)
     found = interval_of(cls(ops.Divide(Q, integer(8))), {Q: (low, low + width)})
     steps = np.arange(0, 60)
@@ -176,7 +176,7 @@ def test_waves_reach_their_tops_and_bottoms(cls: type[ops.Operation]) -> None:
     assert (found.low <= right.min(-1)).all() and (right.max(-1) <= found.high).all()
 
 
-def test_integers_too_large_to_know_are_unknown() -> None:
+def test_integers_too_large_are_unknown() -> None:
     node: sympy.Basic = Q
     for _ in range(6):
         node = ops.Mul(node, node)
@@ -204,8 +204,8 @@ def test_classes(mask: Any, expected: list[int]) -> None:
     assert np.broadcast_to(found, 3).tolist() == expected
 
 
-def test_floats_are_as_wide_as_float32_is_coarse() -> None:
-    """Of one element nothing is said that float32 does not say: 41 * 0.1 is 4.1000004 there, and not below 4.1."""
+def test_floats_are_as_wide_as_the_resolution_of_float32() -> None:
+    """Claims for one element hold in float32: 41 * 0.1 is 4.1000004 there, which is not below 4.1."""
     tenths = ops.Mul(Q, sympy.Float(0.1))
     for query in range(300):
         for limit in (query / 10, np.nextafter(query / 10, 1e9), np.nextafter(query / 10, -1e9)):
@@ -215,8 +215,8 @@ def test_floats_are_as_wide_as_float32_is_coarse() -> None:
 
 
 @pytest.mark.parametrize("divisor", [-1e-45, 1e-45, 1e-39, -1e-39])
-def test_a_remainder_whose_quotient_overflows_is_unknown(divisor: float) -> None:
-    """1 / 1e-45 is infinite in float32, and so is what is left of 1."""
+def test_a_remainder_with_an_overflowing_quotient_is_unknown(divisor: float) -> None:
+    """1 / 1e-45 is infinite in float32, and so is the remainder of 1."""
     remainder = ops.FloorMod(ops.ToFloat(Q), ops.Capture("real", "float32", 0))
     for value in (1, 3):
         with np.errstate(all="ignore"):
@@ -245,14 +245,14 @@ def test_captured_arrays_of_two_dimensions() -> None:
     assert (found.high == blocks.max(axis=(1, 3))).all()
 
 
-def test_a_captured_nan_is_never_compared_for_sure() -> None:
+def test_comparisons_with_a_captured_nan_are_undecided() -> None:
     weights = np.array([1.0, np.nan, 2.0], np.float32)
     weight = ops.Load(ops.Capture("weights", "float32", 1), Q)
     assert classify(ops.Greater(weight, integer(0)), {Q: (0, 2)}, {"weights": weights}) == PARTIAL
     assert classify(ops.Less(weight, integer(0)), {Q: (0, 2)}, {"weights": weights}) == EMPTY
 
 
-# 1 / x tells the zeros apart, and x may be either, 0 itself or NaN.
+# 1 / x distinguishes zeros; x may be either zero or NaN.
 ZEROS = np.array([0.0, -0.0, -0.0, 0.0, -1.0, 2.0, NAN, -0.0, INF, 0.0], np.float32)
 
 
@@ -272,7 +272,7 @@ ZEROS = np.array([0.0, -0.0, -0.0, 0.0, -1.0, 2.0, NAN, -0.0, INF, 0.0], np.floa
 )
 @pytest.mark.parametrize("comparison", [ops.Less, ops.Greater, ops.Equal, ops.GreaterEqual])
 def test_signs_of_zeros(number: sympy.Basic, comparison: type[ops.Operation]) -> None:
-    """What is claimed of a quotient by an extreme that may be a zero holds for each element."""
+    """Claims about a quotient by a minimum or maximum that may be a zero hold for each element."""
     captures = {"a": ZEROS, "b": ZEROS[::-1].copy()}
     boxes = {Q: (np.arange(10)[:, None], np.arange(10)[:, None]), K: (np.arange(0, 10, 2), np.arange(1, 11, 2))}
     for limit in (sympy.Float(0.0), sympy.oo, -sympy.oo):

@@ -1,4 +1,4 @@
-"""Tiles that visit another tile are contiguous where that is claimed, and it is claimed of the usual masks."""
+"""Tiles that visit a common tile are contiguous where that is claimed, as it is for the usual masks."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _range_of(mask):
 
 
 def _visitors(found, len_q: int, len_k: int) -> np.ndarray:
-    """(tiles of queries, tiles of keys): who visits whom, by tiles that begin and end cut."""
+    """Returns (tiles of queries, tiles of keys) that visit each other, for tile grids with partial ends."""
     first = np.arange(0, len_k, _TILE_K)
     captures = {each.name: np.array([len_k * 2 // 3]) for each in captures_of(found.begin, found.end)}
     begin, end, _, _ = evaluate_range(found, first, first + _TILE_K - 1, len_q, len_k, captures)
@@ -73,7 +73,7 @@ def _visitors(found, len_q: int, len_k: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("mask", _USUAL, ids=lambda mask: getattr(mask, "name", getattr(mask, "__name__", "")))
-def test_visitors_of_usual_masks_are_one_run(mask) -> None:
+def test_visitors_of_usual_masks_are_contiguous(mask) -> None:
     found = _range_of(mask)
     assert visitors_are_contiguous(found)
     for len_q, len_k in ((96, 96), (40, 96), (96, 40), (7, 96), (96, 7)):
@@ -83,8 +83,8 @@ def test_visitors_of_usual_masks_are_one_run(mask) -> None:
 
 
 @pytest.mark.parametrize("mask", _UNUSUAL)
-def test_nothing_is_claimed_of_others(mask) -> None:
+def test_nothing_is_claimed_for_other_masks(mask) -> None:
     found = _range_of(mask)
     visits = _visitors(found, 96, 96).astype(int)
-    assert (np.diff(visits, axis=1, prepend=0) == 1).sum(axis=1).max() > 1, "this mask has a gap, as it should"
+    assert (np.diff(visits, axis=1, prepend=0) == 1).sum(axis=1).max() > 1, "this mask has a gap, as intended"
     assert not visitors_are_contiguous(found)

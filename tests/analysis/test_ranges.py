@@ -1,4 +1,4 @@
-"""Ranges of the named masks and of their like: tight against brute force, and as a person would write them."""
+"""Ranges of named and similar masks: tight compared with brute force, and printed as written by hand."""
 
 from __future__ import annotations
 
@@ -89,7 +89,10 @@ def check(
     captures: dict[str, Any] = SCALARS,
     batch: int = 0,
 ) -> int:
-    """Sound for every tile of rows, and no empty tile of columns within the range. Returns the FULL tiles missed."""
+    """Asserts soundness for every row of tiles, and that no empty tile within the range is visited.
+
+    Returns the full tiles that are not recognized.
+    """
     first = np.arange(0, len(holds), rows)
     last = np.minimum(first + rows, len(holds)) - 1
     missed = 0
@@ -121,7 +124,7 @@ def test_every_empty_tile_is_proven(name: str, transposed: bool) -> None:
     for len_q, len_k in LENGTHS:
         holds = holds_by_brute_force(expression, len_q, len_k)
         missed = check(tile_range, holds.T if transposed else holds, len_q, len_k, 64, 32)
-        assert missed == 0 or tile_range.full_begin == tile_range.full_end, "a FULL tile is not known to be one"
+        assert missed == 0 or tile_range.full_begin == tile_range.full_end, "a full tile is not recognized"
 
 
 @pytest.mark.parametrize(
@@ -176,7 +179,7 @@ def test_bounds_read_as_written_by_hand(mask: fg.Mask, expected: str) -> None:
     assert str(key_range(mask.expression)) == expected
 
 
-def test_the_transposed_direction_reads_the_same_way() -> None:
+def test_transposed_bounds_read_as_written_by_hand() -> None:
     assert str(query_range(fg.causal("top_left").expression)) == (
         "begin = k_first, end = len_q, full_begin = k_last, full_end = len_q"
     )
@@ -199,23 +202,23 @@ def test_the_transposed_direction_reads_the_same_way() -> None:
         lambda b, h, q, k: q - k <= 64 * (h + 1),
         lambda b, h, q, k: fg.to_float(q - k) * 0.5 < 10.0,
         lambda b, h, q, k: abs(q * k) < 100,
-        lambda b, h, q, k: k <= q * q * q,  # which may wrap
-        lambda b, h, q, k: (k * 2**30 * 2**30 * 16) // 2**30 >= q,  # which may, though its affine form does not
-        lambda b, h, q, k: (k // 2**30) // 2**30 >= q * 2**30,  # a bound of which may
+        lambda b, h, q, k: k <= q * q * q,  # may wrap
+        lambda b, h, q, k: (k * 2**30 * 2**30 * 16) // 2**30 >= q,  # may wrap, although its affine form does not
+        lambda b, h, q, k: (k // 2**30) // 2**30 >= q * 2**30,  # one of its bounds may wrap
     ],
 )
-def test_what_no_range_describes_wants_lists(mask: Any) -> None:
+def test_masks_without_a_range_need_lists(mask: Any) -> None:
     assert key_range(expression_of(mask)) is None
 
 
-def test_global_keys_are_whole_columns_for_the_backward() -> None:
+def test_global_keys_are_full_columns_in_the_backward() -> None:
     assert key_range(GLOBAL_KEYS.expression) is None
     tile_range = query_range(GLOBAL_KEYS.expression)
     assert tile_range is not None
     check(tile_range, holds_by_brute_force(GLOBAL_KEYS.expression, 300, 200).T, 300, 200, 64, 32)
 
 
-def test_bounds_by_head_where_they_are_asked_for() -> None:
+def test_bounds_by_head_where_requested() -> None:
     expression = expression_of(lambda b, h, q, k: (q >= k) & (q - k <= 16 * (h + 1)))
     tile_range = key_range(expression, per_head=True)
     assert tile_range is not None
@@ -241,7 +244,7 @@ LENGTHS_OF = fg.Tensor("lengths", "int32", 1)
 @pytest.mark.parametrize("name", OF_SEQUENCES)
 @pytest.mark.parametrize("made", [key_range, query_range])
 def test_every_empty_tile_of_each_sequence_is_proven(name: str, made: Any) -> None:
-    """Bounds by an element of an array for each sequence: below 0 and past the lengths, too."""
+    """Bounds read from an array per sequence, also below 0 and beyond the lengths."""
     expression = expression_of(OF_SEQUENCES[name])
     tile_range = made(expression)
     assert tile_range is not None and tile_range.depends_on(ops.BATCH)
@@ -252,7 +255,7 @@ def test_every_empty_tile_of_each_sequence_is_proven(name: str, made: Any) -> No
             check(tile_range, holds.T if made is query_range else holds, len_q, len_k, 64, 32, captures, batch)
 
 
-def test_an_element_of_a_position_wants_lists() -> None:
+def test_bounds_read_at_a_position_need_lists() -> None:
     starts = fg.Tensor("starts", "int32", 2)
     assert key_range(expression_of(lambda b, h, q, k: k >= starts[b, q])) is None
 
@@ -262,7 +265,7 @@ def test_the_captures_of_a_range() -> None:
     assert tile_range is not None and [capture.name for capture in tile_range.captures] == ["window"]
 
 
-def test_a_predicate_of_many_alternatives_is_given_up() -> None:
+def test_a_predicate_with_many_alternatives_is_not_solved() -> None:
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
         kept = q >= k
         for step in range(1, 12):
@@ -272,7 +275,7 @@ def test_a_predicate_of_many_alternatives_is_given_up() -> None:
     assert key_range(expression_of(mask)) is None
 
 
-# ---- what arrays decide of few keys
+# ---- masks in which arrays decide few keys
 
 
 def test_the_prefix_of_a_tree_needs_no_mask() -> None:
@@ -285,7 +288,7 @@ def test_the_prefix_of_a_tree_needs_no_mask() -> None:
 
 
 def not_forbidden(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """A tree the other way round: what its bits do not forbid."""
+    """The complement of a tree: everything that its bits do not forbid."""
     token = k - (fg.len_k - fg.len_q)
     return ~((token >= 0) & (fg.Tensor("bits", "int32", 3)[b, q, token >> 5] >> (token & 31) & 1 != 0))
 
@@ -293,7 +296,7 @@ def not_forbidden(b: Any, h: Any, q: Any, k: Any) -> Any:
 @pytest.mark.parametrize(("len_q", "len_k"), [(1, 40), (33, 33), (64, 200), (40, 25), (100, 101)])
 @pytest.mark.parametrize("tree", [fg.tree("bits"), trace_mask(not_forbidden)], ids=str)
 def test_ranges_of_a_tree_hold_for_any_bits(tree: Any, len_q: int, len_k: int) -> None:
-    """Nothing outside is attended to, everything in the full stretch is; for tiles of queries, and of keys."""
+    """Nothing outside the range is attended to and everything in the full part is, for tiles of queries and of keys."""
     random = np.random.default_rng(len_k)
     mask = tree.expression
     for bits in (random.integers(-(2**31), 2**31, (1, len_q, 4)), np.zeros((1, len_q, 4)), np.full((1, len_q, 4), -1)):
@@ -326,6 +329,6 @@ IDS = fg.Tensor("ids", "int32", 1)
 
 
 @pytest.mark.parametrize("name", LISTED)
-def test_what_arrays_decide_of_many_keys_is_listed(name: str) -> None:
+def test_masks_in_which_arrays_decide_many_keys_need_lists(name: str) -> None:
     mask = trace_mask(LISTED[name]).expression
     assert key_range(mask) is None and query_range(mask) is None

@@ -1,6 +1,6 @@
-"""Random predicates of the language against brute force: no element is ever called what it is not.
+"""Random predicates of the language against brute force: no element is ever classified wrongly.
 
-FLASHGEN_EXAMPLES=5000 pytest tests/analysis/test_sound.py looks longer.
+FLASHGEN_EXAMPLES=5000 pytest tests/analysis/test_sound.py searches longer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCALAR = ops.Capture("window", "int32", 0)
 IDS = ops.Capture("ids", "int32", 1)
 TABLE = ops.Capture("table", "float32", 2)
 ODD = ops.Capture("odd", "float32", 1)  # NaN, infinities and both zeros, among others
-AMOUNTS = ops.Capture("amounts", "int32", 1)  # divisors and shifts: 0, and beyond both ends of what shifts take
+AMOUNTS = ops.Capture("amounts", "int32", 1)  # divisors and shifts: 0, and beyond both ends of the valid shifts
 COMPARISONS = (ops.Equal, ops.NotEqual, ops.Less, ops.LessEqual, ops.Greater, ops.GreaterEqual)
 
 small = st.integers(-20, 40).map(sympy.Integer)
@@ -43,7 +43,7 @@ def node(kind: type[ops.Operation], *operands: st.SearchStrategy[sympy.Basic]) -
 
 
 def grown(terms: st.SearchStrategy[sympy.Basic]) -> st.SearchStrategy[sympy.Basic]:
-    """Integer terms of integer terms."""
+    """Returns integer terms of integer terms."""
     return st.one_of(
         *(node(kind, terms, terms) for kind in (ops.Add, ops.Sub, ops.Minimum, ops.Maximum)),
         *(node(kind, terms) for kind in (ops.Neg, ops.Abs)),
@@ -92,7 +92,7 @@ def combined(parts: st.SearchStrategy[sympy.Basic]) -> st.SearchStrategy[sympy.B
 wild = st.sampled_from(COMPARISONS).flatmap(lambda kind: node(kind, terms, terms))
 predicates = st.recursive(st.one_of(tame, tame, wild), combined, max_leaves=4)
 
-# What only intervals and lists answer for: captured arrays, floats, bits.
+# Terms that only intervals and lists handle: captured arrays, floats, bits.
 amounts = node(ops.Load, st.just(AMOUNTS), terms)
 loads = st.one_of(node(ops.Load, st.just(IDS), terms), terms)
 any_integers = st.one_of(
@@ -105,7 +105,7 @@ any_integers = st.one_of(
 
 
 def clamped(parts: tuple[type[ops.Operation], sympy.Basic, sympy.Basic]) -> sympy.Basic:
-    """A number that does not pass a bound, as fg.clamp has it."""
+    """A number limited by a bound, as fg.clamp does it."""
     beyond, number, bound = parts
     return ops.Where(beyond(number, bound), bound, number)
 
@@ -143,7 +143,7 @@ lengths = st.integers(1, 70)
 @thorough
 @given(term=any_integers)
 def test_canonical_forms(term: sympy.Basic) -> None:
-    """A form's own node has that form, and the same value."""
+    """The node of a form has that form and the same value."""
     form = affine(term)
     assert affine(form.node()) == form
     assert (by_brute_force(term, 9, 12) == by_brute_force(form.node(), 9, 12)).all()
@@ -217,7 +217,7 @@ def test_ranges(transposed: bool, predicate: sympy.Basic, len_q: int, len_k: int
             assert tile[:, full_begin:full_end].all()
 
 
-# Numbers at both ends of int32, in whatever place a predicate has one; lengths up to the longest.
+# Numbers at both ends of int32, at any position of a predicate; lengths up to the maximum.
 extreme = st.one_of(
     st.sampled_from([-(2**31), 1 - 2**31, -(2**30), -65536, 65536, 3_000_000, 2**30, 2**31 - 2, 2**31 - 1]),
     st.integers(-(2**31), 2**31 - 1),
@@ -234,7 +234,7 @@ long_lengths = st.one_of(st.integers(1, 70), st.integers(1, ops.LONGEST), st.jus
 def test_ranges_of_extreme_numbers(
     transposed: bool, predicate: sympy.Basic, numbers: list[int], window: int, len_q: int, len_k: int, seed: int
 ) -> None:
-    """Elements at random, and where the bounds are: none is called what it is not, and no bound leaves int32."""
+    """At random elements and at bounds, no element is classified wrongly, and no bound exceeds int32."""
     constants = sorted(predicate.atoms(sympy.Integer), key=int)[:3]
     predicate = predicate.xreplace(dict(zip(constants, map(sympy.Integer, numbers), strict=False)))
     tile_range = (query_range if transposed else key_range)(predicate)
@@ -295,7 +295,7 @@ def test_intervals_of_numbers(number: sympy.Basic, len_q: int, len_k: int, size:
         assert (low[row, 0] <= found).all() and (found <= high[row, 0]).all()
 
 
-# Of few numbers, so that the same ones meet: zeros of both signs, NaN and infinities; divisors and shifts.
+# Few distinct values, so that ties occur: zeros of both signs, NaN, infinities, divisors and shifts.
 odd_floats = st.lists(
     st.one_of(st.sampled_from([0.0, -0.0, np.nan, np.inf, -np.inf, 1.0, -1.0, 2.0]), st.floats(-20, 20, width=32)),
     min_size=1, max_size=6,
@@ -307,7 +307,7 @@ FUNCTIONS = (ops.Sin, ops.Cos, ops.Exp, ops.Log, ops.Sqrt, ops.Tanh, ops.Abs, op
 
 
 def assert_sound(made: sympy.Basic, captures: dict[str, np.ndarray]) -> None:
-    """A number's bounds hold each of its values, and what is claimed of its comparisons is so for each."""
+    """The bounds of a number contain each of its values, and claims about its comparisons hold for each."""
     sizes = {ops.QUERY: len(captures["a"]), ops.KEY: len(captures["b"])}
     boxes = {symbol: (0, size - 1) for symbol, size in sizes.items()}
     values = {ops.QUERY: np.arange(sizes[ops.QUERY])[:, None], ops.KEY: np.arange(sizes[ops.KEY])}
@@ -345,7 +345,7 @@ def test_intervals_of_odd_integers(a: list[int], b: list[int]) -> None:
 @thorough
 @given(predicate=any_predicates, len_q=lengths, len_k=lengths, rows=st.integers(1, 20), columns=st.integers(1, 20))
 def test_tile_maps(predicate: sympy.Basic, len_q: int, len_k: int, rows: int, columns: int) -> None:
-    """Never wrong; and exact where the map does not come from a range."""
+    """Never wrong, and exact where the map does not come from a range."""
     note(to_text(predicate))
     found = tile_map(predicate, (rows, columns), len_q, len_k, captures=CAPTURES)
     holds = by_brute_force(predicate, len_q, len_k)

@@ -1,4 +1,4 @@
-"""Tile maps: exact or by ranges, of every shape that a call may have."""
+"""Tile maps, exact or by ranges, of every shape that a call may have."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def test_causal_by_its_range() -> None:
     assert found.work(batch=2, heads=3) == 6 * found.work()
 
 
-def test_the_last_keys_overhang_and_the_last_queries_do_not_count() -> None:
-    for mask in (fg.full(), fg.full() & (lambda b, h, q, k: k * q > -1)):  # by a range, and by elements
+def test_last_keys_beyond_len_k_and_last_queries() -> None:
+    for mask in (fg.full(), fg.full() & (lambda b, h, q, k: k * q > -1)):  # by a range and by elements
         classes = tile_map(mask.expression, (64, 64), 100, 100).classes[0, 0]
         assert classes.tolist() == [[FULL, PARTIAL], [FULL, PARTIAL]]
-    # The window ends with the last query, 99: the tile's other rows do not pull its range further.
+    # The window ends with the last query, 99: the other rows of the tile do not extend its range.
     assert tile_map(fg.causal("top_left").expression, (64, 32), 100, 128).classes[0, 0, 1].tolist()[3:] == [PARTIAL]
     assert tile_map(fg.causal("top_left").expression, (64, 32), 90, 128).classes[0, 0, 1].tolist()[3:] == [EMPTY]
 
@@ -60,7 +60,7 @@ def test_lengths_of_zero(mask: fg.Mask, len_q: int, len_k: int) -> None:
 
 
 def test_many_documents_need_no_square_memory() -> None:
-    """131072² elements would be 16 GiB of booleans; only the tiles at the documents' edges are looked at."""
+    """131072² elements would be 16 GiB of booleans; only the tiles at document borders are evaluated."""
     import tracemalloc
 
     ids = (np.arange(2**17) // 4000).astype(np.int32)

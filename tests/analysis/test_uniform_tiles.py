@@ -1,4 +1,4 @@
-"""Tiles that are called uniform are: their scores read the same elements. Usual clipped biases have such tiles."""
+"""Tiles classified as uniform read the same elements; the usual clipped biases have such tiles."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ UNLIKE = {
 
 
 def indices_of(score: fg.Score, b: int) -> list[np.ndarray[Any, Any]]:
-    """(queries, keys) of each index: what a score function reads an array at."""
+    """Returns the (queries, keys) arrays of each index at which a score function reads an array."""
     q, k = np.arange(_LENGTHS[LEN_Q])[:, None], np.arange(_LENGTHS[LEN_K])[None]
     values = {BATCH: b, HEAD: 1, QUERY: q, KEY: k, **_LENGTHS}
     loads = [load for load in score.expression.atoms(Load) if load.has(QUERY, KEY)]
@@ -63,7 +63,7 @@ def indices_of(score: fg.Score, b: int) -> list[np.ndarray[Any, Any]]:
 
 @pytest.mark.parametrize("name", ALIKE)
 @pytest.mark.parametrize("tile", [(16, 16), (8, 24), (1, 1)], ids=str)
-def test_tiles_that_are_said_to_be_alike_are(name: str, tile: tuple[int, int]) -> None:
+def test_uniform_tiles_are_uniform(name: str, tile: tuple[int, int]) -> None:
     score, (tile_q, tile_k) = ALIKE[name], tile
     condition = uniform_condition(score.expression)
     assert condition is not None
@@ -78,9 +78,9 @@ def test_tiles_that_are_said_to_be_alike_are(name: str, tile: tuple[int, int]) -
             tiles = index.reshape(q.size, tile_q, k.size, tile_k)
             are &= tiles.min(axis=(1, 3)) == tiles.max(axis=(1, 3))
         assert np.array_equal(said, are)
-        assert said.any(), "some tiles are"
+        assert said.any(), "some tiles are uniform"
 
 
 @pytest.mark.parametrize("name", UNLIKE)
-def test_nothing_is_said_of_others(name: str) -> None:
+def test_nothing_is_claimed_for_others(name: str) -> None:
     assert uniform_condition(UNLIKE[name].expression) is None

@@ -1,4 +1,4 @@
-"""Launches by addresses, as on a GPU, of kernels that the emulator runs: engines for tests."""
+"""Engines for tests that launch emulated kernels by array addresses, as on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashgen.runtime.arrays import NUMPY, Library
 
 
 class AddressRunner:
-    """Takes addresses, and finds the arrays that are there."""
+    """Takes addresses and looks up the arrays at them."""
 
     def __init__(self, runner: EmulatorRunner, known: dict[int, Any]) -> None:
         self._runner, self._known = runner, known
@@ -27,7 +27,7 @@ class AddressRunner:
 
 
 class HostBlock(Block):
-    """A GPU's block, in host memory, begun as other memory is not: `known` has the arrays in it by address."""
+    """A GPU allocation in host memory, with uninitialized content; `known` maps addresses to the arrays in it."""
 
     def __init__(self, memory: Mapping[str, Memory], known: dict[int, Any]) -> None:
         super().__init__(memory, NUMPY, 0)
@@ -43,12 +43,12 @@ class HostBlock(Block):
             self._known[operands[name]] = part
 
     def _clear(self, address: int, memory: Memory, stream: int) -> None:
-        """The array is not known yet."""
+        """Raised for an address without a registered array."""
 
 
 @dataclass(frozen=True)
 class ByAddress(Emulator):
-    """The emulator, launched as a GPU is."""
+    """The emulator, launched in the way that a GPU is launched."""
 
     known: dict[int, Any] = field(default_factory=dict, compare=False)
 

@@ -1,4 +1,4 @@
-"""Calls of compiled specs, judged by the rule that everything of flashgen is judged by."""
+"""Helpers that call compiled specs and check the results by the numerics rule."""
 
 from __future__ import annotations
 
@@ -21,14 +21,19 @@ from flashgen.verify import (
 )
 
 
+@pytest.fixture(scope="module")
+def cupy() -> Any:
+    return pytest.importorskip("cupy")
+
+
 def assert_right(spec: fg.AttentionSpec, inputs: Inputs, out: Any, lse: Any, **dropout: int) -> None:
-    """The verdict of `flashgen verify` on an output and its LSE."""
+    """Asserts that an output and its LSE satisfy the bounds of `flashgen verify`."""
     verdict = judged(spec, inputs.q, inputs.k, inputs.v, out, lse, inputs.captures, **dropout)
     assert verdict.ok, f"{spec.name}: {verdict}"
 
 
 def assert_agrees(spec: fg.AttentionSpec, *shapes: Shape, target: str | None = None, **engine: Any) -> None:
-    """Random inputs of each shape, on the emulator."""
+    """Checks random inputs of each shape on the emulator."""
     compiled = attention.compile(spec, target=target, emulate=True, **engine)
     for number, shape in enumerate(shapes):
         inputs = random_inputs(spec, shape, seed=number)
@@ -49,7 +54,7 @@ def agrees() -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def arrays() -> Callable[..., tuple[np.ndarray[Any, Any], ...]]:
-    """q, k and v of a spec at a shape."""
+    """Returns q, k and v of a spec at a shape."""
 
     def made(spec: fg.AttentionSpec, shape: Shape, seed: int = 0) -> tuple[np.ndarray[Any, Any], ...]:
         inputs = random_inputs(spec, shape, seed)
@@ -59,14 +64,14 @@ def arrays() -> Callable[..., tuple[np.ndarray[Any, Any], ...]]:
 
 
 def assert_gradients_right(spec: fg.AttentionSpec, inputs: Inputs, d_out: Any, gradients: Any, **given: Any) -> None:
-    """The verdict of `flashgen verify` on each gradient; `given` are d_lse, seed and offset."""
+    """Returns the verdict of `flashgen verify` on each gradient; `given` are d_lse, seed and offset."""
     found = gradients_by_name(gradients)
     verdicts = judged_gradients(spec, inputs.q, inputs.k, inputs.v, d_out, found, **given, **inputs.captures)
     assert all(verdict.ok for verdict in verdicts.values()), f"{spec.name}: {verdicts}"
 
 
 def assert_gradients_agree(spec: fg.AttentionSpec, *shapes: Shape, of_lse: bool = False, **engine: Any) -> None:
-    """Random inputs of each shape, forward and backward, on the emulator."""
+    """Checks random inputs of each shape, forward and backward, on the emulator."""
     compiled = attention.compile(spec, emulate=True, **engine)
     for number, shape in enumerate(shapes):
         inputs = random_inputs(spec, shape, seed=number)

@@ -1,7 +1,7 @@
-"""A GPU that is made up: what only a GPU's calls decide, decided by the same code, for kernels that the emulator runs.
+"""A mock GPU, which runs the code that only calls on a GPU run, with kernels on the emulator.
 
-It has a GPU's counters, tensor maps and addresses; that of an array without elements is null, as in CuPy and torch.
-A launch without blocks is an error, as with CUDA, and so is a tensor map that the driver would not take.
+It has a GPU's counters, tensor maps and addresses; the address of an array without elements is null, as in CuPy and
+torch. As with CUDA, a launch without blocks is an error, and so is a tensor map that the driver would reject.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from by_address import AddressRunner, ByAddress
 
+from by_address import AddressRunner, ByAddress
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.launch.argument_writer import Addresses
 from flashgen.launch.engines import Launch, Numbers, Place
@@ -42,18 +42,18 @@ ON_CARD = replace(NUMPY, view=_view, pointer=_pointer, look=lambda array: (NUMPY
 
 
 class _CardRunner(AddressRunner):
-    """Writes the struct as a GPU's runner does before the emulator runs the kernel."""
+    """Writes the argument struct, as a GPU's runner does, before the emulator runs the kernel."""
 
     def launch(self, launch: Launch, operands: Addresses, numbers: Numbers, place: Place) -> None:
         fits = all(0 < blocks <= most for blocks, most in zip(launch.grid, _MOST_BLOCKS, strict=True))
-        assert fits, f"CUDA launches no grid of {launch.grid}"
+        assert fits, f"CUDA rejects the grid {launch.grid}"
         launch.writer.write_into(launch.writer.template.copy(), operands, numbers)
         super().launch(launch, operands, numbers, place)
 
 
 @dataclass(frozen=True)
 class MadeUpCard(ByAddress):
-    """Of 132 multiprocessors."""
+    """A card with 132 multiprocessors."""
 
     def runner(self, kernel: RenderedKernel, prebuild: str) -> Any:
         return _CardRunner(super(ByAddress, self).runner(kernel, prebuild), self.known)
@@ -84,7 +84,7 @@ class MadeUpCard(ByAddress):
 
 
 class _Words:
-    """What of a CuPy array the counters use."""
+    """The part of a CuPy array that the counters use."""
 
     def __init__(self, memory: np.ndarray[Any, Any]) -> None:
         self.memory, self.size, self.data = memory, memory.size, SimpleNamespace(ptr=memory.ctypes.data)
@@ -94,7 +94,7 @@ class _Words:
 
 
 class _Driver:
-    """Encodes tensor maps, and refuses what a GPU's driver does."""
+    """Encodes tensor maps, and rejects what a GPU's driver rejects."""
 
     def cuTensorMapEncodeTiled(
         self, at: Any, kind: int, rank: int, address: Any, sizes: Any, strides: Any, box: Any, steps: Any, *how: int
@@ -116,7 +116,7 @@ class _Driver:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts the card where flashgen looks for CuPy and for the driver."""
+    """Installs the mock card in place of CuPy and the driver."""
 
     def allocated(size: int) -> np.ndarray[Any, Any]:
         return np.full(size // 4, 0xFFFFFFFF, np.uint32)
@@ -140,5 +140,5 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counts(engine_counters: counters.Counters) -> int:
-    """How many of all counters are not 0, between launches."""
+    """Returns the number of counters that are not 0 between launches."""
     return sum(int(np.count_nonzero(words.memory)) for words in engine_counters._allocations)

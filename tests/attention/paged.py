@@ -1,4 +1,4 @@
-"""Calls of keys and values in pages, on the emulator, and tables that say what is not so."""
+"""Helpers for calls over pages on the emulator, including invalid page tables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def call(compiled: Attention, inputs: Inputs, **how: Any) -> tuple[np.ndarray[An
 def assert_right(
     spec: fg.AttentionSpec, shape: Shape, splits: int | None = None, captures: Any = None, seed: int = 0, **how: Any
 ) -> None:
-    """Whatever is no key of a sequence is NaN."""
+    """Fills every row that is not a key of a sequence with NaN."""
     inputs, dropout = random_inputs(spec, shape, seed, captures), {"seed": SEED} if spec.dropout else {}
     compiled = attention.compile(spec, emulate=True, **how)
     found = call(compiled, inputs, num_splits=splits, **dropout)

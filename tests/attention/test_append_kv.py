@@ -1,10 +1,8 @@
-"""New keys and values written into pages: where the table says, and nowhere else."""
+"""Tests that append_kv writes new keys and values where the page table says, and nowhere else."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 
 import flashgen as fg
+from emitted_text import all_called, all_used, functions_fit, members_read, tidy, unconditional
 from flashgen import reference
 from flashgen.attention import appending
 from flashgen.codegen.append_kernel import render_append
@@ -20,14 +19,11 @@ from flashgen.errors import ArgumentError, LaunchError
 from flashgen.launch.engines import Emulator
 from flashgen.runtime.schedule import Schedule
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "codegen"))
-from emitted_text import all_called, all_used, functions_fit, members_read, tidy, unconditional
-
 Arrays = dict[str, Any]
 
 
 def problem(size: int, tokens: int, dtype: Any = np.float16, dims: tuple[int, int] = (64, 64)) -> Arrays:
-    """Three sequences of 2 heads: an empty one, one at a page's border, and one within a page."""
+    """Three sequences of 2 heads: an empty one, one that ends at a page border, and one that ends within a page."""
     random = np.random.default_rng(size)
     before = np.array([0, 2 * size, size + size // 2], np.int32)
     used = -(-(before + tokens) // size)
@@ -46,7 +42,7 @@ def problem(size: int, tokens: int, dtype: Any = np.float16, dims: tuple[int, in
 
 
 def appended(arrays: Arrays) -> tuple[Any, Any]:
-    """The pages as they should be: rows by plain loops, what has no place left out."""
+    """Returns the expected pages, computed by plain loops; keys without a page are omitted."""
     k, v = arrays["k"].copy(), arrays["v"].copy()
     table, (pages, size) = arrays["page_table"], arrays["k"].shape[:2]
     for b, before in enumerate(arrays["seqused_k"].astype(np.int64)):
@@ -67,7 +63,7 @@ def assert_appended(arrays: Arrays, **how: Any) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 @pytest.mark.parametrize("size", [1, 2, 16, 256])
-def test_rows_go_where_the_table_says(size: int, tokens: int) -> None:
+def test_rows_are_written_where_the_table_says(size: int, tokens: int) -> None:
     assert_appended(problem(size, tokens), emulate=True)
 
 
@@ -78,7 +74,7 @@ def test_types_and_dims() -> None:
 
 
 def test_strides() -> None:
-    """Slices of packed projections, pages that hold keys beside values, a part of a larger table."""
+    """Slices of packed projections, pages that hold keys beside values, a slice of a larger table."""
     arrays = problem(16, 3)
     packed = np.concatenate([arrays["k_new"], arrays["v_new"]], 3)
     both = np.stack([arrays["k"], arrays["v"]], 1)
@@ -108,7 +104,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_has_no_place_is_not_written(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_without_a_page_are_not_written(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sanitized(monkeypatch, "address")
     arrays, (name, change) = problem(16, 7), WRONG[what]
     arrays[name] = change(arrays[name]).astype(np.int32)
@@ -120,15 +116,15 @@ def test_under_thread_sanitizer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_appended(problem(4, 9), emulate=True)
 
 
-def test_nothing_to_append() -> None:
+def test_append_nothing() -> None:
     arrays = problem(16, 3)
     for name in ("k_new", "v_new"):
         arrays[name] = arrays[name][:, :0]
     assert_appended(arrays, emulate=True)
 
 
-def test_a_step_of_decoding() -> None:
-    """Appended, attended to: as if the keys had always been there."""
+def test_decode_step() -> None:
+    """Attention over appended keys equals attention over keys that were there from the start."""
     spec = fg.AttentionSpec(64, mask=fg.causal(), page_size=16)
     arrays = problem(16, 2)
     q = np.random.default_rng(1).standard_normal((3, 4, 2, 64)).astype(np.float16)
@@ -148,7 +144,7 @@ PLANTED = (
 
 
 @pytest.mark.parametrize(("name", "line", "instead", "what"), PLANTED, ids=[planted[0] for planted in PLANTED])
-def test_an_access_outside_an_array_is_caught(
+def test_out_of_bounds_access_is_caught(
     name: str, line: str, instead: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sanitized(monkeypatch, "address")
@@ -191,7 +187,7 @@ def test_an_access_outside_an_array_is_caught(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_arrays_that_do_not_fit(change: Arrays, said: str) -> None:
+def test_mismatched_arrays_are_refused(change: Arrays, said: str) -> None:
     arrays = problem(16, 3)
     for name, changed in change.items():
         arrays[name] = changed(arrays[name])
@@ -200,22 +196,22 @@ def test_arrays_that_do_not_fit(change: Arrays, said: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["page_table", "seqused_k"])
-def test_a_call_without_its_pages_names_them(name: str) -> None:
+def test_a_call_without_pages_names_the_arguments(name: str) -> None:
     arrays = problem(16, 3)
     del arrays[name]
     with pytest.raises(ArgumentError, match=f"append_kv: {name} is missing; give int32"):
         fg.append_kv(**arrays, emulate=True)
 
 
-def test_arrays_that_share_memory() -> None:
+def test_overlapping_arrays_are_refused() -> None:
     arrays = problem(16, 3)
     arrays["k_new"] = arrays["k"][:3, :3]
     with pytest.raises(ArgumentError, match="k shares memory with k_new"):
         fg.append_kv(**arrays, emulate=True)
 
 
-def test_calls_of_the_same_sizes_are_checked_each() -> None:
-    """What sizes decide is worked out once; addresses, and whose memory is whose, are looked at in every call."""
+def test_every_call_of_the_same_sizes_is_checked() -> None:
+    """Checks that depend on sizes are cached; addresses and overlaps are checked in every call."""
     assert_appended(problem(16, 3), emulate=True)
     assert_appended(problem(16, 3), emulate=True)
     shared = problem(16, 3)
@@ -233,12 +229,12 @@ def test_calls_of_the_same_sizes_are_checked_each() -> None:
         fg.append_kv(**frozen, emulate=True)
 
 
-def test_numpy_arrays_are_not_copied_to_be_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpy_outputs_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArgumentError, match="append_kv writes in place: give arrays of the GPU"):
         fg.append_kv(**problem(16, 3))
 
 
-def test_the_text_is_as_that_of_all_kernels() -> None:
+def test_source_follows_the_conventions_of_all_kernels() -> None:
     kernel = render_append(TARGETS["sm_80"])
     tidy(kernel.source)
     functions_fit(kernel)

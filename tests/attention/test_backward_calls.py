@@ -1,4 +1,4 @@
-"""Right backward calls of every kind, on the emulator: lengths of 0, strides, layouts, heads, dims, given outputs."""
+"""Valid backward calls on the emulator: lengths of 0, strides, layouts, heads, dims, outputs of the caller."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODES = pytest.mark.parametrize("deterministic", [False, True], ids=["default", 
 
 
 def called(spec: fg.AttentionSpec, shape: Shape, deterministic: bool = False, **options: Any) -> tuple[Any, ...]:
-    """Inputs, the gradient of the output, and the gradients of a call at a shape."""
+    """Returns inputs, the gradient of the output, and the gradients of a call at a shape."""
     compiled = attention.compile(spec, emulate=True, deterministic=deterministic)
     inputs, (d_out, _) = random_inputs(spec, shape), random_gradients(spec, shape)
     out, lse = compiled(inputs.q, inputs.k, inputs.v, return_lse=True, **inputs.captures)
@@ -41,7 +41,7 @@ EMPTY = [(0, 2, 5, 7), (1, 0, 5, 7), (1, 2, 0, 7), (1, 2, 5, 0), (0, 0, 0, 0)]
 @pytest.mark.parametrize("sizes", EMPTY, ids=str)
 @pytest.mark.parametrize("spec", [CAUSAL, BIAS, LISTS], ids=["causal", "bias", "lists"])
 @pytest.mark.covering(4)
-def test_a_length_of_0_gives_zeros(spec: fg.AttentionSpec, sizes: tuple[int, ...], deterministic: bool) -> None:
+def test_length_0_gives_zeros(spec: fg.AttentionSpec, sizes: tuple[int, ...], deterministic: bool) -> None:
     batch, heads, len_q, len_k = sizes
     shape = Shape(len_q, len_k, batch, heads, heads)
     inputs, _, gradients = called(spec, shape, deterministic)
@@ -62,17 +62,17 @@ def test_grouped_heads_and_lengths(deterministic: bool, gradients_agree: Any) ->
 
 
 @MODES
-def test_lists(deterministic: bool, gradients_agree: Any) -> None:
+def test_tile_lists(deterministic: bool, gradients_agree: Any) -> None:
     gradients_agree(LISTS, Shape(150, 150, 2, 4, 2), Shape(37, 90, 1, 2, 1), deterministic=deterministic)
 
 
 @pytest.mark.parametrize(("dim", "value_dim"), [(8, 40), (128, 64), (40, 8)])
-def test_dims(dim: int, value_dim: int, gradients_agree: Any) -> None:
+def test_head_dims(dim: int, value_dim: int, gradients_agree: Any) -> None:
     gradients_agree(fg.AttentionSpec(dim, "bfloat16", value_dim=value_dim), Shape(33, 50, 1, 2, 1))
 
 
 def strided(array: np.ndarray[Any, Any], how: str) -> np.ndarray[Any, Any]:
-    """The same array, otherwise in memory, with NaN where it leaves gaps."""
+    """Returns an equal array with another memory layout, with NaN in the gaps."""
     first, second, third, dim = array.shape
     if how == "transposed":
         return np.ascontiguousarray(array.transpose(2, 1, 0, 3)).transpose(2, 1, 0, 3)
@@ -87,8 +87,8 @@ def strided(array: np.ndarray[Any, Any], how: str) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("how", ["transposed", "rows of a wider array", "backwards"])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.covering(3)
-def test_any_strides_in_and_out(how: str, layout: str, gradients_right: Any) -> None:
-    """Under AddressSanitizer, with NaN between the rows that count, which must stay as they are."""
+def test_any_input_and_output_strides(how: str, layout: str, gradients_right: Any) -> None:
+    """Runs under AddressSanitizer, with NaN between the used rows, which must stay unchanged."""
     spec = fg.AttentionSpec(24, layout=layout, mask=fg.causal())
     compiled = attention.compile(spec, emulate=True, sanitize="address")
     inputs, (d_out, _) = random_inputs(spec, RAGGED), random_gradients(spec, RAGGED)
@@ -102,12 +102,14 @@ def test_any_strides_in_and_out(how: str, layout: str, gradients_right: Any) -> 
             assert np.isnan(array.base).sum() == array.base.size - array.size
     new = compiled.backward(d_out, q, k, v, out, lse)
     for array, like in zip(new, (q, k, v), strict=True):
-        assert array.transpose(nesting(like.strides)).flags.c_contiguous, "gradients lie in memory as q, k and v do"
+        assert array.transpose(nesting(like.strides)).flags.c_contiguous, (
+            "gradients have the memory order of q, k and v"
+        )
     gradients_right(spec, inputs, d_out, new)
 
 
-def test_keys_and_gradients_shared_by_broadcasting(gradients_right: Any) -> None:
-    """A gradient of ones, broadcast over heads and rows as `out.sum()` has it, and one key for all heads."""
+def test_keys_and_gradients_that_are_broadcast(gradients_right: Any) -> None:
+    """A gradient of ones that is broadcast over heads and rows, as from `out.sum()`, and one key for all heads."""
     inputs = random_inputs(CAUSAL, RAGGED)
     k, v = (np.broadcast_to(array[:, :1], array.shape) for array in (inputs.k, inputs.v))
     d_out = np.broadcast_to(np.ones(32, np.float16), inputs.q.shape)
@@ -115,7 +117,7 @@ def test_keys_and_gradients_shared_by_broadcasting(gradients_right: Any) -> None
     gradients_right(CAUSAL, Inputs(inputs.q, k, v), d_out, pullback(d_out))
 
 
-def test_what_a_call_gives_back() -> None:
+def test_return_values() -> None:
     inputs, _, gradients = called(BIAS, RAGGED)
     dq, dk, dv, bias = gradients
     assert isinstance(gradients, Gradients) and isinstance(gradients, tuple)
@@ -143,8 +145,8 @@ def test_vjp(gradients_right: Any) -> None:
     gradients_right(spec, inputs, d_out, Gradients(*into), seed=7, offset=3)
 
 
-def test_rows_with_nothing_to_attend_to_and_keys_of_nobody_have_no_gradients() -> None:
-    _, _, gradients = called(CAUSAL, Shape(70, 37, 1, 2, 2))  # the first 33 rows see no key
+def test_rows_and_keys_without_attention_have_zero_gradients() -> None:
+    _, _, gradients = called(CAUSAL, Shape(70, 37, 1, 2, 2))  # the first 33 rows attend to no key
     assert (gradients.dq[:, :, :33] == 0).all() and np.isfinite(gradients.dq).all() and (gradients.dq != 0).any()
     late = fg.AttentionSpec(32, mask=fg.causal(align="top_left"))
     _, _, gradients = called(late, Shape(37, 70, 1, 2, 2))
@@ -153,7 +155,7 @@ def test_rows_with_nothing_to_attend_to_and_keys_of_nobody_have_no_gradients() -
 
 
 @MODES
-def test_given_lists_give_the_same_gradients(deterministic: bool) -> None:
+def test_tile_lists_of_the_caller_give_the_same_gradients(deterministic: bool) -> None:
     compiled = attention.compile(LISTS, emulate=True, deterministic=deterministic)
     ids = np.repeat(np.arange(3), 50).astype(np.int32)
     lists = compiled.backward_tile_lists(150, ids=ids)
@@ -177,7 +179,7 @@ def test_block_layouts() -> None:
     np.testing.assert_array_equal(*given)
 
 
-def test_deterministic_is_another_callable() -> None:
+def test_deterministic_compiles_another_callable() -> None:
     plain = attention.compile(CAUSAL, emulate=True)
     exact = attention.compile(CAUSAL, emulate=True, deterministic=True)
     assert plain is not exact and plain is attention.compile(CAUSAL, emulate=True, deterministic=False)
@@ -192,9 +194,7 @@ def hides_some_rows(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_rows_whose_scores_are_all_minus_infinity_have_gradients_of_0(
-    deterministic: bool, gradients_agree: Any
-) -> None:
-    """By a score function, so that no mask keeps their LSE of -inf away from the probabilities."""
+def test_rows_with_scores_of_minus_infinity_have_zero_gradients(deterministic: bool, gradients_agree: Any) -> None:
+    """The score function makes them -inf, so no mask keeps their LSE of -inf away from the probabilities."""
     spec = fg.AttentionSpec(16, score=fg.trace_score(hides_some_rows, "hides_some_rows"))
     gradients_agree(spec, Shape(70, 100, 1, 2, 1), of_lse=True, deterministic=deterministic)

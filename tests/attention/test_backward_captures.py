@@ -1,4 +1,4 @@
-"""Gradients of captured arrays: of every dtype, number of dimensions and stride, read once or many times, and none."""
+"""Gradients of captured arrays: every dtype, number of dimensions and stride; captures read once, often or never."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def values(*shape: int, dtype: str = "float32") -> np.ndarray[Any, Any]:
 
 
 def check(spec: fg.AttentionSpec, deterministic: bool, target: str | None = None, **captures: Any) -> Any:
-    """The gradients of the last of several calls, judged as one array: a capture may have a single number."""
+    """Returns the gradients of the last of several calls, concatenated: a capture may have a single element."""
     compiled = attention.compile(spec, target, emulate=True, deterministic=deterministic)
     fewest = min(captures[capture.name].size for capture in spec.captures if capture.grad)
     found, expected, low = [], [], []
@@ -67,7 +67,7 @@ def test_every_dtype(dtype: str, deterministic: bool) -> None:
 @MODES
 @pytest.mark.parametrize("ndim", [1, 2, 3, 4])
 @pytest.mark.covering(4)
-def test_every_number_of_dimensions_and_broadcast(ndim: int, deterministic: bool) -> None:
+def test_every_number_of_dimensions_and_broadcasting(ndim: int, deterministic: bool) -> None:
     spec = fg.AttentionSpec(16, score=bias(ndim))
     whole = (2, 4, 40, 70)[4 - ndim :] if ndim > 1 else (4,)
     check(spec, deterministic, bias=values(*whole))
@@ -79,7 +79,7 @@ def test_every_number_of_dimensions_and_broadcast(ndim: int, deterministic: bool
 @pytest.mark.parametrize(("target", "head_dim"), [("sm_80", 16), ("sm_90a", 16), ("sm_90a", 160)])
 @pytest.mark.covering(3)
 def test_two_tables_by_distance(target: str, head_dim: int, deterministic: bool) -> None:
-    """Each has sums of its own along the diagonals of a tile, in one function of the kernel."""
+    """Each table has its own sums along the diagonals of a tile, in one function of the kernel."""
     near, far = (fg.Tensor(name, "float32", 1, grad=True) for name in ("near", "far"))
     score = fg.relative_bias(near, 3)(fg.relative_bias(far, 20))
     spec = fg.AttentionSpec(head_dim, score=score)
@@ -96,8 +96,8 @@ def test_strides() -> None:
 
 
 @MODES
-def test_several_captures_gathered_several_times(deterministic: bool) -> None:
-    """Through products, a table indexed by another, and beside what has no gradient."""
+def test_captures_gathered_several_times(deterministic: bool) -> None:
+    """Reads captures in products, through an index table, and together with captures without a gradient."""
     table = fg.Tensor("table", "float32", 2, grad=True)
     gain, plain = fg.Tensor("gain", "float16", 1, grad=True), fg.Tensor("plain", "float32", 1)
     ids = fg.Tensor("ids", "int32", 1)
@@ -118,28 +118,28 @@ def test_several_captures_gathered_several_times(deterministic: bool) -> None:
 
 @MODES
 @pytest.mark.parametrize("by", ["distances", "sums", "steps", "lanes"])
-def test_runs_of_the_first_element(by: str, deterministic: bool) -> None:
-    """A lane's run of element 0 ends before another one, after one, and at the end of its scores."""
+def test_sequences_of_reads_of_element_0(by: str, deterministic: bool) -> None:
+    """A lane's sequence of reads of element 0 ends before another element, after one, and at the end of its scores."""
     table = fg.Tensor("table", "float32", 1, grad=True)
     index = {
         "distances": lambda q, k: fg.clamp(k - q, 0, 3),
         "sums": lambda q, k: fg.clamp((q + k) // 16 - 2, 0, 3),
         "steps": lambda q, k: (q // 8 + k) % 4,
-        "lanes": lambda q, k: k % 8 // 4 + q // 1000,  # each lane of a warp reads one element, some the first
+        "lanes": lambda q, k: k % 8 // 4 + q // 1000,  # each lane of a warp reads one element, some of them element 0
     }[by]
     spec = fg.AttentionSpec(16, score=lambda s, b, h, q, k: s + table[index(q, k)])
     check(spec, deterministic, table=values(4))
 
 
 @MODES
-def test_what_only_the_mask_reads_has_a_gradient_of_zeros(deterministic: bool) -> None:
+def test_captures_that_only_the_mask_reads_have_zero_gradients(deterministic: bool) -> None:
     limit = fg.Tensor("limit", "float32", 1, grad=True)
     spec = fg.AttentionSpec(16, mask=lambda b, h, q, k: limit[k] < 0.6)
     gradients = check(spec, deterministic, limit=values(70))
     assert (gradients.captures["limit"] == 0).all()
 
 
-def test_names_that_members_of_the_structs_have() -> None:
+def test_captures_named_like_struct_members() -> None:
     names = ("x", "d_x", "sums", "gradient", "count", "statistics", "dq_accum", "rows", "d_o", "heads_kv")
     tables = [fg.Tensor(name, grad=True) for name in names]
 
@@ -151,7 +151,7 @@ def test_names_that_members_of_the_structs_have() -> None:
     check(fg.AttentionSpec(16, score=score), False, **{name: values(4) for name in names})
 
 
-def test_deterministic_gradients_are_the_same_bits_whatever_the_order() -> None:
+def test_deterministic_gradients_do_not_depend_on_the_order() -> None:
     spec = fg.AttentionSpec(16, dropout=0.1, mask=fg.causal(), score=bias(1))
     shape = Shape(150, 150, 2, 4, 2)
     inputs, (d_out, _) = random_inputs(spec, shape), random_gradients(spec, shape)
@@ -164,8 +164,8 @@ def test_deterministic_gradients_are_the_same_bits_whatever_the_order() -> None:
 
 
 @pytest.mark.parametrize("shift", [100, 80, -100, -115])
-def test_deterministic_gradients_of_any_size(shift: int) -> None:
-    """They grow as d_out does, by a power of 2, from 1e-35 to 1e30: fixed point held 2^-112 to 2^80."""
+def test_deterministic_gradients_of_any_magnitude(shift: int) -> None:
+    """Gradients scale with d_out, from 1e-35 to 1e30; fixed point would only cover 2^-112 to 2^80."""
     table = fg.Tensor("table", "float32", 1, grad=True)
     spec = fg.AttentionSpec(16, "bfloat16", score=lambda s, b, h, q, k: s + table[(q - k + 70) % 7])
     inputs, (d_out, _) = random_inputs(spec, SHAPE), random_gradients(spec, SHAPE)
@@ -177,7 +177,7 @@ def test_deterministic_gradients_of_any_size(shift: int) -> None:
     np.testing.assert_allclose(shifted * 2.0**-shift, gradient, rtol=0, atol=1e-4 * np.abs(gradient).max())
 
 
-def test_given_gradients_are_written_over() -> None:
+def test_gradient_outputs_are_overwritten() -> None:
     spec = fg.AttentionSpec(16, score=bias(1, "bfloat16"))
     inputs, (d_out, _) = random_inputs(spec, SHAPE), random_gradients(spec, SHAPE)
     table = values(4, dtype="bfloat16")
@@ -194,8 +194,8 @@ def test_given_gradients_are_written_over() -> None:
 
 
 @MODES
-def test_memory(deterministic: bool) -> None:
-    """Only what is not added up in the gradient itself takes memory of its own."""
+def test_workspace_memory(deterministic: bool) -> None:
+    """Only what is not accumulated in the gradient itself needs a workspace."""
     half, single = fg.Tensor("half", "float16", 2, grad=True), fg.Tensor("single", "float32", 1, grad=True)
     spec = fg.AttentionSpec(16, score=lambda s, b, h, q, k: s + half[h, k] * single[h])
     compiled = attention.compile(spec, emulate=True, deterministic=deterministic)

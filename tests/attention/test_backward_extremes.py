@@ -1,4 +1,4 @@
-"""Gradients of numbers at the ends of their range, and beside garbage where nobody attends."""
+"""Gradients of numbers with extreme magnitudes, and beside invalid values that the mask excludes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashgen.verify.gradients import expected_gradients, gradients_of_rounded_o
 from flashgen.verify.problems import Inputs
 
 MODES = pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
-SHAPE = Shape(70, 300, 1, 2, 1)  # several tiles either way, and a group of two query heads
+SHAPE = Shape(70, 300, 1, 2, 1)  # several tiles in both directions, and a group of two query heads
 MASKS = {"full": fg.full(), "causal": fg.causal()}
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {"mask": fg.full()},
@@ -23,7 +23,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def changed_inputs(spec: fg.AttentionSpec, change: Any = None) -> Inputs:
-    """Random inputs, changed in float32."""
+    """Returns random inputs, modified in float32."""
     random = random_inputs(spec, SHAPE)
     if change is None:
         return random
@@ -35,7 +35,7 @@ def changed_inputs(spec: fg.AttentionSpec, change: Any = None) -> Inputs:
 def gradients_of(
     spec: fg.AttentionSpec, inputs: Inputs, deterministic: bool, of_oracle: bool = False
 ) -> tuple[Any, dict[str, Any]]:
-    """A random d_out, and the gradients that a backward makes of it and of the forward's output, or the oracle's."""
+    """Returns a random d_out, and the gradients from the kernel's forward output or from the reference's."""
     compiled = attention.compile(spec, target="sm_80", emulate=True, deterministic=deterministic)
     forward = reference.attention if of_oracle else compiled
     given = (spec, inputs.q, inputs.k, inputs.v) if of_oracle else (inputs.q, inputs.k, inputs.v)
@@ -56,10 +56,10 @@ def assert_right(spec: fg.AttentionSpec, inputs: Inputs, d_out: Any, found: dict
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("size", [1e2, 1e4, 1e15])
 @pytest.mark.covering(4)
-def test_an_lse_whose_rounding_would_show_in_every_probability(size: float, variant: str, deterministic: bool) -> None:
-    """Scores add up here in another order than there, and differ by as much: at 1e30 by 1e23.
+def test_lse_rounding_does_not_change_probabilities(size: float, variant: str, deterministic: bool) -> None:
+    """Forward and backward add scores in different orders, which differ by 1e23 at 1e30.
 
-    One key has all the probability of such a row, and is given dO.
+    One key has all the probability of such a row and receives dO.
     """
     spec = fg.AttentionSpec(64, "bfloat16", **VARIANTS[variant])
     inputs = changed_inputs(spec, lambda q, k, v: (q * size, k * size, v))
@@ -70,19 +70,19 @@ def test_an_lse_whose_rounding_would_show_in_every_probability(size: float, vari
 
 
 @MODES
-def test_a_scale_whose_lse_is_beyond_what_float32_resolves(deterministic: bool) -> None:
+def test_a_scale_whose_lse_exceeds_the_resolution_of_float32(deterministic: bool) -> None:
     spec = fg.AttentionSpec(64, "bfloat16", scale=1e30)
     inputs = changed_inputs(spec)
     assert_right(spec, inputs, *gradients_of(spec, inputs, deterministic))
 
 
 @MODES
-def test_rows_of_a_large_lse_beside_others(deterministic: bool) -> None:
+def test_rows_with_a_large_lse_beside_others(deterministic: bool) -> None:
     spec = fg.AttentionSpec(64, "bfloat16")
     inputs = changed_inputs(spec, lambda q, k, v: (q * np.where(np.arange(70) % 3 == 0, 1e4, 1.0)[:, None], k, v))
     d_out, found = gradients_of(spec, inputs, deterministic)
     assert_right(spec, inputs, d_out, found)
-    inputs.q[:, :, ::3] = 0  # and others are what they are without them
+    inputs.q[:, :, ::3] = 0  # other rows equal those of a call without them
     d_out[:, :, ::3] = 0
     _, alone = gradients_of(spec, inputs, deterministic)
     np.testing.assert_allclose(found["dq"][:, :, 1::3].astype(float), alone["dq"][:, :, 1::3].astype(float), atol=1e-2)
@@ -110,7 +110,7 @@ def test_scores_of_minus_infinity(score: Any, mask: str, deterministic: bool) ->
 
 
 @MODES
-def test_keys_whose_products_are_beyond_float32(deterministic: bool) -> None:
+def test_keys_with_products_beyond_float32(deterministic: bool) -> None:
     def change(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         k[:, :, :150] = -1e38
         return (np.abs(q) + 1) * 10, k, v
@@ -126,8 +126,8 @@ def padded(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 @MODES
 @pytest.mark.parametrize("garbage", [np.nan, np.inf])
-def test_garbage_that_the_mask_forbids(garbage: float, deterministic: bool) -> None:
-    """Rows with nothing to attend to have no gradient, whatever K holds."""
+def test_invalid_values_in_masked_keys(garbage: float, deterministic: bool) -> None:
+    """Rows without keys to attend to have zero gradients, whatever K holds."""
 
     def change(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         k[:, :, 140:] = garbage
@@ -140,7 +140,7 @@ def test_garbage_that_the_mask_forbids(garbage: float, deterministic: bool) -> N
 
 
 @MODES
-def test_what_lies_behind_the_last_key_and_query_is_not_seen(deterministic: bool) -> None:
+def test_memory_behind_the_last_key_and_query_has_no_effect(deterministic: bool) -> None:
     spec = fg.AttentionSpec(64, mask=fg.causal())
     random = random_inputs(spec, SHAPE)
     rows = ((0, 0), (0, 0), (0, 80), (0, 0))
@@ -149,8 +149,8 @@ def test_what_lies_behind_the_last_key_and_query_is_not_seen(deterministic: bool
     assert_right(spec, inputs, *gradients_of(spec, inputs, deterministic))
 
 
-def test_probabilities_that_are_all_but_one_hot() -> None:
-    """O's rounding is most of the gradients' error there: 5 times that of standard attention in float16."""
+def test_nearly_one_hot_probabilities() -> None:
+    """The rounding of O dominates the gradients' error: 5 times that of standard attention in float16."""
     spec, shape = fg.AttentionSpec(128), Shape(3, 3, 1, 1, 1)
     random = random_inputs(spec, shape, seed=89)
     inputs = Inputs((random.q.astype(np.float32) * 3).astype(np.float16), random.k, random.v, {})
@@ -162,8 +162,8 @@ def test_probabilities_that_are_all_but_one_hot() -> None:
     expected, low = expected_gradients(spec, *qkv, d_out)
     given = gradients_of_rounded_output(spec, *qkv, d_out)
     for name in ("dq", "dk"):
-        assert not reference.judge(found[name], expected[name], low[name]).ok  # the old rule
+        assert not reference.judge(found[name], expected[name], low[name]).ok  # the previous rule
         assert reference.judge(found[name], expected[name], low[name], given=given[name]).ok
         of_exact_output = found[name].astype(np.float64) - (given[name] - expected[name])
-        assert reference.judge(of_exact_output, expected[name], low[name]).ok  # and there is no other error
+        assert reference.judge(of_exact_output, expected[name], low[name]).ok  # no other error contributes
     assert_right(spec, inputs, d_out, found)

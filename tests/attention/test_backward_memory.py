@@ -1,4 +1,4 @@
-"""What a backward call launches and the memory it takes: linear in the lengths, begun as it must, given back."""
+"""Launches and memory of a backward call: workspaces are linear in the lengths, initialized and released."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODES = pytest.mark.parametrize("deterministic", [False, True], ids=["default", 
 
 @dataclass(frozen=True)
 class Launched:
-    """A launch as the emulator got it: its kernel's part, grid and arrays, and which of these held only zeros."""
+    """A launch as the emulator received it: kernel role, grid, arrays, and which arrays held only zeros."""
 
     part: str
     grid: tuple[int, int, int]
@@ -38,13 +38,13 @@ class Launched:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
-    """Every launch, in order."""
+    """Records every launch in order."""
     seen: list[Launched] = []
     launch = EmulatorRunner.launch
 
     def note(self: EmulatorRunner, what: Any, arrays: Any, numbers: Any, place: Any) -> None:
         own = {name: arrays[name] for name in what.writer.pointer_names if name in arrays}
-        with np.errstate(invalid="ignore"):  # what is not written yet may be anything
+        with np.errstate(invalid="ignore"):  # unwritten memory may hold anything
             zeros = frozenset(name for name, array in own.items() if not array.any())
         seen.append(Launched(self._kernel.name.split("-sm80")[0], what.grid, own, zeros))
         launch(self, what, arrays, numbers, place)
@@ -61,7 +61,7 @@ def run(compiled: Attention, shape: Shape, **options: Any) -> Any:
 
 
 @MODES
-def test_the_launches_of_a_call(deterministic: bool, launched: list[Launched]) -> None:
+def test_launches_of_a_call(deterministic: bool, launched: list[Launched]) -> None:
     compiled = attention.compile(CAUSAL, emulate=True, deterministic=deterministic)
     gradients = run(compiled, Shape(37, 170, 2, 4, 2))
     kernels, (_, prepare, keys, last) = compiled.backward_kernels, launched
@@ -83,7 +83,7 @@ def test_the_launches_of_a_call(deterministic: bool, launched: list[Launched]) -
 
 
 @MODES
-def test_the_launches_of_a_mask_with_lists(deterministic: bool, launched: list[Launched]) -> None:
+def test_launches_of_a_mask_with_lists(deterministic: bool, launched: list[Launched]) -> None:
     compiled = attention.compile(LISTS, emulate=True, deterministic=deterministic)
     run(compiled, Shape(150, 150, 1, 2, 2))
     parts = ["query-lists", "lists"] if deterministic else ["query-lists"]
@@ -96,8 +96,8 @@ def test_the_launches_of_a_mask_with_lists(deterministic: bool, launched: list[L
     assert [each.part for each in launched[-3:]] == own
 
 
-def test_memory_is_begun_as_it_must_and_written_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody zeroed is full of NaN."""
+def test_workspaces_are_initialized_as_needed_and_fully_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is not zeroed is filled with NaN."""
     empty = np.empty
 
     def poisoned(shape: Any, dtype: Any = float, **options: Any) -> Any:
@@ -108,7 +108,7 @@ def test_memory_is_begun_as_it_must_and_written_whole(monkeypatch: pytest.Monkey
     shape = Shape(37, 70, 2, 4, 2)
     for deterministic in (False, True):
         compiled = attention.compile(CAUSAL, emulate=True, deterministic=deterministic)
-        run(compiled, shape)  # compiles
+        run(compiled, shape)  # compiles the kernels
         with monkeypatch.context() as patched:
             patched.setattr(np, "empty", poisoned)
             gradients = run(compiled, shape)
@@ -116,7 +116,7 @@ def test_memory_is_begun_as_it_must_and_written_whole(monkeypatch: pytest.Monkey
 
 
 @MODES
-def test_memory_is_given_back(deterministic: bool, launched: list[Launched]) -> None:
+def test_workspaces_are_released(deterministic: bool, launched: list[Launched]) -> None:
     compiled = attention.compile(CAUSAL, emulate=True, deterministic=deterministic)
     gradients = run(compiled, Shape(37, 70, 1, 2, 1))
     work = {
@@ -129,13 +129,13 @@ def test_memory_is_given_back(deterministic: bool, launched: list[Launched]) -> 
 
 
 def taken(compiled: Attention, problem: Problem) -> int:
-    """Bytes of a call's workspaces."""
+    """Returns the bytes of a call's workspaces."""
     memory = workspaces(compiled.backward_kernels, problem, {}).values()
     return sum(int(np.prod(each.shape)) * numpy_dtype(each.dtype).itemsize for each in memory)
 
 
 @MODES
-def test_memory_is_linear_in_the_lengths(deterministic: bool) -> None:
+def test_workspaces_are_linear_in_the_lengths(deterministic: bool) -> None:
     compiled = attention.compile(fg.AttentionSpec(128), emulate=True, deterministic=deterministic)
     bytes_at = [taken(compiled, Problem(1, 16, 16, length, length, {})) for length in (16384, 32768, 65536)]
     assert bytes_at[1] == 2 * bytes_at[0] and bytes_at[2] == 4 * bytes_at[0]
@@ -144,7 +144,7 @@ def test_memory_is_linear_in_the_lengths(deterministic: bool) -> None:
     assert bytes_at[2] <= (0.02 if deterministic else 1.02) * query_bytes
 
 
-def test_calls_of_a_known_shape_prepare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_shapes_prepare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = attention.compile(CAUSAL, emulate=True)
     first = run(compiled, Shape(37, 70, 1, 2, 1))
     work_out, calls = compiled._backward._prepare, []
@@ -159,8 +159,8 @@ def test_calls_of_a_known_shape_prepare_nothing(monkeypatch: pytest.MonkeyPatch)
 SIZES = ((2, 38), (1, 70), (1, 70))
 
 
-def test_the_backward_is_compiled_when_it_is_called_first_and_never_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_host, built = host.compile_host, []  # which finds on disk what an earlier run has compiled
+def test_the_first_backward_call_compiles_and_later_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_host, built = host.compile_host, []  # finds on disk what an earlier run compiled
     monkeypatch.setattr(host, "compile_host", lambda *how: built.append(1) or compile_host(*how))
     compiled = attention.compile(fg.AttentionSpec(16, scale=0.2890625), emulate=True)
     forward = len(built)

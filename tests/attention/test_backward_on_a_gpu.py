@@ -1,4 +1,4 @@
-"""Backward calls on a GPU: every kind of array in and out, streams, graphs, memory, bits that stay the same."""
+"""Backward calls on a GPU: arrays of every library, streams, graphs, memory, reproducible bits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashgen.verify import Inputs, Shape, random_gradients, random_inputs
 
 pytestmark = pytest.mark.gpu
 
-# Sixteen heads, so that the largest error of the gradients of one slope a head is not small by luck.
+# Sixteen heads, because the largest error of few slope gradients may be small by chance.
 SHAPE, SQUARE = Shape(70, 150, 1, 16, 8), Shape(150, 150, 1, 16, 8)
 CAUSAL = fg.AttentionSpec(64, mask=fg.causal())
 DOCUMENT = fg.AttentionSpec(64, mask=fg.document("ids"))
@@ -25,11 +25,6 @@ DTYPES = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 MODES = pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 MASKS = pytest.mark.parametrize("spec", [CAUSAL, DOCUMENT], ids=["ranges", "lists"])
 SLOPES, BIAS = fg.Tensor("slopes", grad=True), fg.Tensor("bias", "float16", 2, grad=True)
-
-
-@pytest.fixture(scope="module")
-def cupy() -> Any:
-    return pytest.importorskip("cupy")
 
 
 def learned(dtype: str, dropout: float = 0.0) -> fg.AttentionSpec:
@@ -77,7 +72,7 @@ def test_cupy(dtype: str, deterministic: bool, cupy: Any, gradients_right: Any) 
 @pytest.mark.parametrize("layout", ["bhsd", "thd"])
 @pytest.mark.quick
 def test_sinks_without_a_key(layout: str, library: str, deterministic: bool) -> None:
-    """Arrays without elements have no address; the gradient of a sink is that of the LSE."""
+    """Arrays without elements have a null address; the gradient of a sink is that of the LSE."""
     module = pytest.importorskip(library)
     spec = fg.AttentionSpec(64, layout=layout, sink=fg.Tensor("sinks", "float32", 1, grad=True))
     compiled = attention.compile(spec, deterministic=deterministic)
@@ -113,7 +108,7 @@ def test_numpy(dtype: str, cupy: Any, gradients_right: Any) -> None:
     given = pullback(d_out, d_lse, into=into)
     assert all(one is other for one, other in zip(given, into, strict=True))
     gradients_right(spec, inputs, d_out, given, d_lse=d_lse)
-    mixed = inputs.captures | {"bias": cupy.asarray(inputs.captures["bias"])}  # is there already, and stays there
+    mixed = inputs.captures | {"bias": cupy.asarray(inputs.captures["bias"])}  # stays in the memory of the caller
     _, pullback = compiled.vjp(inputs.q, inputs.k, inputs.v, **mixed)
     gradients = pullback(d_out)
     assert isinstance(gradients.captures["bias"], cupy.ndarray) and isinstance(gradients.captures["slopes"], np.ndarray)
@@ -175,7 +170,7 @@ def test_jax(dtype: str, gradients_right: Any) -> None:
 
 
 @pytest.mark.quick
-def test_arrays_of_different_places_are_refused(cupy: Any) -> None:
+def test_arrays_on_different_devices_are_refused(cupy: Any) -> None:
     inputs, compiled = random_inputs(CAUSAL, SHAPE), attention.compile(CAUSAL)
     d_out, _ = random_gradients(CAUSAL, SHAPE)
     rows = rows_on_gpu(cupy, inputs)
@@ -192,8 +187,10 @@ def test_arrays_of_different_places_are_refused(cupy: Any) -> None:
 @MODES
 @MASKS
 @pytest.mark.quick
-def test_the_callers_stream(spec: fg.AttentionSpec, deterministic: bool, cupy: Any, gradients_right: Any) -> None:
-    """The inputs are made on a stream of the caller's, late, and the call waits for them because it is on it, too."""
+def test_the_callers_stream_is_used(
+    spec: fg.AttentionSpec, deterministic: bool, cupy: Any, gradients_right: Any
+) -> None:
+    """The inputs are computed late on a stream of the caller; the call waits because it uses the same stream."""
     compiled, inputs = attention.compile(spec, deterministic=deterministic), random_inputs(spec, SQUARE)
     d_out, _ = random_gradients(spec, SQUARE)
     captures, rows = captures_on_gpu(cupy, inputs), rows_on_gpu(cupy, inputs)
@@ -214,8 +211,8 @@ def test_the_callers_stream(spec: fg.AttentionSpec, deterministic: bool, cupy: A
 @MODES
 @pytest.mark.parametrize("spec", [CAUSAL, DOCUMENT, learned("float16")], ids=["ranges", "lists", "captures"])
 @pytest.mark.quick
-def test_a_call_in_a_graph(spec: fg.AttentionSpec, deterministic: bool, cupy: Any, gradients_right: Any) -> None:
-    """Both passes captured once and replayed on new inputs, after other calls have used memory free in between."""
+def test_graph_capture(spec: fg.AttentionSpec, deterministic: bool, cupy: Any, gradients_right: Any) -> None:
+    """Both passes are captured once and replayed on new inputs, after other calls have used the memory in between."""
     compiled, inputs = attention.compile(spec, deterministic=deterministic), random_inputs(spec, SQUARE)
     rows, captures = rows_on_gpu(cupy, inputs), captures_on_gpu(cupy, inputs)
     d_out = cupy.asarray(random_gradients(spec, SQUARE)[0])
@@ -250,7 +247,7 @@ def test_a_call_in_a_graph(spec: fg.AttentionSpec, deterministic: bool, cupy: An
             gradients_right(spec, new, new_d_out, at_home(found, cupy.asnumpy))
 
 
-def test_the_same_bits_a_hundred_times(cupy: Any) -> None:
+def test_deterministic_bits_in_a_hundred_runs(cupy: Any) -> None:
     spec = learned("float16", dropout=0.1)
     shape = Shape(1000, 1000, 2, 8, 2)
     compiled, inputs = attention.compile(spec, deterministic=True), random_inputs(spec, shape)
@@ -261,14 +258,14 @@ def test_the_same_bits_a_hundred_times(cupy: Any) -> None:
     busy = cupy.ones((2048, 2048), cupy.float32)
     for run in range(100):
         with cupy.cuda.Stream(non_blocking=True):
-            cupy.matmul(busy, busy)  # beside it, so that blocks run in another order
+            cupy.matmul(busy, busy)  # runs concurrently, so that blocks run in another order
         again = [cupy.asnumpy(gradient).tobytes() for gradient in pullback(d_out)]
         assert again == first, f"run {run} differs"
 
 
 @MODES
 def test_memory_at_length_65536(deterministic: bool, cupy: Any) -> None:
-    """At most 1.3 times q in float32 beside the gradients, as the pool that a call starts empty took it."""
+    """Beside the gradients at most 1.3 times q in float32, measured with an empty memory pool."""
     spec = fg.AttentionSpec(128, "bfloat16", mask=fg.sliding_window(1024))
     compiled = attention.compile(spec, deterministic=deterministic)
     q, k, v, d_out = (cupy.zeros((1, 16, 65536, 128), ml_dtypes.bfloat16) for _ in range(4))
@@ -297,9 +294,11 @@ def test_memory_of_torch_at_length_65536() -> None:
 
 
 @pytest.mark.quick
-def test_sizes_compile_nothing(cupy: Any, monkeypatch: pytest.MonkeyPatch, gradients_right: Any) -> None:
-    """Of the backward. What its first call compiles: a forward of few queries has kernels of its own, and so have query
-    heads that share few heads of k and v."""
+def test_sizes_do_not_recompile(cupy: Any, monkeypatch: pytest.MonkeyPatch, gradients_right: Any) -> None:
+    """The first calls compile everything:
+
+    a forward of few queries, and query heads that share few KV heads, have kernels of their own.
+    """
     compiled = attention.compile(CAUSAL)
     compiled.build_backward()
     shapes = (Shape(1, 1, 1, 1, 1), Shape(33, 70, 3, 6, 6), Shape(500, 20, 1, 2, 2), Shape(0, 9, 1, 1, 1))

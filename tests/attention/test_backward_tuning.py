@@ -1,4 +1,4 @@
-"""Tuning of the backward: what is timed, what is kept, and which kernels calls run after it. Times are made up."""
+"""Tuning of the backward: which plans are timed and kept, and which kernels calls then run. Timings are mocked."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def compiled(
 
 
 class MadeUpTimes:
-    """A timer that runs each once: the plans' milliseconds by name, 5 for the others."""
+    """A timer that runs each plan once and returns milliseconds by plan name, 5 for the others."""
 
     def __init__(self, *fast: Any, milliseconds: float = 2.0) -> None:
         self.times = {str(plan): milliseconds for plan in fast}
@@ -69,7 +69,7 @@ def tuned(
 
 
 def assert_right(it: Attention, plan: Any, shape: Shape = SHAPE) -> None:
-    """A call of these sizes runs the plan, and its gradients are right."""
+    """Asserts that a call of these sizes runs the plan and that its gradients are right."""
     inputs, (d_out, _) = random_inputs(it.spec, shape, 3), random_gradients(it.spec, shape, 3)
     qkv = inputs.q, inputs.k, inputs.v
     out, lse = it(*qkv, return_lse=True, **inputs.captures)
@@ -84,7 +84,7 @@ def assert_right(it: Attention, plan: Any, shape: Shape = SHAPE) -> None:
     assert all(verdict.ok for verdict in verdicts.values()), verdicts
 
 
-# ---- which plans are tried
+# ---- candidates
 
 
 def candidates(spec: fg.AttentionSpec, target: str, group: int = 1, deterministic: bool = False) -> tuple[Any, ...]:
@@ -92,12 +92,12 @@ def candidates(spec: fg.AttentionSpec, target: str, group: int = 1, deterministi
     found = backward_candidates(spec, default, Workload(4096, 4096, 32, 132, group), deterministic)
     assert found[0] == default.plan and len(set(found)) == len(found)
     for plan in found:
-        backward_kernels(spec, default.target, deterministic, plan=plan)  # which refuses what does not fit
+        backward_kernels(spec, default.target, deterministic, plan=plan)  # raises if a plan does not fit
     return found
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_candidates_are_of_the_family_s_own_kind(head_dim: int) -> None:
+def test_candidates_are_of_the_default_plans_class(head_dim: int) -> None:
     spec = fg.AttentionSpec(head_dim, mask=fg.causal())
     kind = HopperBackwardPlan if head_dim <= 128 else HopperWidePlan
     assert {type(plan) for plan in candidates(spec, "sm_90a")} == {kind}
@@ -105,7 +105,7 @@ def test_candidates_are_of_the_family_s_own_kind(head_dim: int) -> None:
     assert len(candidates(spec, "sm_90a")) >= 4 and len(candidates(spec, "sm_80")) >= 6
 
 
-def test_heads_are_apart_where_several_share_a_head_of_k_and_bits_may_differ() -> None:
+def test_candidates_split_heads_only_with_gqa_and_without_determinism() -> None:
     spec = fg.AttentionSpec(128, mask=fg.causal())
     assert not any(plan.heads_apart for plan in candidates(spec, "sm_90a"))
     assert sum(plan.heads_apart for plan in candidates(spec, "sm_90a", 8)) == len(candidates(spec, "sm_90a"))
@@ -113,45 +113,45 @@ def test_heads_are_apart_where_several_share_a_head_of_k_and_bits_may_differ() -
 
 
 @pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
-def test_plans_that_read_lists_have_tiles_of_one_size(target: str) -> None:
+def test_candidates_with_tile_lists_share_tile_sizes(target: str) -> None:
     spec = fg.AttentionSpec(128, mask=fg.document("ids"))
     found = candidates(spec, target)
     assert len(found) > 1 and len({(plan.tile_q, plan.tile_k) for plan in found}) == 1
     assert len({plan.tile_q for plan in candidates(fg.AttentionSpec(64), target)}) > 1
 
 
-def test_every_plan_of_a_family_is_checked_before_it_is_tried() -> None:
+def test_every_candidate_is_checked() -> None:
     every = list(backward_family(SM_90A).candidates(SPEC, SM_90A))
     assert any(plan.problem(fg.AttentionSpec(256), SM_90A) for plan in every)
     assert len(set(every)) == len(every) > 30
 
 
-# ---- which kernels calls run
+# ---- kernels of calls
 
 
-def test_calls_of_tuned_lengths_run_the_winner_here_and_in_later_processes(tmp_path: Path) -> None:
+def test_tuned_lengths_run_the_winner_also_in_later_processes(tmp_path: Path) -> None:
     first, beside = compiled(tmp_path), compiled(tmp_path)
     default = first.backward_plan_for(90, batch=1, heads=4, heads_kv=2)
-    assert default.heads_apart and default != first.backward_plan  # the family's rule, of few heads
+    assert default.heads_apart and default != first.backward_plan  # the family's rule for few heads
     for it in (first, beside):
         assert_right(it, default)
     result = tuned(first)
     assert (result.winner, result.default, result.gain) == (EARLY, default, 2.5)
     assert str(result.lengths).endswith("-h4-g2") and result.kernel == first.backward_kernels["dkdv"].name
-    for it in (first, beside, compiled(tmp_path)):  # the last is as in a later process
+    for it in (first, beside, compiled(tmp_path)):  # the last call acts as in a later process
         assert_right(it, EARLY)
-        assert it.backward_plan_for(90, heads=4) == it.backward_plan  # of another group
-        assert it.backward_plan_for(300, heads=4, heads_kv=2) == default  # of other lengths
+        assert it.backward_plan_for(90, heads=4) == it.backward_plan  # another GQA group
+        assert it.backward_plan_for(300, heads=4, heads_kv=2) == default  # other lengths
         assert it.backward_plan_for(0) == it.backward_plan
     assert [entry.name for entry in KernelCache(tmp_path).list()] == [f"tuned-{result.kernel}-{result.lengths}"]
 
 
-def test_a_winner_says_whether_heads_are_apart(tmp_path: Path) -> None:
+def test_a_winner_determines_whether_heads_are_split(tmp_path: Path) -> None:
     it = compiled(tmp_path)
     assert tuned(it, fast=APART).winner == APART
     assert_right(it, APART)
     own = it.backward_plan
-    assert tuned(it, fast=own, plans=(own, APART)).winner == own  # in place of the rule's, the default one
+    assert tuned(it, fast=own, plans=(own, APART)).winner == own  # the default plan instead of the rule's
     assert_right(it, own)
     assert_right(compiled(tmp_path), own)
 
@@ -165,14 +165,14 @@ def test_a_winner_says_whether_heads_are_apart(tmp_path: Path) -> None:
     ],
     ids=["wide", "lists", "the other family"],
 )
-def test_every_kind(spec: fg.AttentionSpec, target: str, plan: Any, tmp_path: Path) -> None:
+def test_every_family_and_mask(spec: fg.AttentionSpec, target: str, plan: Any, tmp_path: Path) -> None:
     it, shape = compiled(tmp_path, spec, target), Shape(90, 90, 1, 2, 2)
     assert tuned(it, shape, (plan,), plan).winner == plan
     assert_right(it, plan, shape)
     assert_right(compiled(tmp_path, spec, target), plan, shape)
 
 
-def test_lists_that_a_caller_keeps_stand_for_the_winner(tmp_path: Path) -> None:
+def test_tile_lists_of_the_caller_fit_the_winner(tmp_path: Path) -> None:
     spec, shape = fg.AttentionSpec(32, mask=fg.document("ids")), Shape(90, 90, 1, 2, 2)
     it, inputs = compiled(tmp_path, spec), random_inputs(spec, shape, 3)
     lists = it.backward_tile_lists(90, heads=2, **inputs.captures)
@@ -186,7 +186,7 @@ def test_lists_that_a_caller_keeps_stand_for_the_winner(tmp_path: Path) -> None:
     assert it.backward_plan_for(90, heads=2) == plan != it.backward_plan
 
 
-def test_the_deterministic_backward_has_winners_of_its_own_and_shares_none(tmp_path: Path) -> None:
+def test_the_deterministic_backward_has_separate_winners(tmp_path: Path) -> None:
     it, exact = compiled(tmp_path), compiled(tmp_path, deterministic=True)
     tuned(it)
     assert exact.backward_plan_for(90, heads=4, heads_kv=2) == exact.backward_plan
@@ -197,7 +197,7 @@ def test_the_deterministic_backward_has_winners_of_its_own_and_shares_none(tmp_p
     assert len(KernelCache(tmp_path).list()) == 2
 
 
-def test_who_compiles_takes_no_winner_on_the_emulator_or_with_a_plan(tmp_path: Path) -> None:
+def test_winners_are_ignored_on_the_emulator_and_with_a_plan(tmp_path: Path) -> None:
     tuned(compiled(tmp_path))
     assert attention.compile(SPEC, target="sm_90a", emulate=True).backward_pass.dispatch.tuned is None
     given = compiled(tmp_path, backward_plan=APART)
@@ -206,7 +206,7 @@ def test_who_compiles_takes_no_winner_on_the_emulator_or_with_a_plan(tmp_path: P
         tuned(given)
 
 
-def test_a_call_asks_the_disk_once_for_each_class_of_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_is_read_once_per_class_of_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     find = TunedPlans.find
     monkeypatch.setattr(TunedPlans, "find", lambda *given: asked.append(str(given[2])) or find(*given))
@@ -216,7 +216,7 @@ def test_a_call_asks_the_disk_once_for_each_class_of_lengths(tmp_path: Path, mon
     assert asked == ["q64-k64-h4-g2", "q64-k64-h2", "q128-k128-h4-g2", "q32-k32-h4-g2"]
 
 
-def test_a_winner_of_another_text_is_not_used(tmp_path: Path) -> None:
+def test_a_winner_of_another_source_is_not_used(tmp_path: Path) -> None:
     it = compiled(tmp_path)
     default = it.backward_plan_for(90, heads=4, heads_kv=2)
     lengths = LengthClass.of(Workload(90, 90, 4, 3, 2), lists=False, grouped=True)
@@ -229,9 +229,7 @@ def test_a_winner_of_another_text_is_not_used(tmp_path: Path) -> None:
         assert compiled(tmp_path).backward_plan_for(90, heads=4, heads_kv=2) == default
 
 
-def test_a_winner_that_cannot_be_had_is_said_and_the_default_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unavailable_winner_warns_and_the_default_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     it = compiled(tmp_path / "tuned")
     default = it.backward_plan_for(90, heads=4, heads_kv=2)
     assert_right(it, default)
@@ -252,13 +250,13 @@ def test_a_winner_that_cannot_be_had_is_said_and_the_default_runs(
             assert later.backward_plan_for(90, heads=4, heads_kv=2) == later.backward_plan
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert later.backward_plan_for(91, heads=4, heads_kv=2) == later.backward_plan  # said once
+        assert later.backward_plan_for(91, heads=4, heads_kv=2) == later.backward_plan  # one warning
 
 
-# ---- what is timed
+# ---- timing
 
 
-def test_all_are_timed_and_then_the_best_beside_the_default(tmp_path: Path) -> None:
+def test_all_are_timed_and_the_best_are_compared_with_the_default(tmp_path: Path) -> None:
     timer, told = MadeUpTimes(EARLY), []
     it = compiled(tmp_path)
     own, rule = it.backward_plan, it.backward_plan_for(90, heads=4, heads_kv=2)
@@ -273,7 +271,7 @@ def test_all_are_timed_and_then_the_best_beside_the_default(tmp_path: Path) -> N
     assert facts["winner"]["stages"] == 3 and facts["lengths"]["group"] == 2 and len(facts["timings"]) == 3
 
 
-def test_candidates_are_tried_where_nobody_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(backward_tuning, "backward_candidates", lambda *given: asked.append(given) or (EARLY,))
     it = compiled(tmp_path)
@@ -282,9 +280,7 @@ def test_candidates_are_tried_where_nobody_says_which(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("wrong", ["dq", "dk", "dv"])
-def test_a_plan_whose_gradients_are_wrong_cannot_win(
-    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_with_wrong_gradients_cannot_win(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = backward_tuning._Trials._results
 
     def spoilt(self: Any, backward: Any) -> Any:
@@ -298,7 +294,7 @@ def test_a_plan_whose_gradients_are_wrong_cannot_win(
     assert f"its {wrong} is 0.5 from the default plan's" in result.timings[1].left_out
 
 
-def test_gradients_of_captures_dropout_and_wrong_arguments(tmp_path: Path) -> None:
+def test_captures_dropout_and_wrong_arguments(tmp_path: Path) -> None:
     slopes = fg.Tensor("slopes", "float32", 1, grad=True)
     spec = fg.AttentionSpec(16, mask=fg.causal(), score=fg.alibi(slopes), dropout=0.25)
     it = compiled(tmp_path, spec)
@@ -316,13 +312,13 @@ def test_gradients_of_captures_dropout_and_wrong_arguments(tmp_path: Path) -> No
         thd.backward_plan_for(8)
 
 
-def test_the_emulator_is_not_timed(tmp_path: Path) -> None:
+def test_the_emulator_refuses_to_tune(tmp_path: Path) -> None:
     inputs = random_inputs(SPEC, SHAPE)
     with pytest.raises(LaunchError, match="emulator's times say nothing"):
         compiled(tmp_path).tune_backward(inputs.q, inputs.k, inputs.v)
 
 
-def test_arrays_that_a_function_closes_over_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_over_arrays_are_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = np.linspace(0, 1, 4).astype(np.float32)
     spec = fg.AttentionSpec(16, score=lambda s, b, h, q, k: s + table[h])
     it, asked = attention.compile(spec, target="sm_90a", emulate=True), []
@@ -336,7 +332,7 @@ def test_arrays_that_a_function_closes_over_are_given(tmp_path: Path, monkeypatc
 # ---- on a GPU
 
 
-OWN = {"scale": 0.11}  # so that no other test's calls meet a winner
+OWN = {"scale": 0.11}  # keeps winners away from other tests
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Every wrong input of a backward call is refused before anything is launched, by an error that names the argument."""
+"""Wrong inputs of backward calls raise an error that names the argument, before anything is launched."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def floats(*shape: int) -> np.ndarray[Any, Any]:
 
 
 def call(spec: fg.AttentionSpec = SPEC, /, **changed: Any) -> Any:
-    """A call that is right but for what is changed."""
+    """Makes a call that is valid except for what `changes` replaces."""
     given = {"d_out": ones(*SHORT), "q": ones(*SHORT), "k": ones(*LONG), "v": ones(*LONG)}
     given |= {"out": ones(*SHORT), "lse": floats(*ROWS), **changed}
     return attention.compile(spec, emulate=True).backward(**given)
 
 
 def misaligned(*shape: int) -> np.ndarray[Any, Any]:
-    """An array that starts 2 bytes after a multiple of 16."""
+    """Returns an array that starts 2 bytes after a multiple of 16."""
     memory = np.ones(np.prod(shape) + 16, np.float16)
     first = -(memory.ctypes.data // 2) % 8 + 1
     return memory[first : first + np.prod(shape)].reshape(shape)
@@ -45,7 +45,7 @@ def unaligned_floats(*shape: int) -> np.ndarray[Any, Any]:
     return np.frombuffer(bytearray(4 * count + 1), np.float32, count, 1).reshape(shape)
 
 
-def test_a_right_call() -> None:
+def test_a_valid_call() -> None:
     call()
 
 
@@ -88,8 +88,8 @@ def test_wrong_arrays(changed: dict[str, Any], message: str) -> None:
         call(**changed)
 
 
-def test_an_array_that_is_wrong_after_one_that_was_right_is_refused() -> None:
-    """What a first call has shown to be right is not looked at again; what may differ is."""
+def test_wrong_arrays_after_a_valid_call_are_refused() -> None:
+    """Checks of the first call that cannot change are cached; the others are repeated."""
     call()
     for name, shape in (("d_out", SHORT), ("out", SHORT), ("q", SHORT), ("k", LONG), ("v", LONG)):
         with pytest.raises(ArgumentError, match=f"{name} at address"):
@@ -125,7 +125,7 @@ def into(count: int = 4, **changed: Any) -> dict[str, Any]:
         (into(bias=[1.0] * 30), "the gradient of 'bias' of type list"),
     ],
 )  # fmt: skip
-def test_wrong_arrays_for_the_gradients(given: dict[str, Any], message: str) -> None:
+def test_wrong_gradient_outputs(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         call(BIAS, **given)
 
@@ -154,7 +154,7 @@ def test_seeds() -> None:
         call(dropout, seed=1, offset=2**32)
 
 
-def test_a_wrong_gradient_is_refused_by_the_pullback() -> None:
+def test_the_pullback_refuses_a_wrong_gradient() -> None:
     compiled = attention.compile(SPEC, emulate=True)
     _, pullback = compiled.vjp(ones(*SHORT), ones(*LONG), ones(*LONG))
     with pytest.raises(ArgumentError, match=r"d_out is float16 \(1, 2, 30, 16\)"):
@@ -164,7 +164,7 @@ def test_a_wrong_gradient_is_refused_by_the_pullback() -> None:
 LISTS = fg.AttentionSpec(16, mask=fg.document("ids"))
 
 
-def test_lists_of_something_else_are_refused() -> None:
+def test_tile_lists_of_another_kind_are_refused() -> None:
     compiled, ids = attention.compile(LISTS, emulate=True), np.zeros(30, np.int32)
     exact = attention.compile(LISTS, emulate=True, deterministic=True)
     lists = compiled.backward_tile_lists(20, 30, ids=ids)
@@ -172,7 +172,7 @@ def test_lists_of_something_else_are_refused() -> None:
     assert lists.keys is not None
     wrong = {
         "tile_lists of type TileLists: give what attention.backward_tile_lists": compiled.tile_lists(20, 30, ids=ids),
-        r"tile_lists are for the kernels of \['keys', 'queries'\]": exact.backward_tile_lists(20, 30, ids=ids),
+        r"tile_lists are for the kernels of \['dkdv', 'dq'\]": exact.backward_tile_lists(20, 30, ids=ids),
         r"made for \(len_q, len_k\) \(20, 31\)": compiled.backward_tile_lists(20, 31, ids=np.zeros(31, np.int32)),
         "made for direction keys": replace(lists, keys=replace(lists.keys, direction="keys")),
         "made for tile": replace(lists, keys=replace(lists.keys, tile=(8, 8))),
@@ -186,7 +186,7 @@ def test_lists_of_something_else_are_refused() -> None:
         compiled.backward_tile_lists(20)
 
 
-def test_a_plan_that_does_not_fit() -> None:
+def test_a_plan_that_does_not_fit_is_refused() -> None:
     plan = replace(attention.compile(SPEC, emulate=True).backward_plan, tile_k=24)
     compiled = attention.compile(SPEC, emulate=True, backward_plan=plan)
     with pytest.raises(UnsupportedError, match="tile_k=24 must be a multiple"):
@@ -196,6 +196,6 @@ def test_a_plan_that_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize("name", ["d_out", "d_lse", "into", "lse", "out"])
-def test_arguments_are_no_names_of_captures(name: str) -> None:
+def test_captures_cannot_have_names_of_arguments(name: str) -> None:
     with pytest.raises(ValueError, match="already names an argument"):
         fg.Tensor(name)

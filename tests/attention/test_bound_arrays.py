@@ -1,4 +1,4 @@
-"""Calls of attentions whose functions closed over arrays: given by nobody, and what each call reads."""
+"""Calls of attentions whose functions close over arrays: the arrays are not passed, and each call reads them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def spec_of(ids: Any, slopes: Any) -> fg.AttentionSpec:
     return fg.AttentionSpec(64, mask=lambda b, h, q, k: ids[q] == ids[k], score=score)
 
 
-def test_arrays_need_not_be_given(qkv: Any) -> None:
+def test_closed_over_arrays_need_not_be_passed(qkv: Any) -> None:
     slopes = np.array([0.5, 0.25], np.float32)
     spec = spec_of(IDS, slopes)
     declared = fg.AttentionSpec.from_json(spec.to_json())
@@ -40,7 +40,7 @@ def test_arrays_need_not_be_given(qkv: Any) -> None:
     assert np.abs(out - expected).max() < 5e-3
     gradients = attention.backward(out, *qkv, out, lse)
     for ours, theirs in zip(gradients, plain.backward(out, *qkv, out, lse, **given), strict=True):
-        assert np.abs(ours.astype(np.float32) - theirs).max() <= 1e-2  # dq is a sum in an order that differs
+        assert np.abs(ours.astype(np.float32) - theirs).max() <= 1e-2  # the order of additions to dq varies
     assert np.array_equal(attention.vjp(*qkv)[0], out)
     assert attention.tiles(LENGTH).classes.tolist() == plain.tiles(LENGTH, ids=given["ids"]).classes.tolist()
     lists = attention.tile_lists(LENGTH)
@@ -49,14 +49,14 @@ def test_arrays_need_not_be_given(qkv: Any) -> None:
     assert attention.backward(out, *qkv, out, lse, tile_lists=backward_lists).dv.any()
 
 
-def test_attentions_that_share_kernels_have_arrays_of_their_own(qkv: Any) -> None:
+def test_attentions_with_shared_kernels_have_separate_arrays(qkv: Any) -> None:
     one, other = (fg.compile(spec_of(ids, np.zeros(2, np.float32)), emulate=True) for ids in (IDS, IDS * 0))
     assert one.kernels is not None and one.source == other.source
     assert not np.array_equal(one(*qkv), other(*qkv))
-    assert one.backward_kernels is other.backward_kernels, "rendered once for both"
+    assert one.backward_kernels is other.backward_kernels, "one rendering serves both"
 
 
-def test_what_is_written_to_an_array_later_is_read(qkv: Any) -> None:
+def test_later_changes_of_an_array_are_read(qkv: Any) -> None:
     slopes = np.zeros(2, np.float32)
     attention = fg.compile(spec_of(IDS, slopes), emulate=True)
     before = attention(*qkv)
@@ -64,7 +64,7 @@ def test_what_is_written_to_an_array_later_is_read(qkv: Any) -> None:
     assert not np.array_equal(attention(*qkv), before)
 
 
-def test_a_capture_that_is_given_wins(qkv: Any) -> None:
+def test_a_capture_passed_at_the_call_wins(qkv: Any) -> None:
     attention = fg.compile(spec_of(IDS, np.zeros(2, np.float32)), emulate=True)
     assert np.array_equal(
         attention(*qkv, ids=np.zeros(LENGTH, np.int32)),
@@ -72,13 +72,13 @@ def test_a_capture_that_is_given_wins(qkv: Any) -> None:
     )
 
 
-def test_an_array_that_is_too_short_is_refused(qkv: Any) -> None:
+def test_a_short_array_is_refused(qkv: Any) -> None:
     attention = fg.compile(spec_of(IDS[:9], np.zeros(2, np.float32)), emulate=True)
     with pytest.raises(ArgumentError, match="capture 'ids' has shape"):
         attention(*qkv)
 
 
-def test_documents_and_padding_take_arrays_as_they_come(qkv: Any) -> None:
+def test_documents_and_padding_accept_common_array_types(qkv: Any) -> None:
     ids, lengths = np.stack([IDS, IDS // 2]), np.array([70, 33])
     mask = fg.document(ids) & fg.padding(lengths)
     spec = fg.AttentionSpec(64, mask=mask)
@@ -88,7 +88,7 @@ def test_documents_and_padding_take_arrays_as_they_come(qkv: Any) -> None:
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 def test_padding_by_closed_forms(side: str, target: str) -> None:
-    """No lists; keys of the padding that hold NaN are never read, however many tiles they fill."""
+    """There are no lists; padded keys that hold NaN are never read, however many tiles they fill."""
     random, lengths = np.random.default_rng(2), np.array([40, 300, 0])
     q, k, v = (random.standard_normal((3, 2, length, 64)).astype(np.float16) for length in (70, 300, 300))
     spec = fg.AttentionSpec(64, mask=fg.padding(lengths, side=side))
@@ -111,7 +111,7 @@ def test_padding_by_closed_forms(side: str, target: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("where", ["host", "cupy", "torch"])
 def test_on_a_gpu(qkv: Any, where: str) -> None:
-    """Arrays of the host are copied there once; those of the GPU are read where they stand."""
+    """Host arrays are copied to the GPU once; GPU arrays are read in place."""
     cupy = pytest.importorskip("cupy")
     slopes = np.array([0.5, 0.25], np.float32)
     if where == "host":

@@ -1,4 +1,4 @@
-"""Right calls of every kind, on the emulator: lengths of 0, strides, heads, dims, dtypes, targets, given outputs."""
+"""Valid calls on the emulator: lengths of 0, strides, heads, dims, dtypes, targets, outputs of the caller."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_length_of_0_gives_an_empty_output_or_zeros(name: str, sizes: tuple[in
 
 
 def strided(array: np.ndarray[Any, Any], how: str) -> np.ndarray[Any, Any]:
-    """The same (batch, heads, length, dim) array, otherwise in memory."""
+    """Returns an equal (batch, heads, length, dim) array with another memory layout."""
     batch, heads, length, dim = array.shape
     if how == "bshd memory":
         return np.ascontiguousarray(array.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
@@ -74,13 +74,13 @@ def test_any_strides(how: str, layout: str, right: Any) -> None:
     inputs = random_inputs(spec, RAGGED)
     q, k, v = (strided(array, how) for array in (inputs.q, inputs.k, inputs.v))
     out, lse = attention.compile(spec, emulate=True)(q, k, v, return_lse=True)
-    assert out.transpose(nesting(q.strides)).flags.c_contiguous, "results lie in memory as q does"
+    assert out.transpose(nesting(q.strides)).flags.c_contiguous, "outputs have the memory order of q"
     right(spec, inputs, out, lse)
 
 
 @pytest.mark.parametrize("how", STRIDES)
-def test_strided_reads_and_writes_touch_nothing_else(how: str, right: Any) -> None:
-    """Under AddressSanitizer, with rows of NaN between those that count, which must stay as they are."""
+def test_strided_accesses_touch_nothing_else(how: str, right: Any) -> None:
+    """Runs under AddressSanitizer, with rows of NaN between the used ones, which must stay unchanged."""
     inputs = random_inputs(CAUSAL, RAGGED)
     q, k, v = (strided(array, how) for array in (inputs.q, inputs.k, inputs.v))
     out = strided(np.full((2, 4, 37, 32), np.nan, np.float16), how)
@@ -91,14 +91,14 @@ def test_strided_reads_and_writes_touch_nothing_else(how: str, right: Any) -> No
         assert np.isnan(out.base).sum() == out.base.size - out.size
 
 
-def test_keys_shared_by_broadcasting(right: Any) -> None:
+def test_broadcast_keys(right: Any) -> None:
     inputs = random_inputs(CAUSAL, RAGGED)
     k, v = (strided(array, "one for all heads") for array in (inputs.k, inputs.v))
     out, lse = attention.compile(CAUSAL, emulate=True)(inputs.q, k, v, return_lse=True)
     right(CAUSAL, Inputs(inputs.q, k, v), out, lse)
 
 
-def test_strides_of_what_has_one_element_do_not_matter(right: Any) -> None:
+def test_strides_of_dimensions_of_size_1_do_not_matter(right: Any) -> None:
     shape = Shape(1, 1, 1, 1, 1)
     inputs = random_inputs(CAUSAL, shape)
     odd = [
@@ -125,7 +125,7 @@ def test_every_head_dim(dim: int, agrees: Any) -> None:
 @pytest.mark.parametrize(
     ("dim", "value_dim"), [(8, 256), (256, 8), (24, 64), (64, 24), (40, 48), (128, 72), (192, 128)]
 )
-def test_value_dims_of_their_own(dim: int, value_dim: int, agrees: Any) -> None:
+def test_value_dims(dim: int, value_dim: int, agrees: Any) -> None:
     agrees(fg.AttentionSpec(dim, value_dim=value_dim), Shape(33, 50, 1, 2, 1))
 
 
@@ -138,14 +138,14 @@ def test_turing(dim: int, agrees: Any) -> None:
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_90", "sm_120"])
-def test_the_plans_of_every_target(target: str, agrees: Any) -> None:
+def test_plans_of_every_target(target: str, agrees: Any) -> None:
     for spec in (fg.AttentionSpec(128, "bfloat16", mask=fg.causal()), fg.AttentionSpec(64, score=fg.softcap(20))):
         agrees(spec, Shape(130, 260, 1, 1, 1), target=target)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_scores_that_outgrow_what_came_before_rescale_it(dtype: str, right: Any) -> None:
-    """Random scores of the default scale hardly differ, and then no row outgrows its reference."""
+def test_growing_scores_rescale_the_output(dtype: str, right: Any) -> None:
+    """Random scores at the default scale vary too little to exceed the row maximum of earlier tiles."""
     spec = fg.AttentionSpec(32, dtype, scale=1.5)
     inputs = random_inputs(spec, Shape(40, 300, 1, 2, 1))
     growing = (inputs.k.astype(np.float32) * np.linspace(0.2, 3, 300)[:, None]).astype(inputs.k.dtype)
@@ -166,7 +166,7 @@ def test_large_scores_do_not_overflow(right: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_given_outputs(layout: str, right: Any) -> None:
+def test_outputs_of_the_caller(layout: str, right: Any) -> None:
     spec = fg.AttentionSpec(16, "bfloat16", layout=layout)
     inputs, compiled = random_inputs(spec, RAGGED), attention.compile(spec, emulate=True)
     out, lse = np.full(inputs.q.shape, np.nan, ml_dtypes.bfloat16), np.full((2, 4, 37), np.nan, np.float32)
@@ -178,7 +178,7 @@ def test_given_outputs(layout: str, right: Any) -> None:
     np.testing.assert_array_equal(alone, out)
 
 
-def test_what_a_call_gives_back() -> None:
+def test_return_values() -> None:
     inputs, compiled = random_inputs(CAUSAL, RAGGED), attention.compile(CAUSAL, emulate=True)
     out = compiled(inputs.q, inputs.k, inputs.v)
     again, lse = compiled(inputs.q, inputs.k, inputs.v, return_lse=True)
@@ -186,21 +186,21 @@ def test_what_a_call_gives_back() -> None:
     np.testing.assert_array_equal(out, again)
 
 
-def test_dropout_depends_on_seed_and_offset_and_on_nothing_else(arrays: Any) -> None:
+def test_dropout_depends_only_on_seed_and_offset(arrays: Any) -> None:
     spec = fg.AttentionSpec(16, dropout=0.5)
     compiled, (q, k, v) = attention.compile(spec, emulate=True), arrays(spec, Shape(40, 50, 2, 2, 2))
     first = compiled(q, k, v, seed=1)
     np.testing.assert_array_equal(first, compiled(q, k, v, seed=1, offset=0))
     for other in ({"seed": 2}, {"seed": 1 + 2**32}, {"seed": 1, "offset": 1}):
         assert (first != compiled(q, k, v, **other)).mean() > 0.5
-    alone = compiled(q[1:], k[1:], v[1:], seed=1)  # as batch 0 it gets the bytes of batch 0
+    alone = compiled(q[1:], k[1:], v[1:], seed=1)  # alone, it gets the dropout of batch 0
     assert (alone != first[1:]).any()
     np.testing.assert_array_equal(compiled(q[:1], k[:1], v[:1], seed=1), first[:1])
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
-def test_a_seed_that_kernels_read(arrays: Any, target: str) -> None:
-    """Forward and backward drop what they do by its number, and read it at each call anew."""
+def test_a_seed_in_memory(arrays: Any, target: str) -> None:
+    """Forward and backward drop the same elements as with the number, and read it at each call."""
     spec = fg.AttentionSpec(16, mask=fg.causal(), dropout=0.5)
     compiled, qkv = attention.compile(spec, target=target, emulate=True), arrays(spec, Shape(40, 50, 2, 2, 2))
     given = np.zeros((), np.int64)

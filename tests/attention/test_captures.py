@@ -1,4 +1,4 @@
-"""Captured arrays of every dtype, number of dimensions and stride, read by masks and scores; captured numbers."""
+"""Captures of every dtype, number of dimensions and stride in masks and scores; captured numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPE = Shape(40, 70, 2, 4, 2)
 
 
 def of_dtype(dtype: str, *shape: int) -> np.ndarray[Any, Any]:
-    """Values that the dtype holds exactly, of both signs where it has them."""
+    """Returns values that the dtype represents exactly, of both signs where it has them."""
     random = np.random.default_rng(2)
     if dtype == "bool":
         return random.random(shape) < 0.6
@@ -58,7 +58,7 @@ def bias(ndim: int) -> Any:
 
 
 @pytest.mark.parametrize("ndim", [1, 2, 3, 4])
-def test_a_bias_of_every_number_of_dimensions_and_broadcast(ndim: int, right: Any) -> None:
+def test_bias_of_every_number_of_dimensions_and_broadcasting(ndim: int, right: Any) -> None:
     whole = (2, 4, 40, 70)[4 - ndim :]
     spec = fg.AttentionSpec(16, score=bias(ndim))
     check(spec, right, bias=of_dtype("float32", *whole))
@@ -84,7 +84,7 @@ def test_eight_dimensions(right: Any) -> None:
     check(spec, right, table=of_dtype("int8", 2, 4, 1, 2, 1, 3, 2, 4))
 
 
-def test_captures_that_index_each_other(right: Any) -> None:
+def test_captures_as_indices_of_captures(right: Any) -> None:
     ids, kinds = fg.Tensor("ids", "int32", 1), fg.Tensor("kinds", "uint8", 1)
     spec = fg.AttentionSpec(16, mask=lambda b, h, q, k: kinds[ids[q]] == kinds[ids[k]])
     random = np.random.default_rng(4)
@@ -92,7 +92,7 @@ def test_captures_that_index_each_other(right: Any) -> None:
 
 
 @pytest.mark.parametrize("sanitize", [None, "address"])
-def test_indices_are_clamped_on_both_sides(sanitize: str | None, right: Any) -> None:
+def test_indices_are_clamped_at_both_ends(sanitize: str | None, right: Any) -> None:
     table = fg.Tensor("table", "float32", 2)
     spec = fg.AttentionSpec(16, score=lambda s, b, h, q, k: s + table[q - k, k * 2 - 30])
     check(spec, right, sanitize=sanitize, table=of_dtype("float32", 9, 11))
@@ -103,15 +103,15 @@ def test_an_index_beyond_32_bits_is_clamped(right: Any) -> None:
     for index in (
         lambda q, k: q * 60_000_000 + k * 60_000_000,
         lambda q, k: (q + 1) * (q + 1) * 1_500_000,
-        lambda q, k: q * 65536 * 65536 + k,  # of which 32 bits are k
+        lambda q, k: q * 65536 * 65536 + k,  # k has 32 of the bits
         lambda q, k: (q - k) * 2_000_000_000 + 3,
-        lambda q, k: (q - k) * (k * 2_000_000_000) * 2_000_000_000,  # which wraps
+        lambda q, k: (q - k) * (k * 2_000_000_000) * 2_000_000_000,  # the product wraps
     ):
         spec = fg.AttentionSpec(16, score=lambda s, b, h, q, k, index=index: s + table[index(q, k)])
         check(spec, right, sanitize="address", table=of_dtype("float32", 9))
 
 
-def test_numbers_change_from_call_to_call(right: Any) -> None:
+def test_numbers_may_change_from_call_to_call(right: Any) -> None:
     spec = fg.AttentionSpec(
         16, mask=fg.sliding_window(fg.Scalar("window")), score=fg.softcap(fg.Scalar("cap", "float32"))
     )
@@ -119,7 +119,7 @@ def test_numbers_change_from_call_to_call(right: Any) -> None:
         check(spec, right, window=window, cap=cap)
 
 
-def test_a_number_may_be_infinite(right: Any) -> None:
+def test_infinite_numbers(right: Any) -> None:
     most = fg.Scalar("most", "float32")
     spec = fg.AttentionSpec(16, score=lambda s, b, h, q, k: fg.minimum(s, most))
     check(spec, right, most=float("inf"))
@@ -152,10 +152,10 @@ LAYOUT = fg.AttentionSpec(16, mask=fg.block_sparse("layout", 16, 32))
         (LAYOUT, {"layout": (1, 9)}, None),
     ],
 )  # fmt: skip
-def test_sizes_that_the_named_variants_document(
+def test_sizes_of_the_named_variants_captures_are_checked(
     spec: fg.AttentionSpec, captures: dict[str, Any], message: str | None, backward: bool
 ) -> None:
-    """Of too few entries the last one served for the rest; of too many another than the middle one is distance 0."""
+    """With too few entries the last one would serve the rest; with too many the middle one is not distance 0."""
     dtype = bool if spec is LAYOUT else np.float32
     given = {name: np.ones(value, dtype) if isinstance(value, tuple) else value for name, value in captures.items()}
     inputs, compiled = random_inputs(fg.AttentionSpec(16), SHAPE), attention.compile(spec, emulate=True)
@@ -165,8 +165,8 @@ def test_sizes_that_the_named_variants_document(
         compiled.backward(out, *rows, out, lse, **given) if backward else compiled(*rows, **given)
 
 
-def test_a_number_that_a_table_does_not_fit_is_refused_after_one_that_it_fits() -> None:
-    """What is remembered of a call knows shapes, not numbers."""
+def test_a_number_that_does_not_fit_the_table_is_refused_in_a_later_call() -> None:
+    """The launch cache knows shapes, not numbers."""
     inputs, compiled = random_inputs(fg.AttentionSpec(16), SHAPE), attention.compile(FAR, emulate=True)
     table = np.ones(11, np.float32)
     compiled(inputs.q, inputs.k, inputs.v, table=table, far=5)
@@ -175,7 +175,7 @@ def test_a_number_that_a_table_does_not_fit_is_refused_after_one_that_it_fits() 
     compiled(inputs.q, inputs.k, inputs.v, table=np.ones(7, np.float32), far=3)
 
 
-def test_tile_lists_look_at_the_blocks_of_an_array() -> None:
+def test_tile_lists_read_the_blocks_of_an_array() -> None:
     compiled = attention.compile(LAYOUT, emulate=True)
     with pytest.raises(ArgumentError, match="axis 1 is indexed by k // 32, which goes up to 3"):
         compiled.tile_lists(40, 100, layout=np.ones((3, 3), bool))

@@ -1,4 +1,4 @@
-"""A kernel is compiled for what the variant is: no length, batch, number of heads or stride compiles another."""
+"""Kernels depend only on the variant: lengths, batch, heads and strides do not cause recompilation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPES = (
 
 
 class Counter:
-    """Counts the calls of what it stands before."""
+    """Counts the calls of the function that it wraps."""
 
     def __init__(self, function: Any) -> None:
         self.function, self.calls = function, 0
@@ -43,7 +43,7 @@ def compilers(monkeypatch: pytest.MonkeyPatch) -> Counter:
 
 @pytest.fixture
 def builds(monkeypatch: pytest.MonkeyPatch) -> Counter:
-    """Each is a compilation, or finds one on disk where the cache is kept from an earlier run."""
+    """Counts compilations, which read the disk cache if it is kept from an earlier run."""
     counter = Counter(host.compile_host)
     monkeypatch.setattr(host, "compile_host", counter)
     return counter
@@ -57,8 +57,8 @@ def renders(monkeypatch: pytest.MonkeyPatch) -> Counter:
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_sizes_compile_nothing(layout: str, builds: Counter, renders: Counter) -> None:
-    scale = 0.3125 if layout == "bhsd" else 0.4375  # a spec of this test's own
+def test_sizes_do_not_recompile(layout: str, builds: Counter, renders: Counter) -> None:
+    scale = 0.3125 if layout == "bhsd" else 0.4375  # a spec that no other test uses
     spec = fg.AttentionSpec(16, scale=scale, mask=fg.causal() & fg.sliding_window(fg.Scalar("window")), layout=layout)
     compiled = attention.compile(spec, emulate=True)
     before = builds.calls
@@ -71,7 +71,7 @@ def test_sizes_compile_nothing(layout: str, builds: Counter, renders: Counter) -
     assert builds.calls == before and renders.calls == 1
 
 
-def test_sizes_of_captures_compile_nothing(builds: Counter) -> None:
+def test_sizes_of_captures_do_not_recompile(builds: Counter) -> None:
     spec = fg.AttentionSpec(16, scale=0.28125, mask=fg.document("ids"))
     compiled = attention.compile(spec, emulate=True)
     before = builds.calls
@@ -81,7 +81,7 @@ def test_sizes_of_captures_compile_nothing(builds: Counter) -> None:
     assert builds.calls == before
 
 
-def test_the_source_knows_no_sizes() -> None:
+def test_the_source_contains_no_sizes() -> None:
     spec = fg.AttentionSpec(16, mask=fg.causal())
     compiled = attention.compile(spec, emulate=True)
     inputs = random_inputs(spec, Shape(1237, 11, 1, 1, 1))
@@ -89,7 +89,7 @@ def test_the_source_knows_no_sizes() -> None:
     assert "1237" not in compiled.source and compiled.source == render_forward(spec, TARGETS["sm_80"]).source
 
 
-def test_the_same_spec_is_the_same_callable() -> None:
+def test_equal_specs_share_a_callable() -> None:
     spec = fg.AttentionSpec(16, mask=fg.causal())
     first = attention.compile(spec, emulate=True)
     assert attention.compile(fg.AttentionSpec.from_json(spec.to_json()), "sm_80", emulate=True) is first
@@ -97,7 +97,7 @@ def test_the_same_spec_is_the_same_callable() -> None:
     assert attention.compile(spec, emulate=True, plan=ForwardPlan(32, 32, 2)) is not first
 
 
-def test_after_clear_the_cache_on_disk_still_serves(compilers: Counter, renders: Counter) -> None:
+def test_the_disk_cache_serves_after_clear(compilers: Counter, renders: Counter) -> None:
     spec = fg.AttentionSpec(16, scale=0.34375)
     attention.compile(spec, emulate=True)
     before = compilers.calls
@@ -106,7 +106,7 @@ def test_after_clear_the_cache_on_disk_still_serves(compilers: Counter, renders:
     assert compilers.calls == before and renders.calls == 2
 
 
-def test_calls_of_a_known_shape_prepare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_shapes_prepare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = fg.AttentionSpec(16, scale=0.40625)
     compiled = attention.compile(spec, emulate=True)
     inputs = random_inputs(spec, SHAPES[1])

@@ -1,4 +1,4 @@
-"""Compiled attentions that are copied and pickled."""
+"""Copies and pickles of compiled attentions."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def rows() -> list[np.ndarray]:
     return [np.random.default_rng(n).standard_normal((1, 2, 20, 32)).astype(np.float16) for n in range(3)]
 
 
-def test_a_copy_is_the_attention_itself() -> None:
+def test_a_copy_is_the_same_object() -> None:
     compiled = fg.compile(SPEC, emulate=True)
     assert copy.copy(compiled) is compiled and copy.deepcopy({"layer": compiled})["layer"] is compiled
 
 
-def test_pickled_it_is_compiled_as_it_was() -> None:
+def test_a_pickle_keeps_the_compile_options() -> None:
     plan = fg.compile(SPEC, target="sm_80", emulate=True).plan
     for options in (
         {"target": "sm_80", "deterministic": True},
@@ -35,10 +35,10 @@ def test_pickled_it_is_compiled_as_it_was() -> None:
         {"plan": plan, "schedule": Schedule(seed=3), "sanitize": "address"},
     ):
         compiled = fg.compile(SPEC, emulate=True, **options)
-        assert pickle.loads(pickle.dumps(compiled)) is compiled, "which this process has compiled"
+        assert pickle.loads(pickle.dumps(compiled)) is compiled, "this process has compiled it"
 
 
-def test_another_process_loads_it(tmp_path: Path) -> None:
+def test_another_process_unpickles_it(tmp_path: Path) -> None:
     compiled, (q, k, v) = fg.compile(SPEC, emulate=True), rows()
     (tmp_path / "attention").write_bytes(pickle.dumps((compiled, q, k, v)))
     script = (
@@ -51,8 +51,8 @@ def test_another_process_loads_it(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), compiled(q, k, v))
 
 
-def test_arrays_that_functions_close_over() -> None:
-    """A deep copy has its own; there is no pickle of them."""
+def test_closed_over_arrays() -> None:
+    """A deep copy copies them; pickling is refused."""
     ids = np.arange(20, dtype=np.int32) // 7
     compiled = fg.compile(fg.AttentionSpec(32, mask=lambda b, h, q, k: ids[q] == ids[k]), emulate=True)
     q, k, v = rows()

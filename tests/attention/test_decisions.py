@@ -1,7 +1,7 @@
-"""Which keys a mask lets in, counted: kernels, tile maps and NumPy agree on each, whatever the numbers are.
+"""Counts the keys that a mask keeps: kernels, tile maps and NumPy agree on each, whatever the numbers are.
 
-With q and k of zeros every score is 0, so that a row's LSE is the logarithm of how many keys it attends to, and a
-column of dV the sum of the reciprocals.
+With q and k of zeros every score is 0, so the LSE of a row is the logarithm of its number of keys, and a column of dV
+the sum of the reciprocals.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DIM = 16
 
 @dataclass(frozen=True)
 class Decided:
-    """A mask, the lengths at which it is asked, and what it captures."""
+    """A mask, the lengths at which it is tested, and its captures."""
 
     mask: Any
     len_q: int = 70
@@ -40,7 +40,7 @@ def by_window(mask: Any, *windows: int, len_q: int = 70, len_k: int = 100) -> li
 
 
 def plain(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """A mask of positions alone."""
+    """Returns a case whose mask depends only on positions."""
     return lambda b, h, q, k: function(q, k)
 
 
@@ -138,8 +138,8 @@ def test_on_the_emulator(name: str, target: str) -> None:
 
 
 @pytest.mark.parametrize("mask", [plain(lambda q, k: k // 65536 >= q), plain(lambda q, k: k // 65536 < q)])
-def test_rows_whose_bounds_are_beyond_int32(mask: Any) -> None:
-    """65536 times the last queries is: a begin that wraps reads outside, an end that does loses rows."""
+def test_rows_with_bounds_beyond_int32(mask: Any) -> None:
+    """q is the last of 65536 queries: a first key that wraps reads out of bounds, an end that wraps loses rows."""
     case = Decided(mask, 32900, 64)
     spec = fg.AttentionSpec(DIM, mask=mask)
     q, k = (np.zeros((1, 1, length, DIM), "float16") for length in (case.len_q, case.len_k))
@@ -150,7 +150,7 @@ def test_rows_whose_bounds_are_beyond_int32(mask: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ALL)
 def test_on_a_gpu(name: str) -> None:
-    """The same bits: a product fused with a sum would drop half of the diagonal of `a tenth`."""
+    """Bits must be equal: fusing a product with a sum would drop half of the diagonal of `a tenth`."""
     cupy = pytest.importorskip("cupy")
     for case in ALL[name]:
         spec = fg.AttentionSpec(DIM, mask=case.mask)

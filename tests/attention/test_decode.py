@@ -1,4 +1,4 @@
-"""Few queries over many keys through the callable: right on the emulator, chosen where they should be, and on a GPU."""
+"""Few queries over many keys: correct on the emulator, selected where intended, and run on a GPU."""
 
 from __future__ import annotations
 
@@ -24,18 +24,13 @@ from flashgen.verify import variants
 from flashgen.verify.check import judged
 from flashgen.verify.problems import Inputs, Shape, poisoned_outputs, random_inputs
 from flashgen.verify.variants import spec_of
+from paged import call
 
 CAUSAL = fg.AttentionSpec(64, mask=fg.causal())
 PLAN = DecodePlan(16, 32, 2, 2)
 VARIANTS = variants()
 DIMS = (64, 128, 40, 96, 32, 256, 80, 192, 8, 160)
 SEED = 7
-
-
-def call(compiled: Attention, inputs: Inputs, **how: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    out, lse = poisoned_outputs(compiled.spec, inputs.q, inputs.v)
-    compiled(inputs.q, inputs.k, inputs.v, return_lse=True, out=(out, lse), **inputs.captures, **how)
-    return out, lse
 
 
 def assert_right(
@@ -52,7 +47,7 @@ def assert_right(
 @pytest.mark.rotated(8)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
 def test_every_variant(number: int) -> None:
-    """Whole and split, with rows of several heads, ragged lengths, and more rows than a tile has."""
+    """With and without splits, with rows of several heads, partial tiles, and more rows than a tile has."""
     variant = VARIANTS[number]
     spec = spec_of(variant, DIMS[number % 10], ("float16", "bfloat16")[number // 10 % 2], ("bhsd", "bshd")[number % 2])
     shapes = (Shape(1, 301, 2, 4, 2), Shape(5, 280, 2, 6, 2), Shape(3, 300, 1, 3, 1), Shape(17, 270, 1, 4, 2))
@@ -69,22 +64,22 @@ def test_targets(target: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 33])
 @pytest.mark.parametrize("heads", [1, 3, 4])
-def test_rows_beside_those_of_tiles(rows: int, heads: int) -> None:
-    """Tiles that begin and end within a query, with the last rows missing; queries that see different keys."""
+def test_row_counts_around_tile_sizes(rows: int, heads: int) -> None:
+    """Tiles begin and end within a query, the last rows are missing, and queries see different keys."""
     spec = fg.AttentionSpec(32, mask=fg.sliding_window(40), score=fg.alibi("slopes"))
     assert_right(spec, Shape(rows, 90, 2, 2 * heads, 2), 2, plan=PLAN)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 5, 16, 40])
 @pytest.mark.parametrize(("order", "copies"), [("reverse", "early"), ("greedy_warp", "late"), ("random", "random")])
-def test_splits_and_schedules(splits: int, order: Any, copies: Any) -> None:
-    """As many tiles as there are splits, fewer, and more; a ragged last one."""
+def test_numbers_of_splits_and_thread_orders(splits: int, order: Any, copies: Any) -> None:
+    """As many tiles as splits, fewer, and more; a partial last tile."""
     assert_right(CAUSAL, Shape(2, 500, 1, 4, 2), splits, plan=PLAN, schedule=Schedule(order, copies, seed=splits))
 
 
 @pytest.mark.parametrize("sanitize", [None, "address", "thread"])
-def test_more_tiles_of_rows_than_places(sanitize: Any) -> None:
-    """They take a kernel of other warps, whose keys are not split, and whose warps are no power of two."""
+def test_more_tiles_of_rows_than_resident_blocks(sanitize: Any) -> None:
+    """Such calls use a kernel with other warps, without splits, whose number of warps is no power of two."""
     for number, keys in enumerate((301,) if sanitize else (256, 301, 700)):
         shape = Shape(3, keys, 5, 4, 2)
         compiled = attention.compile(CAUSAL, target="sm_90a", emulate=True)
@@ -98,7 +93,7 @@ def test_more_tiles_of_rows_than_places(sanitize: Any) -> None:
 
 @pytest.mark.parametrize("sanitize", [None, "address", "thread"])
 def test_few_tiles_of_many_keys(sanitize: Any) -> None:
-    """They take a kernel of larger tiles, whatever their keys are split into; a ragged last tile."""
+    """Such calls use a kernel with larger tiles, for any number of splits; the last tile is partial."""
     compiled = attention.compile(CAUSAL, target="sm_90a", emulate=True)
     long = compiled.plan_for(1, 8201, 1, 6, 2)
     assert long.part(CAUSAL) == "decode_long"
@@ -123,7 +118,7 @@ def test_under_sanitizers(sanitize: Any) -> None:
 
 
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
-def test_plans_of_one_stage_under_sanitizers(sanitize: Any) -> None:
+def test_single_stage_plans_under_sanitizers(sanitize: Any) -> None:
     schedule = Schedule("random", "late", seed=6)
     for spec, plan in (
         (fg.AttentionSpec(64, mask=fg.causal()), DecodePlan(16, 32, 2, 1)),
@@ -134,27 +129,27 @@ def test_plans_of_one_stage_under_sanitizers(sanitize: Any) -> None:
 
 
 def test_wide_heads_with_dropout_on_turing() -> None:
-    """Two tiles of 32 keys, as dropout wants them, are more than its shared memory."""
+    """Two tiles of 32 keys, which dropout prefers, exceed the shared memory."""
     spec = fg.AttentionSpec(256, dropout=0.2)
     for splits in (1, 2):
         assert_right(spec, Shape(3, 90, 1, 4, 2), splits, target="sm_75")
 
 
-def test_heads_with_lists_of_their_own() -> None:
+def test_per_head_tile_lists() -> None:
     layout = fg.block_sparse(fg.Tensor("layout", "bool", 4), 16, 32)
     assert_right(fg.AttentionSpec(32, mask=layout), Shape(20, 300, 2, 4, 2), 3)
 
 
 @pytest.mark.parametrize("lengths", [(0, 300), (3, 0)], ids=str)
-def test_nothing_to_attend_to(lengths: tuple[int, int]) -> None:
+def test_no_keys(lengths: tuple[int, int]) -> None:
     for splits in (None, 1, 4):
         assert_right(CAUSAL, Shape(*lengths, 2, 4, 2), splits)
         assert_right(CAUSAL, Shape(*lengths, 2, 4, 2), splits, plan=PLAN)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-def test_rows_that_see_nothing_are_0_whatever_k_and_v_hold(splits: int) -> None:
-    """Queries before the first key; parts of the keys that all are masked; values that are not numbers."""
+def test_rows_without_keys_are_0_whatever_k_and_v_hold(splits: int) -> None:
+    """Queries before the first key; splits whose keys are all masked; values that are NaN."""
     compiled = attention.compile(fg.AttentionSpec(32, mask=fg.padding("lengths")), emulate=True, plan=PLAN)
     inputs = random_inputs(compiled.spec, Shape(2, 300, 2, 2, 1))
     inputs.k[0, :, 70:], inputs.v[0, :, 96:] = np.nan, np.nan
@@ -166,7 +161,7 @@ def test_rows_that_see_nothing_are_0_whatever_k_and_v_hold(splits: int) -> None:
 
 
 def test_strides() -> None:
-    """Views into a larger array, and queries that heads share."""
+    """Views of a larger array, and queries that are broadcast over heads."""
     rows = np.random.default_rng(0).standard_normal((2, 4, 300, 3, 80)).astype(np.float16)[:, :, ::2]
     q, k, v = (rows[:, :, :, i, 8:72] for i in range(3))
     q, k, v = np.broadcast_to(q[:, :1, :3], (2, 4, 3, 64)), k[:, :1], v[:, :1]
@@ -179,7 +174,7 @@ def test_strides() -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_bits_do_not_depend_on_the_rest_of_the_batch_nor_on_who_comes_when(splits: int) -> None:
+def test_bits_do_not_depend_on_the_batch_or_the_thread_order(splits: int) -> None:
     inputs = random_inputs(CAUSAL, Shape(1, 300, 4, 4, 2))
     first = attention.compile(CAUSAL, emulate=True)
     out, lse = call(first, inputs, num_splits=splits)
@@ -191,7 +186,7 @@ def test_bits_do_not_depend_on_the_rest_of_the_batch_nor_on_who_comes_when(split
         np.testing.assert_array_equal(own_lse[0], lse[number])
 
 
-def test_counters_end_as_they_began(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_are_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[np.ndarray[Any, Any]] = []
 
     def counter(self: Emulator, place: Any, count: int) -> np.ndarray[Any, Any]:
@@ -207,10 +202,10 @@ def test_counters_end_as_they_began(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(made) == 1, "one split needs no counters"
 
 
-# ---- which kernel calls run
+# ---- dispatch
 
 
-def test_few_queries_over_many_keys_take_the_decode_kernel() -> None:
+def test_few_queries_over_many_keys_run_the_decode_kernel() -> None:
     compiled = attention.compile(CAUSAL, emulate=True)
     assert isinstance(compiled.plan, ForwardPlan)
     one, many = compiled.plan_for(1, 256, 2, 8, 2), compiled.plan_for(6, 256, 2, 8, 2)
@@ -222,14 +217,14 @@ def test_few_queries_over_many_keys_take_the_decode_kernel() -> None:
     np.testing.assert_allclose(call(compiled, inputs)[1], call(compiled, inputs, num_splits=3)[1], rtol=1e-5)
 
 
-def test_an_idle_card_takes_more_tiles_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_card_accepts_more_tiles_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Emulator, "card", lambda self, device: Card("large", multiprocessors=132))
     compiled = Attention(CAUSAL, target_named("sm_80"), Emulator())
     assert isinstance(compiled.plan_for(16, 8192, 1, 64, 8), DecodePlan)
     assert compiled.plan_for(16, 8192, 64, 64, 8) == compiled.plan
 
 
-def test_a_given_plan_is_taken_as_it_is() -> None:
+def test_a_plan_of_the_caller_is_used() -> None:
     forward = attention.compile(CAUSAL, emulate=True, plan=ForwardPlan(64, 32, 4))
     assert forward.plan_for(1, 300) == forward.plan
     decode = attention.compile(CAUSAL, emulate=True, plan=PLAN)
@@ -240,13 +235,13 @@ def test_a_given_plan_is_taken_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("splits", [0, -1, 1025, 1.5, True, "2"])
-def test_numbers_of_splits_that_are_none(splits: Any) -> None:
+def test_invalid_numbers_of_splits(splits: Any) -> None:
     compiled = attention.compile(CAUSAL, emulate=True)
     with pytest.raises(ArgumentError, match=r"num_splits=.* must be an integer from 1 to 1024, or None"):
         call(compiled, random_inputs(CAUSAL, Shape(1, 300)), num_splits=splits)
 
 
-def test_more_rows_than_int32_has_are_refused() -> None:
+def test_more_than_int32_rows_are_refused() -> None:
     compiled = attention.compile(CAUSAL, emulate=True, plan=PLAN)
     q = np.broadcast_to(np.zeros((1, 1, 1, 64), np.float16), (1, 8, 3 * 10**8, 64))
     k = np.zeros((1, 1, 3, 64), np.float16)
@@ -254,7 +249,7 @@ def test_more_rows_than_int32_has_are_refused() -> None:
         compiled(q, k, k)
 
 
-def test_lists_given_to_a_call_fit_whatever_shares_heads() -> None:
+def test_tile_lists_of_the_caller_fit_every_group_size() -> None:
     spec = fg.AttentionSpec(64, mask=fg.document("ids"))
     compiled = attention.compile(spec, emulate=True)
     inputs = random_inputs(spec, Shape(9, 300, 2, 8, 2))
@@ -263,7 +258,7 @@ def test_lists_given_to_a_call_fit_whatever_shares_heads() -> None:
     np.testing.assert_array_equal(given, compiled(inputs.q, inputs.k, inputs.v, **inputs.captures))
 
 
-def test_a_decode_kernel_that_cannot_be_had_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_decode_kernel_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = Attention(CAUSAL, target_named("sm_90a"), Emulator())
 
     def refuse(*how: Any) -> None:
@@ -308,7 +303,7 @@ def test_every_variant_on_a_gpu(number: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.quick
-def test_a_graph_of_splits_replayed_many_times() -> None:
+def test_split_counters_over_many_graph_replays() -> None:
     cupy = pytest.importorskip("cupy")
     inputs = random_inputs(CAUSAL, Shape(1, 5000, 4, 8, 2))
     q, k, v = (cupy.asarray(array) for array in (inputs.q, inputs.k, inputs.v))

@@ -1,4 +1,4 @@
-"""Decoding with sinks, with seeds in memory, over every kind of cache; and how ragged batches are refused."""
+"""Decoding combined with sinks and with seeds in memory, over every kind of cache; refusals of varlen batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ stored = pytest.mark.parametrize("how", STORED, ids=str)
 
 
 def sinks_of(shape: Shape, random: np.random.Generator) -> dict[str, Any]:
-    """One that counts as a score does, one that outgrows them all, one that does not count, one that hardly does."""
+    """Sinks that count as much as a score, dominate all scores, have no effect, and have little effect."""
     return {"sinks": np.array([0.5, 12.0, -np.inf, -3.0], np.float32)}
 
 
@@ -42,26 +42,26 @@ def assert_right(spec: fg.AttentionSpec, shape: Shape, splits: int | None, **giv
 @stored
 @pytest.mark.covering(4)
 def test_a_sink_counts_once(how: dict[str, Any], splits: int | None) -> None:
-    """However many warps and blocks have a share of a row; with a score function, too, whose scores are not scaled."""
+    """For any number of warps and blocks per row; also with a score function, whose scores are not scaled."""
     for more in ({}, {"score": fg.softcap(5.0)}):
         assert_right(fg.AttentionSpec(32, mask=fg.sliding_window(150), sink=SINKS, **how, **more), SHAPE, splits)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_a_sink_of_rows_without_keys(splits: int) -> None:
-    """The output is 0, and the LSE the sink's."""
+def test_sinks_of_rows_without_keys(splits: int) -> None:
+    """The output is 0, and the LSE is the sink."""
     spec = fg.AttentionSpec(32, mask=fg.trace_mask(lambda b, h, q, k: (k < 70) & (h != 0)), sink=SINKS)
     assert_right(spec, SHAPE, splits)
     assert_right(spec, Shape(2, 0, 2, 4, 2), splits)
 
 
-def test_a_sink_of_dropped_rows() -> None:
+def test_sinks_of_rows_that_are_dropped() -> None:
     assert_right(fg.AttentionSpec(32, mask=fg.causal(), sink=SINKS, dropout=0.3), SHAPE, 3, seed=7)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
-def test_prompts_over_pages_count_sinks(target: str) -> None:
-    """By the forward kernel, which reads pages, too."""
+def test_prompts_over_pages_with_sinks(target: str) -> None:
+    """The forward kernel also reads pages."""
     spec = fg.AttentionSpec(32, mask=fg.causal(), sink=SINKS, page_size=16)
     compiled = attention.compile(spec, target=target, emulate=True)
     inputs = random_inputs(spec, Shape(90, 130, 2, 4, 2), captures=sinks_of)
@@ -72,7 +72,7 @@ def test_prompts_over_pages_count_sinks(target: str) -> None:
 
 @stored
 def test_a_seed_in_memory(how: dict[str, Any]) -> None:
-    """Bit for bit what its number gives, and read at each call anew."""
+    """Bit for bit the dropout of the same number, read at each call."""
     spec = fg.AttentionSpec(32, mask=fg.causal(), dropout=0.5, **how)
     compiled = attention.compile(spec, target="sm_80", emulate=True)
     inputs, held = random_inputs(spec, SHAPE), np.zeros((), np.int64)
@@ -88,7 +88,7 @@ def test_a_seed_in_memory(how: dict[str, Any]) -> None:
     assert (outs[0] != outs[1]).any()
 
 
-def test_packed_keys_are_not_of_8_bits() -> None:
+def test_packed_8_bit_keys_are_refused() -> None:
     with pytest.raises(
         SpecError, match="kv_dtype='int8' is not supported for layout='thd' without pages: declare page_"
     ):
@@ -96,7 +96,7 @@ def test_packed_keys_are_not_of_8_bits() -> None:
     assert fg.AttentionSpec(32, layout="thd", kv_dtype="int8", page_size=16).page_size == 16
 
 
-def test_calls_of_ragged_batches_split_no_keys() -> None:
+def test_varlen_calls_refuse_num_splits() -> None:
     spec = fg.AttentionSpec(32, layout="thd")
     compiled = attention.compile(spec, target="sm_80", emulate=True)
     q = np.zeros((8, 2, 32), np.float16)
@@ -110,7 +110,7 @@ def test_calls_of_ragged_batches_split_no_keys() -> None:
             fg.reference.attention(spec, q, q, q, cu_seqlens_q=begins, **{name: begins})
 
 
-def test_ragged_batches_have_no_decode_kernel() -> None:
+def test_varlen_batches_have_no_decode_kernel() -> None:
     spec = fg.AttentionSpec(32, layout="thd")
     with pytest.raises(FlashgenError, match="layout='thd': the decode kernel takes no varlen batches"):
         attention.compile(spec, target="sm_80", emulate=True, plan=PLAN)
@@ -119,7 +119,7 @@ def test_ragged_batches_have_no_decode_kernel() -> None:
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_lengths_of_keys_are_of_pages_or_ragged_batches(layout: str) -> None:
+def test_seqused_k_needs_pages_or_varlen(layout: str) -> None:
     spec = fg.AttentionSpec(32, layout=layout)
     compiled = attention.compile(spec, target="sm_80", emulate=True)
     q = np.zeros((1, 2, 2, 32), np.float16)

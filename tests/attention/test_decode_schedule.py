@@ -1,4 +1,4 @@
-"""Keys of sequences of any lengths, shared out equally: right on the emulator, as scheduled and by itself; on a GPU."""
+"""Stream-K decoding of sequences of different lengths: correct with and without a schedule; on a GPU."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from flashgen.verify import variants
 from flashgen.verify.check import judged
 from flashgen.verify.problems import Inputs, Shape, poisoned_outputs, random_inputs
 from flashgen.verify.variants import spec_of
+from paged import call
 
 CAUSAL = fg.AttentionSpec(64, mask=fg.causal(), page_size=16)
 PLAN = DecodePlan(16, 16, 2, 2, scheduled=True)
@@ -41,13 +42,13 @@ LENGTHS = {
 
 
 def inputs_of(spec: fg.AttentionSpec, lengths: Any, len_q: int = 1, heads: tuple[int, int] = (4, 2)) -> Inputs:
-    """Pages for 400 keys of each sequence, of which so many are its own."""
+    """Returns pages for 400 keys of each sequence, of which it uses `lengths`."""
     inputs = random_inputs(spec, Shape(len_q, 400, len(lengths), *heads), seed=len_q)
     return with_lengths(inputs, lengths)
 
 
 def with_lengths(inputs: Inputs, lengths: Any) -> Inputs:
-    """Numbers in place of the NaN of rows that are no keys of a sequence, which then may be some."""
+    """Replaces the NaN of unused rows by numbers, since some of them become keys later."""
     for array in (inputs.k, inputs.v):
         if array.dtype.itemsize > 1:
             array[np.isnan(array.astype(np.float32))] = 0
@@ -56,7 +57,7 @@ def with_lengths(inputs: Inputs, lengths: Any) -> Inputs:
 
 
 def schedule_of(compiled: Attention, inputs: Inputs, made_of: Any = None, **how: Any) -> DecodeSchedule:
-    """That of a call, or one made of other lengths."""
+    """Returns the schedule of a call, or one for other lengths."""
     heads, len_q = (1, 2) if compiled.spec.layout == "bhsd" else (2, 1)
     return compiled.decode_schedule(
         inputs.q.shape[len_q],
@@ -68,14 +69,8 @@ def schedule_of(compiled: Attention, inputs: Inputs, made_of: Any = None, **how:
     )
 
 
-def call(compiled: Attention, inputs: Inputs, **how: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    out, lse = poisoned_outputs(compiled.spec, inputs.q, inputs.v)
-    compiled(inputs.q, inputs.k, inputs.v, return_lse=True, out=(out, lse), **inputs.captures, **how)
-    return out, lse
-
-
 def assert_right(spec: fg.AttentionSpec, inputs: Inputs, **how: Any) -> None:
-    """By itself, by a schedule, to the same bits, and by one that was made of other lengths."""
+    """Checks a call without a schedule, with a schedule (the same bits), and with one for other lengths."""
     compiled = attention.compile(spec, target="sm_80", emulate=True, **how)
     lengths = inputs.captures["seqused_k"]
     schedules = (None, schedule_of(compiled, inputs), schedule_of(compiled, inputs, lengths[::-1] // 2 + 20))
@@ -90,7 +85,7 @@ def assert_right(spec: fg.AttentionSpec, inputs: Inputs, **how: Any) -> None:
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=list(LENGTHS))
 @pytest.mark.parametrize(("order", "copies"), [("reverse", "early"), ("greedy_warp", "late"), ("random", "random")])
-def test_lengths_and_orders(lengths: tuple[int, ...], order: Any, copies: Any) -> None:
+def test_lengths_and_thread_orders(lengths: tuple[int, ...], order: Any, copies: Any) -> None:
     assert_right(CAUSAL, inputs_of(CAUSAL, lengths), schedule=Schedule(order, copies, seed=len(order)))
 
 
@@ -107,7 +102,7 @@ def test_lengths_and_orders(lengths: tuple[int, ...], order: Any, copies: Any) -
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_specs(spec: fg.AttentionSpec, len_q: int, heads: tuple[int, int]) -> None:
-    """Tiles of rows of several queries and heads, and several of them, whose masks need other keys."""
+    """Tiles of rows of several queries and heads, and several such tiles with masks that need different keys."""
     assert_right(spec, inputs_of(spec, (1, 333, 40, 0, 97), len_q, heads))
 
 
@@ -115,7 +110,7 @@ def test_specs(spec: fg.AttentionSpec, len_q: int, heads: tuple[int, int]) -> No
 @pytest.mark.rotated(4)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: f"{VARIANTS[number].mask}-{number}")
 def test_every_variant(number: int) -> None:
-    """Random lengths in pages of every size, whatever is no key of a sequence NaN; dropout, too."""
+    """Random lengths with pages of every size; rows that are no keys are NaN; also with dropout."""
     variant = VARIANTS[number]
     spec = spec_of(variant, DIMS[number % 10], ("float16", "bfloat16")[number % 2], ("bhsd", "bshd")[number // 2 % 2])
     spec = with_cache(spec, 1 << number % 9)
@@ -137,16 +132,16 @@ def test_under_sanitizers(sanitize: Any) -> None:
         assert_right(CAUSAL, inputs_of(CAUSAL, LENGTHS[name], 2), plan=PLAN, sanitize=sanitize, schedule=schedule)
 
 
-def test_more_sequences_than_threads_sum_up() -> None:
+def test_more_sequences_than_threads_in_the_prefix_sum() -> None:
     lengths = np.random.default_rng(0).integers(0, 40, 300).astype(np.int32)
     inputs = with_lengths(random_inputs(CAUSAL, Shape(1, 40, 300, 1, 1)), lengths)
     assert_right(CAUSAL, inputs, plan=DecodePlan(16, 16, 1, 2, scheduled=True))
 
 
-def test_more_columns_than_a_scheduling_block_has_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most have nothing to do, and a sequence lies in dozens."""
+def test_more_work_units_than_threads_of_the_scheduling_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most units are empty, and one sequence spans dozens."""
     monkeypatch.setattr(Emulator, "multiprocessors", lambda self, device: 300)
-    monkeypatch.setattr(stream_k, "choose_splits", lambda *given: 1024)  # as of longer ones
+    monkeypatch.setattr(stream_k, "choose_splits", lambda *given: 1024)  # as for longer sequences
     spec = fg.AttentionSpec(32, mask=fg.causal(), page_size=16)
     inputs = with_lengths(random_inputs(spec, Shape(1, 2400, 2, 1, 1)), (2400, 5))
     plan = DecodePlan(16, 16, 1, 2, scheduled=True)
@@ -158,8 +153,8 @@ def test_more_columns_than_a_scheduling_block_has_threads(monkeypatch: pytest.Mo
         assert judged(spec, inputs.q, inputs.k, inputs.v, *found, inputs.captures).ok
 
 
-def test_windows_that_calls_say() -> None:
-    """What a schedule is made of, and updated by, are the tiles that the mask needs."""
+def test_windows_with_captured_sizes() -> None:
+    """A schedule is computed, and updated, from the tiles that the mask needs."""
     spec = fg.AttentionSpec(32, mask=fg.sliding_window(fg.Scalar("window", "int32")), page_size=16)
     inputs = inputs_of(spec, (400, 30, 300))
     compiled = attention.compile(spec, target="sm_80", emulate=True)
@@ -174,11 +169,11 @@ def test_windows_that_calls_say() -> None:
         schedule_of(compiled, inputs)
 
 
-# ---- the schedule itself
+# ---- schedules
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=list(LENGTHS))
-def test_runs_are_equal_and_hold_every_tile_once(lengths: tuple[int, ...]) -> None:
+def test_work_units_are_equal_and_cover_every_tile_once(lengths: tuple[int, ...]) -> None:
     compiled = attention.compile(CAUSAL, target="sm_80", emulate=True)
     schedule = schedule_of(compiled, inputs_of(CAUSAL, lengths))
     sizes, memory = schedule.sizes, schedule.memory
@@ -191,21 +186,23 @@ def test_runs_are_equal_and_hold_every_tile_once(lengths: tuple[int, ...]) -> No
     assert length == max(-(-int(starts[-1]) // sizes.columns), sizes.plan.warps)
     for column, (start, stop, _, unit) in enumerate(runs.tolist()):
         later = [u for u in range(len(tiles)) if starts[u] + tiles[u] > column * length]
-        assert unit == (later[0] if later else len(tiles)), "the first unit with a tile at the run's begin or behind"
+        assert unit == (later[0] if later else len(tiles)), (
+            "the first sequence with a tile at or after the begin of the work unit"
+        )
         if later:
             assert (start, stop) == (starts[unit], starts[unit + 1])
 
 
-def test_which_calls_share_keys_by_lengths() -> None:
+def test_which_calls_use_stream_k() -> None:
     compiled = attention.compile(CAUSAL, target="sm_80", emulate=True)
     several, one = compiled.plan_for(1, 512, 2, 4, 2), compiled.plan_for(1, 512, 1, 4, 2)
     assert isinstance(several, DecodePlan) and several.scheduled
     assert isinstance(one, DecodePlan) and not one.scheduled
     plain = attention.compile(fg.AttentionSpec(64), target="sm_80", emulate=True)
-    assert not plain.plan_for(1, 512, 2, 4, 2).scheduled, "the host knows its lengths"
+    assert not plain.plan_for(1, 512, 2, 4, 2).scheduled, "the host knows the lengths"
 
 
-def test_an_update_makes_no_memory_and_other_lengths_are_right() -> None:
+def test_an_update_allocates_nothing_and_other_lengths_are_right() -> None:
     compiled = attention.compile(CAUSAL, target="sm_80", emulate=True)
     inputs = inputs_of(CAUSAL, (50, 60, 70))
     schedule = schedule_of(compiled, inputs)
@@ -218,7 +215,7 @@ def test_an_update_makes_no_memory_and_other_lengths_are_right() -> None:
         assert judged(CAUSAL, inputs.q, inputs.k, inputs.v, *found, inputs.captures).ok
 
 
-def test_layers_of_another_mask_take_the_same_schedule() -> None:
+def test_layers_with_another_mask_share_a_schedule() -> None:
     full = attention.compile(CAUSAL, target="sm_80", emulate=True)
     spec = fg.AttentionSpec(64, mask=fg.sliding_window(30), page_size=16)
     inputs = inputs_of(spec, (400, 50, 3))
@@ -228,8 +225,8 @@ def test_layers_of_another_mask_take_the_same_schedule() -> None:
     assert judged(spec, inputs.q, inputs.k, inputs.v, *found, inputs.captures).ok
 
 
-def test_counters_end_as_they_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with a schedule of other lengths, so that no launch to come counts wrong."""
+def test_counters_are_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a schedule of other lengths, so that later launches count correctly."""
     made: list[np.ndarray[Any, Any]] = []
 
     def counter(self: Emulator, place: Any, count: int) -> np.ndarray[Any, Any]:
@@ -245,8 +242,8 @@ def test_counters_end_as_they_began(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(counters.any() for counters in made)
 
 
-def test_splits_that_a_call_says_share_nothing() -> None:
-    """The bits of a sequence are its own."""
+def test_num_splits_makes_bits_independent_of_the_batch() -> None:
+    """The bits of a sequence do not depend on the other sequences."""
     compiled = attention.compile(CAUSAL, target="sm_80", emulate=True)
     inputs = inputs_of(CAUSAL, (400, 3, 170))
     first, _ = call(compiled, inputs, num_splits=3)
@@ -254,10 +251,10 @@ def test_splits_that_a_call_says_share_nothing() -> None:
     np.testing.assert_array_equal(call(compiled, inputs, num_splits=3)[0][0], first[0])
 
 
-# ---- what is refused
+# ---- refusals
 
 
-def test_schedules_of_other_sizes_are_refused() -> None:
+def test_a_schedule_of_other_sizes_is_refused() -> None:
     compiled = attention.compile(CAUSAL, target="sm_80", emulate=True)
     inputs = inputs_of(CAUSAL, (50, 60, 70))
     others = {
@@ -274,7 +271,7 @@ def test_schedules_of_other_sizes_are_refused() -> None:
         call(compiled, inputs, decode_schedule=schedule_of(wide, inputs))
 
 
-def test_what_is_no_schedule_or_has_no_place() -> None:
+def test_invalid_schedules_are_refused() -> None:
     compiled = attention.compile(CAUSAL, target="sm_80", emulate=True)
     inputs = inputs_of(CAUSAL, (50, 60, 70))
     with pytest.raises(ArgumentError, match=r"of type int: give what attention\.decode_schedule\(\.\.\.\) made"):
@@ -305,7 +302,7 @@ def test_what_is_no_schedule_or_has_no_place() -> None:
     ],
     ids=["dtype", "batch", "strides"],
 )
-def test_lengths_that_are_none(lengths: Any, said: str) -> None:
+def test_invalid_lengths_are_refused(lengths: Any, said: str) -> None:
     compiled = attention.compile(CAUSAL, target="sm_80", emulate=True)
     schedule = schedule_of(compiled, inputs_of(CAUSAL, (50, 60, 70)))
     with pytest.raises(ArgumentError, match=said):
@@ -342,7 +339,7 @@ def test_lengths_on_a_gpu(lengths: tuple[int, ...]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.quick
-def test_a_graph_that_schedules_and_attends_follows_the_lengths() -> None:
+def test_a_graph_with_schedule_and_attention_follows_the_lengths() -> None:
     cupy = pytest.importorskip("cupy")
     inputs = with_lengths(random_inputs(CAUSAL, Shape(1, 3200, 24, 8, 2)), [3200] * 24)
     arrays, captures = on_gpu(cupy, inputs)
@@ -373,7 +370,7 @@ def test_a_graph_that_schedules_and_attends_follows_the_lengths() -> None:
 @pytest.mark.gpu
 @pytest.mark.quick
 def test_threads_and_streams_share_a_schedule() -> None:
-    """Made on one stream and waited for; each of four streams has two threads that launch on it."""
+    """The schedule is computed on one stream and waited for; two threads launch on each of four streams."""
     cupy = pytest.importorskip("cupy")
     inputs = with_lengths(random_inputs(CAUSAL, Shape(1, 3200, 24, 8, 2)), [3200, 1, 70, 500] * 6)
     arrays, captures = on_gpu(cupy, inputs)
@@ -394,7 +391,7 @@ def test_threads_and_streams_share_a_schedule() -> None:
 
 
 @pytest.mark.gpu
-def test_a_schedule_stays_on_its_gpu() -> None:
+def test_a_schedule_is_bound_to_its_gpu() -> None:
     cupy = pytest.importorskip("cupy")
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs two GPUs")
@@ -402,7 +399,7 @@ def test_a_schedule_stays_on_its_gpu() -> None:
     compiled = attention.compile(CAUSAL)
     with cupy.cuda.Device(1):
         arrays, captures = on_gpu(cupy, inputs)
-    schedule = compiled.decode_schedule(**captures, heads=4, heads_kv=2)  # the current GPU is another
+    schedule = compiled.decode_schedule(**captures, heads=4, heads_kv=2)  # another GPU is current
     out, lse = compiled(*arrays, decode_schedule=schedule, return_lse=True, **captures)
     with cupy.cuda.Device(1):
         found = cupy.asnumpy(out), cupy.asnumpy(lse)

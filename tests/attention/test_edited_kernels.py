@@ -1,4 +1,4 @@
-"""`compile(spec, source=...)`: edited kernels run in place of the emitted ones, and what does not fit is refused."""
+"""`compile(spec, source=...)` runs edited kernels in place of the emitted ones, and refuses texts that do not fit."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def emulated(spec: fg.AttentionSpec = CAUSAL, **how: Any) -> Attention:
 
 
 def strict(source: str) -> str:
-    """The causal kernel, its diagonal left out by hand."""
+    """Returns the causal kernel with its diagonal removed by an edit."""
     edited = source.replace("return k <= q;", "return k < q;")
     assert edited != source
     return edited.replace("full_end = min(arguments.len_k, q_first + 1)", "full_end = min(arguments.len_k, q_first)")
 
 
 def assert_computes(compiled: Attention, spec: fg.AttentionSpec, shape: Shape = SHAPE) -> None:
-    """What NumPy computes of another spec than the kernel was compiled for."""
+    """Returns what NumPy computes for another spec than the one that was compiled."""
     inputs = random_inputs(spec, shape)
     out, lse = compiled(inputs.q, inputs.k, inputs.v, return_lse=True)
     assert judged(spec, inputs.q, inputs.k, inputs.v, out, lse, {}).ok
 
 
-# ---- what runs
+# ---- edits that run
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
@@ -69,8 +69,8 @@ def test_an_edited_forward_runs(target: str) -> None:
 
 
 @pytest.mark.parametrize("sanitize", [None, "address"])
-def test_a_kernel_that_prints_and_asserts_runs_as_it_compiles_for_a_gpu(sanitize: Any, capfd: Any) -> None:
-    """Neither needs an include: what one adds first to see what a kernel does."""
+def test_printf_and_assert_run_as_they_compile_for_a_gpu(sanitize: Any, capfd: Any) -> None:
+    """Neither needs an include."""
     emitted, store = emulated().source, '\nextern "C" __global__'
     begin = emitted.index("{", emitted.index(store)) + 1
     looks = ' if (threadIdx.x == 0) printf("block %d of %g\\n", (int)blockIdx.x, 0.5);\n  assert(threadIdx.x < {});'
@@ -90,7 +90,7 @@ def test_a_kernel_that_prints_and_asserts_runs_as_it_compiles_for_a_gpu(sanitize
                 compiled(q, q, q)
 
 
-def test_an_edited_kernel_of_the_backward_runs() -> None:
+def test_an_edited_backward_kernel_runs() -> None:
     emitted = emulated()
     finish = next(text for name, text in emitted.backward_sources.items() if "bwd-postprocess" in name)
     edited = emulated(source={"postprocess": finish.replace("(low * kScale", "(2 * low * kScale")})
@@ -107,8 +107,8 @@ def test_an_edited_kernel_of_the_backward_runs() -> None:
     np.testing.assert_allclose(after.dq[..., ::2], 2 * before.dq[..., ::2].astype(np.float32), rtol=2e-3, atol=1e-6)
 
 
-def test_an_edited_kernel_that_lists_tiles_runs() -> None:
-    """Lists that leave out every key: nothing is attended to."""
+def test_an_edited_tile_list_kernel_runs() -> None:
+    """Lists without keys: no query attends to anything."""
     emitted = emulated(LISTED)
     lists, forward = emitted.sources
     text, count = re.subn(r"(arguments\.counts\[\w+\] = )[^;]+;", r"\g<1>0;", emitted.sources[lists])
@@ -120,8 +120,8 @@ def test_an_edited_kernel_that_lists_tiles_runs() -> None:
     assert not out.any() and emitted(inputs.q, inputs.k, inputs.v, **inputs.captures).any()
 
 
-def test_how_a_source_may_be_given(tmp_path: Path) -> None:
-    """A text, a file, a folder; by the entry point, the part, the name, the name in a release, an edited name."""
+def test_forms_of_the_source_argument(tmp_path: Path) -> None:
+    """A text, a file, a folder; keys by entry point, part, name, name in a release, edited name."""
     emitted = emulated()
     forward = strict(emitted.source)
     keys, text = next(item for item in emitted.backward_sources.items() if "bwd-dkdv" in item[0])
@@ -149,7 +149,7 @@ def test_how_a_source_may_be_given(tmp_path: Path) -> None:
     assert emulated(source=emitted.source).edited == () == emulated(source=emitted.sources).edited
 
 
-def test_a_deterministic_backward_has_two_kernels_that_list_tiles(tmp_path: Path) -> None:
+def test_the_deterministic_backward_has_two_tile_list_kernels(tmp_path: Path) -> None:
     emitted = Emitted(LISTED, SM_80, None, True, None)
     text = emitted.backward["backward_lists"].source + "\n// read\n"
     with pytest.raises(ArgumentError, match="may be of lists or of backward_lists"):
@@ -163,7 +163,7 @@ def test_a_deterministic_backward_has_two_kernels_that_list_tiles(tmp_path: Path
         assert list(match_edits(texts_of(folder), emitted).texts) == [part]
 
 
-def test_each_text_is_a_callable_of_its_own() -> None:
+def test_each_text_has_its_own_callable() -> None:
     text = strict(emulated().source)
     edited = emulated(source=text)
     assert emulated(source=text) is edited and emulated(source=text + "\n") is not edited
@@ -173,8 +173,8 @@ def test_each_text_is_a_callable_of_its_own() -> None:
 @pytest.mark.parametrize("spec", [CAUSAL, LISTED, fg.AttentionSpec(64, score=fg.alibi("slopes"), dropout=0.1)])
 @pytest.mark.parametrize("target", [SM_80, SM_90A], ids=lambda target: target.name)
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_what_was_emitted_fits(spec: fg.AttentionSpec, target: Any, deterministic: bool) -> None:
-    """Whatever kernel is edited elsewhere than where its launch depends on it."""
+def test_edits_outside_launch_parameters_are_accepted(spec: fg.AttentionSpec, target: Any, deterministic: bool) -> None:
+    """Any kernel may be edited where its launch does not depend on the text."""
     emitted = Emitted(spec, target, None, deterministic, None)
     every = emitted.forward | emitted.backward
     edits = match_edits(texts_of({part: f"// read\n{kernel.source}" for part, kernel in every.items()}), emitted)
@@ -184,7 +184,7 @@ def test_what_was_emitted_fits(spec: fg.AttentionSpec, target: Any, deterministi
 # ---- plans of other kernels
 
 
-def test_a_packed_or_tuned_kernel_does_not_take_its_place(tmp_path: Path) -> None:
+def test_packed_or_tuned_kernels_do_not_replace_an_edited_one(tmp_path: Path) -> None:
     spec = fg.AttentionSpec(64, mask=fg.causal())
     emitted = emulated(spec, target="sm_90a")
     edited = emulated(spec, target="sm_90a", source=emitted.source + "\n// read\n")
@@ -203,7 +203,7 @@ def test_a_packed_or_tuned_kernel_does_not_take_its_place(tmp_path: Path) -> Non
     assert of_backward.plan_for(**sizes).packed_heads == 4
 
 
-def test_a_plan_goes_with_its_own_text() -> None:
+def test_the_plan_of_an_edited_text_is_kept() -> None:
     plan = ForwardPlan(64, 32, 4, 2)
     text = emulated(plan=plan).source + "\n// read\n"
     assert emulated(plan=plan, source=text).plan == plan
@@ -211,7 +211,7 @@ def test_a_plan_goes_with_its_own_text() -> None:
         emulated(fg.AttentionSpec(64, mask=fg.causal(align="top_left")), source=text)
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def changed(old: str, new: str) -> str:
@@ -220,7 +220,7 @@ def changed(old: str, new: str) -> str:
     return source.replace(old, new)
 
 
-def test_what_is_no_kernel_of_the_spec() -> None:
+def test_texts_of_other_kernels_are_refused() -> None:
     entry = emulated().kernels[0].entry
     other = emulated(STRICT)
     refusals: list[tuple[Any, str]] = [
@@ -247,7 +247,7 @@ def test_what_is_no_kernel_of_the_spec() -> None:
             emulated(source=source)
 
 
-def test_what_another_launch_would_be_for() -> None:
+def test_texts_that_need_another_launch_are_refused() -> None:
     refusals = [
         (changed("constexpr int kTileQ = 128;", "constexpr int kTileQ = 64;"), "kTileQ = 64 .*contradicts the plan"),
         (changed("constexpr int kHeadDim = 64;", "constexpr int kHeadDim = 56;"), "kHeadDim = 56 .*with 64"),
@@ -261,7 +261,7 @@ def test_what_another_launch_would_be_for() -> None:
             emulated(source=source)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "latin.cu").write_bytes(b"// caf\xe9")
     (tmp_path / "none").mkdir()
     (tmp_path / "other").mkdir()
@@ -277,7 +277,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             emulated(source=source)
 
 
-def test_a_mistake_is_told_by_file_and_line_on_the_emulator(tmp_path: Path) -> None:
+def test_the_emulator_reports_errors_by_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.cu"
     path.write_text(changed("return k <= q;", "return k <= qq;"))
     line = path.read_text()[: path.read_text().index("qq;")].count("\n") + 1
@@ -287,7 +287,7 @@ def test_a_mistake_is_told_by_file_and_line_on_the_emulator(tmp_path: Path) -> N
 
 
 @needs_nvrtc
-def test_a_mistake_is_told_by_file_and_line_by_nvrtc() -> None:
+def test_nvrtc_reports_errors_by_file_and_line() -> None:
     text = changed("return k <= q;", "return k <= qq;")
     line = text[: text.index("qq;")].count("\n") + 1
     with pytest.raises(BuildError, match=rf"-edited-\w{{8}}\.cu\({line}\): error: .*\"qq\"") as refused:
@@ -296,7 +296,7 @@ def test_a_mistake_is_told_by_file_and_line_by_nvrtc() -> None:
 
 
 @needs_nvrtc
-def test_without_compiling_the_remedy_builds_the_edited_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_remedy_without_jit_builds_the_edited_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     text = strict(emulated().source)
     monkeypatch.setenv("FLASHGEN_JIT", "0")
     with pytest.raises(BuildError, match=r"`flashgen\.compile\(spec, target='sm_80', source=\.\.\.\)\.resources`"):
@@ -308,7 +308,7 @@ def test_without_compiling_the_remedy_builds_the_edited_kernel(monkeypatch: pyte
 
 @pytest.mark.gpu
 def test_an_edited_kernel_on_a_gpu() -> None:
-    # A given backward plan keeps query heads in one thread block, as edited kernels do: the bits are then equal.
+    # A backward plan of the caller keeps query heads in one CTA, as edited kernels do: the bits are then equal.
     emitted = attention.compile(CAUSAL, backward_plan=attention.compile(CAUSAL).backward_plan)
     edited = attention.compile(CAUSAL, source=strict(emitted.source))
     assert_computes(edited, STRICT, Shape(300, 300, 2, 4, 2))

@@ -1,4 +1,4 @@
-"""Keys and values of 8 bits: right on the emulator for both types, every number of theirs exact, and on a GPU."""
+"""8-bit keys and values: correct on the emulator for both types, every value widened exactly, and on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 
 import flashgen as fg
 from flashgen import attention, reference
-from flashgen.attention.callable import Attention
 from flashgen.build import nvrtc
 from flashgen.codegen.mma_sync.decode_plans import DecodePlan
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
@@ -20,8 +19,9 @@ from flashgen.errors import ArgumentError, SpecError, UnsupportedError
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import variants
 from flashgen.verify.check import judged
-from flashgen.verify.problems import Inputs, Shape, poisoned_outputs, random_inputs
+from flashgen.verify.problems import Inputs, Shape, random_inputs
 from flashgen.verify.variants import spec_of
+from paged import call
 
 KINDS = ("float8_e4m3fn", "int8")
 VARIANTS = variants()
@@ -33,12 +33,6 @@ def narrow(spec: fg.AttentionSpec, kind: str, page_size: int | None = None) -> f
     names = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "score", "mask")
     given: dict[str, Any] = {name: getattr(spec, name) for name in names}
     return fg.AttentionSpec(**given, page_size=page_size, kv_dtype=kind)
-
-
-def call(compiled: Attention, inputs: Inputs, **how: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    out, lse = poisoned_outputs(compiled.spec, inputs.q, inputs.v)
-    compiled(inputs.q, inputs.k, inputs.v, return_lse=True, out=(out, lse), **inputs.captures, **how)
-    return out, lse
 
 
 def assert_right(
@@ -54,7 +48,7 @@ def assert_right(
 @pytest.mark.rotated(8)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
 def test_every_variant(number: int) -> None:
-    """Contiguous and in pages; more rows than a tile has; lists of tiles."""
+    """Contiguous and paged; more rows than a tile has; tile lists."""
     variant = VARIANTS[number]
     layout = ("bhsd", "bshd")[number % 2]
     spec = spec_of(variant, 64, ("float16", "bfloat16")[number // 2 % 2], layout)
@@ -73,8 +67,8 @@ def test_every_variant(number: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_every_number_is_widened_exactly(kind: str, dtype: str) -> None:
-    """One key: the output is its value times the scale, and the LSE its product with q; all 256 patterns of each."""
+def test_every_value_is_widened_exactly(kind: str, dtype: str) -> None:
+    """One key: the output is its value times the scale, the LSE its product with q; all 256 bit patterns of each."""
     bits = np.arange(256, dtype=np.uint8)
     numbers = bits.view(np.int8) if kind == "int8" else bits.view(ml_dtypes.float8_e4m3fn)
     finite = np.isfinite(numbers.astype(np.float32))
@@ -87,20 +81,20 @@ def test_every_number_is_widened_exactly(kind: str, dtype: str) -> None:
     np.testing.assert_array_equal(
         out.astype(np.float32), (values.astype(np.float32) * 0.25).astype(q_type).astype(np.float32)
     )
-    for first in range(0, 256, 64):  # one element of each key against a q that picks it
+    for first in range(0, 256, 64):  # q selects one element of each key
         keys = np.zeros((1, 1, 64, 256), values.dtype)
         index = np.arange(64)
         keys[0, 0, index, first + index] = values[0, 0, 0, first + index]
         q = np.zeros((1, 1, 64, 256), q_type)
         q[0, 0, index, first + index] = 1
-        # A row's own score, and 63 of 0: exp(LSE) = exp(score) + 63.
+        # One score of the row and 63 of 0: exp(LSE) = exp(score) + 63.
         _, lse = compiled(q, keys, keys, return_lse=True, **scales)
         wanted = np.logaddexp(values[0, 0, 0, first + index].astype(np.float64), np.log(63))
         np.testing.assert_allclose(lse[0, 0], wanted, rtol=2e-6, atol=1e-5)
 
 
-def test_the_bits_that_a_gpu_makes_of_a_number() -> None:
-    """What `widen_e4m3` and `widen_int8` compute where no instruction does, for every pattern but those of NaN."""
+def test_bits_of_the_widening_functions() -> None:
+    """`widen_e4m3` and `widen_int8` without hardware conversion, for every pattern except NaN."""
 
     def number(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return bits.astype(np.uint16).view(np.float16).astype(np.float64)
@@ -108,7 +102,7 @@ def test_the_bits_that_a_gpu_makes_of_a_number() -> None:
     byte = np.arange(256, dtype=np.uint32)
     odd = byte << 8
     small = (odd & 0x8000) | (odd >> 1 & 0x3F80)
-    np.testing.assert_array_equal((byte << 8 & 0x8000) | (byte << 7 & 0x3F80), small)  # of an even byte
+    np.testing.assert_array_equal((byte << 8 & 0x8000) | (byte << 7 & 0x3F80), small)  # an even byte
     finite = (byte & 0x7F) != 0x7F
     expected = byte.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     np.testing.assert_array_equal((number(small) * number(np.array([0x5C00])))[finite], expected[finite])
@@ -118,15 +112,15 @@ def test_the_bits_that_a_gpu_makes_of_a_number() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_queries_of_any_size(kind: str, dtype: str) -> None:
-    """Rows far beyond float16 and far below it, and rows of zeros, each beside keys that bring scores near to 1."""
+def test_queries_of_any_magnitude(kind: str, dtype: str) -> None:
+    """Rows far above and below the range of float16, and rows of zeros, with keys that bring scores near 1."""
     spec = fg.AttentionSpec(64, dtype, scale=1.0, kv_dtype=kind)
     inputs = random_inputs(spec, Shape(2, 100, 4, 6, 2))
     compiled = attention.compile(spec, emulate=True)
     for size in (1e30, 1e-30, 0.0) if dtype == "bfloat16" else (3e4, 1e-3, 0.0):
         scale = np.float32(min(1 / size if size else 1.0, 1e30) / 100)
         q = np.clip(inputs.q.astype(np.float32), -2, 2) * np.float32(size)
-        q[:, :, 0] = inputs.q[:, :, 0]  # a row of another size in the same tile
+        q[:, :, 0] = inputs.q[:, :, 0]  # a row of another magnitude in the same tile
         q = q.astype(inputs.q.dtype)
         captures = inputs.captures | {"k_scale": np.full(1, scale, np.float32)}
         out, lse = call(compiled, Inputs(q, inputs.k, inputs.v, captures))
@@ -135,8 +129,8 @@ def test_queries_of_any_size(kind: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_page_holds_behind_its_last_key_changes_nothing(kind: str) -> None:
-    """Not even float8's NaN, all bits set."""
+def test_unused_rows_of_a_page_have_no_effect(kind: str) -> None:
+    """They are float8 NaN, with all bits set."""
     spec = fg.AttentionSpec(64, page_size=16, kv_dtype=kind)
     inputs = random_inputs(spec, Shape(3, 50, 2, 4, 2))
     compiled = attention.compile(spec, emulate=True)
@@ -164,7 +158,7 @@ def test_under_sanitizers(sanitize: Any, kind: str) -> None:
         assert_right(spec, Shape(3, 150, 2, 6, 2), 3, plan=plan, sanitize=sanitize, schedule=schedule)
 
 
-def test_scales_of_heads_and_of_all() -> None:
+def test_scales_per_head_and_global() -> None:
     spec = fg.AttentionSpec(64, kv_dtype="int8")
     inputs = random_inputs(spec, Shape(2, 100, 2, 4, 2))
     compiled = attention.compile(spec, emulate=True)
@@ -175,8 +169,8 @@ def test_scales_of_heads_and_of_all() -> None:
             assert judged(spec, inputs.q, inputs.k, inputs.v, out, lse, inputs.captures).ok
 
 
-def test_keys_of_bytes_have_rows_of_16_bytes() -> None:
-    """Slices of one array, whose strides are no multiples of two rows."""
+def test_8_bit_keys_have_rows_at_multiples_of_16_bytes() -> None:
+    """Slices of one array with strides that are no multiples of two rows."""
     spec = fg.AttentionSpec(64, mask=fg.causal(), kv_dtype="int8")
     inputs = random_inputs(spec, Shape(2, 100, 2, 4, 2))
     packed = np.zeros((2, 2, 100, 144), np.int8)
@@ -193,7 +187,7 @@ def test_keys_of_bytes_have_rows_of_16_bytes() -> None:
 # ---- refusals
 
 
-def test_specs_and_their_json() -> None:
+def test_specs_and_json() -> None:
     spec = fg.AttentionSpec(64, page_size=16, kv_dtype="fp8")
     assert spec.kv_dtype == "float8_e4m3fn" and "pages16-fp8" in spec.name and "kv_dtype='float8_e4m3fn'" in repr(spec)
     assert fg.AttentionSpec.from_json(spec.to_json()) == spec != fg.AttentionSpec(64, page_size=16)
@@ -221,20 +215,20 @@ Q, K = np.zeros((2, 4, 1, 64), np.float16), np.zeros((2, 2, 30, 64), np.int8)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_arrays_that_do_not_fit(change: dict[str, Any], said: str) -> None:
+def test_mismatched_arrays_are_refused(change: dict[str, Any], said: str) -> None:
     arrays = {"q": Q, "k": K, "v": K, "k_scale": ONE, "v_scale": ONE} | change
     with pytest.raises(ArgumentError, match=said):
         attention.compile(fg.AttentionSpec(64, kv_dtype="int8"), emulate=True)(**arrays)
 
 
-def test_scales_for_specs_without_them() -> None:
+def test_scales_without_kv_dtype_are_refused() -> None:
     with pytest.raises(ArgumentError, match="k_scale: the spec has no 8-bit keys and values; leave it out"):
         attention.compile(fg.AttentionSpec(64), emulate=True)(Q, Q, Q, k_scale=ONE)
     with pytest.raises(ArgumentError, match="needs k_scale"):
         reference.attention(fg.AttentionSpec(64, kv_dtype="int8"), Q, K, K)
 
 
-def test_what_8_bits_are_not_for() -> None:
+def test_unsupported_uses_of_8_bits() -> None:
     spec = fg.AttentionSpec(64, kv_dtype="int8")
     compiled = attention.compile(spec, emulate=True)
     assert isinstance(compiled.plan, DecodePlan)
@@ -246,13 +240,13 @@ def test_what_8_bits_are_not_for() -> None:
         attention.compile(spec, emulate=True, plan=ForwardPlan(64, 32, 4))
 
 
-# ---- the assembler, and a GPU
+# ---- ptxas and a GPU
 
 
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "sm_120"])
 @pytest.mark.rotated(8)
-def test_they_compile_without_spills(target: str) -> None:
+def test_no_spills(target: str) -> None:
     dtype = "float16" if target == "sm_75" else "bfloat16"
     for number, spec in enumerate((fg.AttentionSpec(128, dtype, mask=fg.causal()), fg.AttentionSpec(64, dtype))):
         for kind in KINDS:
@@ -267,7 +261,7 @@ def test_they_compile_without_spills(target: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_on_a_gpu(kind: str, dtype: str) -> None:
-    """With torch's tensors, whose types of 8 bits CuPy has not."""
+    """With torch's tensors, whose 8-bit types CuPy lacks."""
     torch = pytest.importorskip("torch")
     for page_size, shape in (
         (None, Shape(1, 5000, 3, 8, 2)),

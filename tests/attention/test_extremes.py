@@ -1,4 +1,4 @@
-"""Numbers at the ends of their range, and garbage where nobody attends: what is promised there, by both families."""
+"""Numbers of extreme magnitude and invalid values outside the mask, in both families."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashgen.verify import Shape, judged, random_inputs
 from flashgen.verify.problems import Inputs, poisoned_outputs
 
 FAMILIES = pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
-SHAPE = Shape(70, 300, 1, 2, 1)  # several tiles of keys of either family
+SHAPE = Shape(70, 300, 1, 2, 1)  # several tiles of keys in both families
 MASKS = {"full": fg.full(), "causal": fg.causal(), "window": fg.sliding_window(200, 250)}
 VARIANTS: dict[str, dict[str, Any]] = {
     **{name: {"mask": mask} for name, mask in MASKS.items()},
@@ -25,7 +25,7 @@ Change = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
 
 
 def called(spec: fg.AttentionSpec, target: str, change: Change, shape: Shape = SHAPE) -> tuple[Inputs, Any, Any]:
-    """The inputs, changed in float32, and what the kernel makes of them, in arrays full of NaN before."""
+    """Returns the inputs, modified in float32, and the kernel's output, written into arrays full of NaN."""
     random = random_inputs(spec, shape)
     q, k, v = (x.astype(np.float32) for x in (random.q, random.k, random.v))
     with np.errstate(over="ignore"):
@@ -43,7 +43,7 @@ def assert_right(spec: fg.AttentionSpec, inputs: Inputs, out: Any, lse: Any) -> 
 
 @FAMILIES
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_scores_beyond_what_an_offset_can_take_from_them(variant: str, target: str) -> None:
+def test_scores_beyond_the_precision_of_the_offset(variant: str, target: str) -> None:
     """At 1e30 a maximum and its product with a constant differ by more than 2^127: rows were NaN on sm_90a."""
     spec = fg.AttentionSpec(64, "bfloat16", **VARIANTS[variant])
     inputs, out, lse = called(spec, target, lambda q, k, v: (q * 1e15, k * 1e15, v))
@@ -56,15 +56,15 @@ def test_scores_beyond_what_an_offset_can_take_from_them(variant: str, target: s
 @pytest.mark.parametrize("variant", MASKS)
 @pytest.mark.parametrize("scale", [1e9, 1e30])
 @pytest.mark.covering(4)
-def test_scales_beyond_what_an_offset_can_take_from_scores(scale: float, variant: str, target: str) -> None:
+def test_scales_beyond_the_precision_of_the_offset(scale: float, variant: str, target: str) -> None:
     spec = fg.AttentionSpec(64, "bfloat16", scale=scale, mask=MASKS[variant])
     inputs, out, lse = called(spec, target, lambda q, k, v: (q, k, v))
     assert_right(spec, inputs, out, lse)
 
 
 @FAMILIES
-def test_references_that_grow_beyond_what_offsets_hold_and_rows_whose_do_not(target: str) -> None:
-    """Some rows of a warp outgrow offsets in the middle of their keys; those beside them are as they were."""
+def test_row_maxima_beyond_the_range_of_offsets_beside_others(target: str) -> None:
+    """Some rows of a warp exceed the offset range in the middle of their keys; the rows beside them are unchanged."""
 
     def change(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         q[:, :, ::3, 0], k[..., 0] = 1e6, np.where(np.arange(300) < 130, 0.0, 1e6 * np.arange(300))
@@ -81,8 +81,8 @@ def hides_first(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 @FAMILIES
 @pytest.mark.parametrize("mask", MASKS)
-def test_keys_whose_scores_fill_the_first_tiles_with_minus_infinity(mask: str, target: str) -> None:
-    """By a score function, and by products beyond float32: either way a row has a tile without a reference."""
+def test_first_tiles_with_scores_of_minus_infinity(mask: str, target: str) -> None:
+    """By a score function, and by products beyond float32: in both cases a row has a tile without a maximum."""
     by_score = fg.AttentionSpec(64, mask=MASKS[mask], score=fg.trace_score(hides_first, "hides_first"))
     assert_right(by_score, *called(by_score, target, lambda q, k, v: (q, k, v)))
 
@@ -103,7 +103,7 @@ def padded(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 @FAMILIES
 @GARBAGE
-def test_rows_with_nothing_to_attend_to_are_0_whatever_v_holds(garbage: float, target: str) -> None:
+def test_rows_without_keys_are_0_whatever_v_holds(garbage: float, target: str) -> None:
     def change(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         v[:, :, 140:] = garbage
         return q, k, v
@@ -112,15 +112,15 @@ def test_rows_with_nothing_to_attend_to_are_0_whatever_v_holds(garbage: float, t
     _, out, lse = called(spec, target, change)
     assert not out[:, :, ::3].any() and (lse[:, :, ::3] == -np.inf).all()
     hidden = fg.trace_score(lambda s, b, h, q, k: fg.where(q % 3 == 0, -float("inf"), s), "hidden")
-    spec = fg.AttentionSpec(64, score=hidden)  # no tile is partial, and every row meets V
+    spec = fg.AttentionSpec(64, score=hidden)  # no tile is partial, and every row reads V
     _, out, lse = called(spec, target, change)
     assert not out[:, :, ::3].any() and (lse[:, :, ::3] == -np.inf).all()
 
 
 @FAMILIES
 @GARBAGE
-def test_keys_that_are_masked_may_hold_anything(garbage: float, target: str) -> None:
-    """Of K; their rows of V are multiplied by 0, and must be finite."""
+def test_masked_keys_may_hold_anything(garbage: float, target: str) -> None:
+    """This holds for K; masked rows of V are multiplied by 0 and must be finite."""
 
     def change(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         k[:, :, 140:] = garbage
@@ -133,7 +133,7 @@ def test_keys_that_are_masked_may_hold_anything(garbage: float, target: str) -> 
 
 
 @FAMILIES
-def test_what_lies_behind_the_last_key_and_query_is_not_seen(target: str) -> None:
+def test_memory_behind_the_last_key_and_query_has_no_effect(target: str) -> None:
     spec = fg.AttentionSpec(64, mask=fg.causal())
     random = random_inputs(spec, SHAPE)
     q, k, v = (

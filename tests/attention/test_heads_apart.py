@@ -1,4 +1,4 @@
-"""Hopper's backward with query heads apart, which add up the dK and dV that they share: right, and well chosen."""
+"""Hopper's backward with one CTA per query head, which accumulate shared dK and dV: results and dispatch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CAUSAL = fg.AttentionSpec(64, "bfloat16", mask=fg.causal())
 
 
 def assert_right(spec: fg.AttentionSpec, shape: Shape, target: str | None = "sm_90a", **how: Any) -> None:
-    """dV and dK by the rule of the numerics, from gradients that begin as NaN."""
+    """Checks dV and dK by the numerics rule; the gradients are NaN before the call."""
     plan = required_head_split_plan(spec, SM_90A)
     compiled = attention.compile(spec, target=target, backward_plan=plan, **how)
     inputs, seed = random_inputs(spec, shape), {"seed": 7} if spec.dropout else {}
@@ -54,7 +54,7 @@ def test_variants(spec: fg.AttentionSpec) -> None:
 
 
 @pytest.mark.parametrize(("order", "copies"), [("reverse", "early"), ("greedy_warp", "late"), ("random", "random")])
-def test_schedules(order: Any, copies: Any) -> None:
+def test_thread_orders(order: Any, copies: Any) -> None:
     assert_right(CAUSAL, Shape(130, 260, 1, 4, 1), emulate=True, schedule=Schedule(order, copies, seed=3))
 
 
@@ -64,8 +64,8 @@ def test_under_sanitizers(sanitize: Any) -> None:
     assert_right(CAUSAL, Shape(70, 130, 1, 2, 1), emulate=True, sanitize=sanitize, schedule=schedule)
 
 
-def test_calls_of_few_heads_of_keys_divide_them() -> None:
-    """Of 132 multiprocessors: too few blocks, or blocks of unequal length that are not many."""
+def test_calls_with_few_kv_heads_split_heads() -> None:
+    """With 132 multiprocessors: too few blocks, or few blocks of unequal length."""
     split = backward_family(SM_90A).head_split
     assert split is not None
 
@@ -79,12 +79,12 @@ def test_calls_of_few_heads_of_keys_divide_them() -> None:
 
     assert divides(fg.causal(), 16384, 1, 1) and divides(fg.causal(), 4096, 4, 1)
     assert not divides(fg.causal(), 16384, 1, 8) and not divides(fg.causal(), 16384, 1, 32)
-    assert not divides(fg.full(), 16384, 1, 1)  # 128 blocks of one length
+    assert not divides(fg.full(), 16384, 1, 1)  # 128 blocks of equal length
     assert divides(fg.full(), 4096, 1, 1) and divides(fg.full(), 2048, 10, 1)  # 32 blocks; 160
     assert not divides(fg.causal(), 16384, 1, 1, head_dim=256)
 
 
-def test_a_call_takes_them_unless_a_plan_is_given() -> None:
+def test_calls_split_heads_unless_a_plan_is_given() -> None:
     compiled = attention.compile(CAUSAL, target="sm_90a", emulate=True)
     given = attention.compile(CAUSAL, target="sm_90a", emulate=True, backward_plan=compiled.backward_plan)
     exact = attention.compile(CAUSAL, target="sm_90a", emulate=True, deterministic=True)
@@ -97,8 +97,8 @@ def test_a_call_takes_them_unless_a_plan_is_given() -> None:
         assert ("postprocess_dk" in stages) == expected
 
 
-def test_kernels_that_cannot_be_had_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And those of the default plan run."""
+def test_unavailable_kernels_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of the default plan run instead."""
     spec = fg.AttentionSpec(72, "bfloat16", mask=fg.causal())
     compiled = attention.compile(spec, target="sm_90a", emulate=True)
     compiled.build_backward()
@@ -115,7 +115,7 @@ def test_kernels_that_cannot_be_had_are_said(monkeypatch: pytest.MonkeyPatch) ->
     assert np.isfinite(compiled.backward(d_out, inputs.q, inputs.k, inputs.v, out, lse).dk.astype(np.float32)).all()
 
 
-def test_what_cannot_divide_is_refused() -> None:
+def test_plans_that_cannot_split_heads_are_refused() -> None:
     for spec, target in ((CAUSAL, "sm_90"), (fg.AttentionSpec(256), "sm_90a")):
         with pytest.raises(UnsupportedError, match=f"heads_apart=True: {target} has no such backward"):
             required_head_split_plan(spec, target_named(target))

@@ -1,4 +1,4 @@
-"""Hopper's forward kernel on the emulator, through the callable: every variant, plans, lengths, strides, schedules."""
+"""Hopper's forward kernel on the emulator: variants, plans, lengths, strides, thread orders."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ PLANS = (
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("order", ["in_order", "random", "greedy_warp"])
 @pytest.mark.covering(4)
-def test_plans_and_schedules(plan: HopperPlan, order: Any) -> None:
+def test_plans_and_thread_orders(plan: HopperPlan, order: Any) -> None:
     schedule = Schedule(order, "random", seed=3)
-    # Tiles of queries without any key between others: a block that walks tiles goes on.
+    # Tiles of queries without keys between others: a persistent block skips them.
     assert_right(
         fg.AttentionSpec(64, mask=fg.sliding_window(50)), Shape(330, 90, 2, 2, 1), plan=plan, schedule=schedule
     )
@@ -67,7 +67,7 @@ def test_plans_and_schedules(plan: HopperPlan, order: Any) -> None:
 @pytest.mark.parametrize("copies", COPIES)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.covering(4)
-def test_a_tile_without_room_for_an_output_of_its_own(order: Any, copies: Any) -> None:
+def test_a_tile_without_separate_output_memory(order: Any, copies: Any) -> None:
     spec, plan = fg.AttentionSpec(256, "bfloat16", mask=fg.causal()), HopperPlan(2, 80)
     assert not plan.output_apart(spec) and plan.output_apart(CAUSAL)
     assert_right(spec, Shape(400, 300, 1, 2, 2), plan=plan, schedule=Schedule(order, copies, seed=1))
@@ -77,14 +77,14 @@ def test_a_tile_without_room_for_an_output_of_its_own(order: Any, copies: Any) -
 @pytest.mark.parametrize("growth", [0.01, 0.1, 1.0, 3.0, -1.0], ids=str)
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "window"])
 @pytest.mark.covering(4)
-def test_references_that_earlier_tiles_left(growth: float, dtype: Any, masked: bool) -> None:
-    """Scores that grow along the keys: by little, so that old references do; by much, so that powers of 2 overflow."""
+def test_row_maxima_of_earlier_tiles(growth: float, dtype: Any, masked: bool) -> None:
+    """Scores grow along the keys: slightly, so that old maxima suffice; and much, so that powers of 2 overflow."""
     mask = fg.sliding_window(90, 10) if masked else fg.full()
     spec = fg.AttentionSpec(64, dtype, mask=mask)
     compiled = attention.compile(spec, target="sm_90a", emulate=True, plan=HopperPlan(2, 32))
     inputs = random_inputs(spec, Shape(150, 300, 1, 2, 1))
     q, k = inputs.q.astype(np.float32), inputs.k.astype(np.float32)
-    q[..., 0] = 8.0 * (1 + np.arange(150) % 3)  # of neighbouring rows, some outgrow their references before others
+    q[..., 0] = 8.0 * (1 + np.arange(150) % 3)  # some of the neighbouring rows exceed their maxima before others
     k[..., 0] = growth * np.arange(300)
     q, k = q.astype(inputs.q.dtype), k.astype(inputs.k.dtype)
     out, lse = poisoned_outputs(spec, q, inputs.v)
@@ -102,7 +102,7 @@ def test_lengths(lengths: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     "plan", [HopperPlan(3, 64, takes_turns=True), HopperPlan(1, 96), HopperPlan(2, 256, 1)], ids=str
 )
-def test_dropout_over_more_keys_than_are_drawn_at_once(plan: HopperPlan) -> None:
+def test_dropout_over_more_keys_than_one_draw_covers(plan: HopperPlan) -> None:
     spec = fg.AttentionSpec(16, mask=fg.sliding_window(1100) & fg.causal(), dropout=0.3)
     keys = plan.drawn_steps(spec) * plan.tile_k
     assert 1024 <= keys <= 2048
@@ -112,7 +112,7 @@ def test_dropout_over_more_keys_than_are_drawn_at_once(plan: HopperPlan) -> None
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_strides(layout: Any) -> None:
-    """Views into a larger array, and rows that several heads share."""
+    """Views of a larger array, and rows that several heads share."""
     spec = fg.AttentionSpec(32, mask=fg.causal(), layout=layout)
     packed = np.random.default_rng(0).standard_normal((2, 90, 90, 3, 48)).astype(np.float16)[:, ::2]
     q, k, v = (packed[:, :, ::3, i, 8:40] for i in range(3))
@@ -122,7 +122,7 @@ def test_strides(layout: Any) -> None:
     np.testing.assert_array_equal(out, expected)
 
 
-def test_strides_that_the_copy_engine_cannot_walk_are_refused() -> None:
+def test_strides_that_tma_does_not_support_are_refused() -> None:
     q, k, v = (np.zeros((1, 2, 40, 64), np.float16) for _ in range(3))
     with pytest.raises(ArgumentError, match=r"k has strides .* target='sm_90'"):
         attention.compile(CAUSAL, target="sm_90a", emulate=True)(q, k[:, :, ::-1], v)
@@ -137,8 +137,8 @@ def test_under_sanitizers(sanitize: Any) -> None:
     assert_right(spec, Shape(150, 150, 1, 2, 2), sanitize=sanitize, schedule=schedule)
 
 
-def test_memory_that_the_emulator_takes_beside_running_threads_is_no_race() -> None:
-    """So many products are in flight at wide heads that a warpgroup maps memory for them, which others then compare."""
+def test_memory_mapped_by_the_emulator_is_no_race() -> None:
+    """At large head dims a warpgroup maps memory for its many products in flight, which others then compare."""
     assert_right(
         fg.AttentionSpec(208), Shape(1, 339, 1, 1, 1), sanitize="thread", schedule=Schedule("in_order", "late")
     )
@@ -148,7 +148,7 @@ def problem(batch: int, heads: int, heads_kv: int, length: int) -> Problem:
     return Problem(batch, heads, heads_kv, length, length, {})
 
 
-def test_blocks_take_tiles_by_a_counter_where_there_are_more_tiles_than_blocks() -> None:
+def test_persistent_blocks_take_tiles_by_a_counter() -> None:
     spec = fg.AttentionSpec(64, mask=fg.causal())
     kernel = render_forward(spec, target_named("sm_90a"))
     strides = dict.fromkeys("qkvo", (4 * 1000 * 64, 1000 * 64, 64))
@@ -167,8 +167,8 @@ def test_blocks_take_tiles_by_a_counter_where_there_are_more_tiles_than_blocks()
 @pytest.mark.parametrize("mask", [fg.full(), fg.causal(), fg.document("ids")], ids=str)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.covering(4)
-def test_a_launch_leaves_its_counter_as_it_found_it(mask: Any, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that launches of several threads on one stream need nothing between them that others might come between."""
+def test_a_launch_resets_its_counter(mask: Any, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of several threads on one stream therefore need no work between them that could be interleaved."""
     counter = np.zeros(1, np.uint32)
     monkeypatch.setattr(Emulator, "counter", lambda engine, place, count: counter)
     for shape in (Shape(500, 500, 2, 3, 3), Shape(130, 70, 1, 4, 2)):
@@ -176,7 +176,7 @@ def test_a_launch_leaves_its_counter_as_it_found_it(mask: Any, order: Any, monke
         assert counter == 0
 
 
-def test_more_tiles_than_can_be_counted_are_refused() -> None:
+def test_more_tiles_than_the_counter_holds_are_refused() -> None:
     spec = fg.AttentionSpec(64)
     kernel = render_forward(spec, target_named("sm_90a"))
     strides = dict.fromkeys("qkvo", (0, 0, 64))

@@ -1,4 +1,4 @@
-"""What arrays Hopper's forward takes, and what tensor maps cost: strides, lengths of 0, given outputs, addresses."""
+"""Arrays and tensor maps of Hopper's forward: strides, lengths of 0, outputs of the caller, addresses."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def compiled() -> attention.Attention:
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_a_given_output_is_written_by_its_own_strides(layout: Any) -> None:
-    """Into a view of a larger array, of which nothing else is touched."""
+def test_an_output_of_the_caller_is_written_by_its_strides(layout: Any) -> None:
+    """It is a view of a larger array, and nothing else of that array is written."""
     spec = fg.AttentionSpec(64, mask=fg.causal(), layout=layout)
     compiled, rows = attention.compile(spec, target="sm_90a", emulate=True), arrays()
     larger = np.full((2, 70, 3, 2, 80), np.nan, np.float16)
@@ -64,8 +64,8 @@ def test_a_dimension_of_size_1_has_any_stride(compiled: attention.Attention) -> 
     np.testing.assert_array_equal(compiled(*row), v[:, :, :1])
 
 
-def test_nothing_has_any_address_and_strides(compiled: attention.Attention) -> None:
-    """Keys of length 0 are not read, wherever they are said to stand."""
+def test_empty_arrays_may_have_any_address_and_strides(compiled: attention.Attention) -> None:
+    """Keys of length 0 are not read, whatever their address."""
     q = arrays()[0]
     odd = np.lib.stride_tricks.as_strided(np.zeros(9, np.float16)[1:], (2, 3, 0, 64), (-10, 6, 2, 2))
     out, lse = compiled(q, odd, odd, return_lse=True, out=(np.full_like(q, np.nan), np.ones(SHAPE[:3], np.float32)))
@@ -74,7 +74,7 @@ def test_nothing_has_any_address_and_strides(compiled: attention.Attention) -> N
         assert compiled(nothing, nothing, nothing).shape == nothing.shape
 
 
-def test_what_the_copy_engine_cannot_walk_is_refused_by_the_name_that_the_user_knows(
+def test_arrays_that_tma_does_not_support_are_refused_by_argument_name(
     compiled: attention.Attention,
 ) -> None:
     q, k, v = arrays()
@@ -95,7 +95,7 @@ def writer(len_k: int = 1000, batch: int = 8) -> TensorMapWriter:
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The addresses of maps as a driver that is made up is asked for them."""
+    """Records the addresses for which a mock driver is asked to encode tensor maps."""
     asked: list[int] = []
 
     def encode(address: int, shape: MapShape) -> bytes:
@@ -106,13 +106,13 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-def test_a_map_is_made_when_an_address_is_new(encoded: list[int]) -> None:
+def test_a_map_is_encoded_when_an_address_is_new(encoded: list[int]) -> None:
     it = writer()
     first = it.write(ADDRESSES, {})
     assert encoded == [0x1000, 0x2000, 0x3000, 0x4000] and it.write(ADDRESSES, {}) == first
     other = it.write(ADDRESSES | {"o": 0x9000, "next_tile": 0x7000}, {})
     assert encoded[4:] == [0x9000] and it.write(ADDRESSES, {}) == first != other
-    assert len(encoded) == 5, "addresses that take turns are remembered"
+    assert len(encoded) == 5, "maps of alternating addresses are cached"
     for number, name in enumerate("qkvo"):
         assert first[MAP_BYTES * number :][:8] == ADDRESSES[name].to_bytes(8, "little")
     assert other[it.offsets["next_tile"] :][:8] == (0x7000).to_bytes(8, "little")
@@ -120,7 +120,7 @@ def test_a_map_is_made_when_an_address_is_new(encoded: list[int]) -> None:
 
 @pytest.mark.parametrize("name", "qkvo")
 def test_each_address_has_its_own_map(name: str, encoded: list[int]) -> None:
-    """After a call that differs in one address; and where two have changed places."""
+    """After a call that differs in one address, and after two addresses are swapped."""
     it = writer()
     it.write(ADDRESSES, {})
     other = "q" if name == "k" else "k"
@@ -131,20 +131,20 @@ def test_each_address_has_its_own_map(name: str, encoded: list[int]) -> None:
             assert written[MAP_BYTES * number :][:8] == addresses[array].to_bytes(8, "little")
 
 
-def test_maps_that_are_remembered_are_few(encoded: list[int]) -> None:
+def test_the_map_cache_is_small(encoded: list[int]) -> None:
     it = writer()
     for number in range(1000):
         it.write(ADDRESSES | {"q": 0x10000 + number}, {})
     assert len(it._maps) <= 64 and all(len(maker._maps) <= 64 for maker in it._makers)
 
 
-def test_a_map_of_nothing_stands_at_the_output(encoded: list[int]) -> None:
-    """No key has an address: CuPy's is null, of a slice it may be anything."""
+def test_the_map_of_an_empty_array_uses_the_output_address(encoded: list[int]) -> None:
+    """Empty keys have no address: CuPy's is null, and that of a slice may be anything."""
     writer(len_k=0).write(ADDRESSES | {"k": 0, "v": 0x2002}, {})
     assert encoded == [0x1000, 0x4000, 0x4000, 0x4000]
 
 
-def test_a_map_that_the_driver_refuses_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_map_that_the_driver_rejects_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     class Driver:
         def cuTensorMapEncodeTiled(self, *given: Any) -> int:
             assert len(given) == 12

@@ -1,11 +1,9 @@
-"""Prompts over pages by Hopper's own forward kernel: right on the emulator for every size and mask, and on an H200."""
+"""Prompts over pages with Hopper's forward kernel: correct on the emulator for every size and mask, and on an H200."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,13 +19,11 @@ from flashgen.verify import variants
 from flashgen.verify.check import judged
 from flashgen.verify.problems import Inputs, Shape, poisoned_outputs, random_inputs
 from flashgen.verify.variants import spec_of
-
-sys.path.insert(0, str(Path(__file__).parent))
 from paged import SEED, WRONG, assert_right, call, with_pages
 
 SIZES = (8, 16, 32, 64, 128, 256)
 CAUSAL = fg.AttentionSpec(64, mask=fg.causal(), page_size=16)
-# By how many panels of columns a copy brings: one of K and of V, several of both, several of K alone.
+# By the number of column panels per copy: one of K and V, several of both, several of K only.
 KINDS = {
     "single": CAUSAL,
     "joined": fg.AttentionSpec(128, value_dim=96, mask=fg.causal(), page_size=16),
@@ -43,14 +39,14 @@ DIMS = (64, 128, 40, 96, 32, 256, 80, 192, 8, 160)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("plan", [PLAN, HopperPlan(1, 80, 3), HopperPlan(3, 128), HopperPlan(1, 256, 1)], ids=str)
 def test_prompts_over_pages_of_every_size(size: int, plan: HopperPlan) -> None:
-    """Tiles that lie in a page, that hold several, and that cut across; sequences shorter than the queries."""
+    """Tiles within a page, over several pages, and across page borders; sequences shorter than the queries."""
     spec = fg.AttentionSpec(64, value_dim=40, mask=fg.sliding_window(50, 20), score=fg.alibi("slopes"), page_size=size)
     assert_right(spec, Shape(130, 300, 2, 4, 2), plan=plan, schedule=Schedule("random", "late", seed=size))
 
 
 @pytest.mark.parametrize("len_k", [1, 15, 16, 17, 32, 47, 48, 49, 64, 95, 96, 97, 144])
-def test_lengths_at_the_borders_of_pages_and_tiles(len_k: int) -> None:
-    """What a last page holds behind its keys is NaN, of K and of V."""
+def test_lengths_around_page_and_tile_borders(len_k: int) -> None:
+    """Unused rows of the last page are NaN, in K and V."""
     for number, size in enumerate((8, 16, 32)):
         schedule = Schedule("random", "random", seed=len_k + number)
         for mask in (fg.full(), fg.causal()):
@@ -62,7 +58,7 @@ def test_lengths_at_the_borders_of_pages_and_tiles(len_k: int) -> None:
 @pytest.mark.rotated(8)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
 def test_every_variant(number: int) -> None:
-    """By the default plan; also masks without a closed form, whose tiles are all visited over pages."""
+    """With the default plan; masks without a closed form visit all tiles over pages."""
     variant = VARIANTS[number]
     spec = spec_of(variant, DIMS[number % 10], ("float16", "bfloat16")[number // 10 % 2], ("bhsd", "bshd")[number % 2])
     shape = (Shape(130, 301, 1, 4, 2), Shape(64, 280, 2, 6, 2), Shape(200, 90, 2, 3, 1))[number % 3]
@@ -94,7 +90,7 @@ def test_under_sanitizers(sanitize: Any, kind: str, size: int, plan: HopperPlan)
 @pytest.mark.parametrize(("kind", "size"), [("single", 8), ("single", 64), ("joined", 16)])
 @pytest.mark.parametrize("what", WRONG)
 @pytest.mark.covering(3)
-def test_what_a_wrong_table_says_is_bounded_and_never_read_outside(what: str, kind: str, size: int) -> None:
+def test_invalid_tables_are_clamped(what: str, kind: str, size: int) -> None:
     spec = with_pages(KINDS[kind], size)
     inputs = random_inputs(spec, Shape(70, 150, 3, 2, 1))
     for array in (inputs.k, inputs.v):
@@ -107,7 +103,7 @@ def test_what_a_wrong_table_says_is_bounded_and_never_read_outside(what: str, ki
 
 
 @kinds
-def test_no_pages_at_all(kind: str) -> None:
+def test_no_pages(kind: str) -> None:
     spec = KINDS[kind]
     k, v = (np.zeros((0, 16, 2, width), np.float16) for width in (spec.head_dim, spec.value_dim))
     q, lengths = np.ones((2, 4, 70, spec.head_dim), np.float16), np.array([5, 0], np.int32)
@@ -120,7 +116,7 @@ def test_no_pages_at_all(kind: str) -> None:
 
 @pytest.mark.parametrize(("layout", "dim"), [("bhsd", 64), ("bshd", 64), ("bshd", 128), ("bhsd", 192)])
 def test_pages_change_no_bit(layout: Any, dim: int) -> None:
-    """Of the same plan's call over contiguous keys, whatever the size of the pages."""
+    """Compared with a call over contiguous keys with the same plan, for every page size."""
     plain = fg.AttentionSpec(dim, mask=fg.causal(), score=fg.softcap(20), layout=layout)
     inputs = random_inputs(plain, Shape(130, 256, 2, 4, 2))
     expected = call(attention.compile(plain, emulate=True, plan=PLAN), inputs)
@@ -140,7 +136,7 @@ def test_pages_change_no_bit(layout: Any, dim: int) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_strides_of_tables_and_pages(dim: int) -> None:
-    """A table that is a part of a larger one, and pages that hold keys beside values."""
+    """A table that is a slice of a larger one, and pages that hold keys beside values."""
     spec = fg.AttentionSpec(dim, mask=fg.causal(), page_size=16)
     inputs = random_inputs(spec, Shape(70, 100, 3, 4, 2))
     both = np.ascontiguousarray(np.stack([inputs.k, inputs.v], 1))
@@ -155,8 +151,8 @@ def test_strides_of_tables_and_pages(dim: int) -> None:
 
 
 @kinds
-def test_one_page_and_one_head_whose_strides_may_be_any(kind: str) -> None:
-    """A single head or page is never stepped over: what their strides say is not told to TMA."""
+def test_single_pages_and_heads_may_have_any_strides(kind: str) -> None:
+    """Strides of a single head or page are never used and not passed to TMA."""
     inputs = random_inputs(KINDS[kind], Shape(70, 16, 1, 2, 1))
     page = inputs.captures["page_table"][0, 0]
     k, v = (
@@ -169,15 +165,15 @@ def test_one_page_and_one_head_whose_strides_may_be_any(kind: str) -> None:
         np.testing.assert_array_equal(array, wanted)
 
 
-def test_pages_that_tma_cannot_walk_along_are_refused() -> None:
+def test_pages_that_tma_does_not_support_are_refused() -> None:
     inputs = random_inputs(CAUSAL, Shape(70, 100, 2, 2, 1))
     compiled = attention.compile(CAUSAL, emulate=True, plan=PLAN)
     with pytest.raises(ArgumentError, match=r"k has strides .* TMA takes those from 0"):
         call(compiled, Inputs(inputs.q, inputs.k[::-1], inputs.v, inputs.captures))
 
 
-def test_heads_that_are_no_whole_panels_apart_are_refused() -> None:
-    """Where copies have several panels, which are counted along all heads; k of a tensor that has more columns."""
+def test_head_spacing_that_is_no_multiple_of_a_panel_is_refused() -> None:
+    """If a copy has several panels, they are counted over all heads; k is a slice of a tensor with more columns."""
     spec = fg.AttentionSpec(128, page_size=16)
     inputs = random_inputs(spec, Shape(70, 100, 2, 4, 2))
     compiled = attention.compile(spec, emulate=True, plan=PLAN)
@@ -199,15 +195,15 @@ def test_packed_heads(size: int) -> None:
     assert_right(spec, Shape(70, 150, 3, 8, 2), plan=plan, schedule=Schedule("random", "late", seed=size))
 
 
-def test_calls_choose_among_the_kernels() -> None:
-    """Few queries split the keys; more take the forward, packed where that fills its tiles better."""
+def test_dispatch_between_kernels() -> None:
+    """Few queries split the keys; more queries run the forward, packed where that fills its tiles better."""
     compiled = attention.compile(CAUSAL, target="sm_90a", emulate=True)
     assert isinstance(compiled.plan_for(63, 1000, 2, 4, 2), DecodePlan)
     packed = compiled.plan_for(64, 1000, 4, 32, 8)
     assert isinstance(packed, HopperPlan) and packed.packed_heads == 4
     assert compiled.plan_for(64, 1000, 4, 8, 8) == compiled.plan and compiled.plan.packed_heads == 1
     small = attention.compile(with_pages(CAUSAL, 4), target="sm_90a", emulate=True)
-    assert small.plan_for(64, 1000, 4, 32, 8) == small.plan, "mma.sync's, which packs none"
+    assert small.plan_for(64, 1000, 4, 32, 8) == small.plan, "mma.sync's kernel, which does not pack heads"
 
 
 @pytest.mark.parametrize(
@@ -218,13 +214,13 @@ def test_calls_choose_among_the_kernels() -> None:
         ({"page_size": 16, "layout": "thd"}, "page_size=16 is for the kernel of mixed batches: give a MixedPlan"),
     ],
 )
-def test_what_the_kernel_does_not_read_is_refused_by_name(how: dict[str, Any], says: str) -> None:
+def test_unsupported_pages_are_refused_by_name(how: dict[str, Any], says: str) -> None:
     with pytest.raises(UnsupportedError, match=says):
         attention.compile(fg.AttentionSpec(64, **how), target="sm_90a", emulate=True, plan=PLAN)
 
 
-def test_calls_follow_the_lengths_of_the_device() -> None:
-    """Nothing of the arrays' contents is remembered, and counters end as they began."""
+def test_calls_follow_the_lengths_on_the_device() -> None:
+    """The contents of arrays are not cached, and counters are reset."""
     compiled = attention.compile(CAUSAL, emulate=True, plan=PLAN)
     first = random_inputs(CAUSAL, Shape(300, 100, 3, 4, 2))
     for lengths in ([100, 0, 3], [16, 17, 100], [0, 0, 0]):
@@ -276,7 +272,7 @@ def test_every_variant_on_a_gpu(number: int, cupy: Any) -> None:
 def test_every_size_on_a_gpu(size: int, cupy: Any) -> None:
     for number, len_k in enumerate((1, size, size + 1, 4000 - size, 4001)):
         plan = (None, PLAN, HopperPlan(3, 80), HopperPlan(2, 128), HopperPlan(1, 256, 1))[number]
-        for dim in (64, 128):  # a panel of columns, and two that are copied together
+        for dim in (64, 128):  # one column panel, and two that are copied together
             spec = fg.AttentionSpec(dim, "bfloat16", mask=(fg.causal(), fg.full())[number % 2], page_size=size)
             _right_on_a_gpu(cupy, spec, Shape(500, len_k, 9, 8, 2), plan=plan)
 

@@ -1,20 +1,19 @@
-"""Launches by addresses, as on a GPU: what goes to a kernel is where its arrays are, found by one look at each.
+"""Launches by addresses, as on a GPU: kernels get the addresses of their arrays, which are looked up once.
 
-The emulator takes arrays themselves. Here it is given addresses, and finds the arrays that are there, so that what only
-a GPU's calls do to a call's arrays is seen without one.
+The emulator normally takes arrays. Here it gets addresses and finds the arrays at them, so that the handling of
+addresses is tested without a GPU.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import flashgen.language as fg
+from by_address import ByAddress
 from flashgen.attention import Attention
 from flashgen.attention.tile_lists import sizes_of
 from flashgen.codegen.targets import target_named
@@ -22,9 +21,6 @@ from flashgen.launch.argument_writer import Addresses
 from flashgen.launch.engines import Emulator, Place
 from flashgen.runtime.arrays import NUMPY
 from flashgen.verify import Shape, random_gradients, random_inputs
-
-sys.path.insert(0, str(Path(__file__).parent))
-from by_address import ByAddress
 
 SLOPES = fg.Tensor("slopes", "bfloat16", 1, grad=True)
 TABLE = fg.Tensor("table", "float32", 2, grad=True)
@@ -42,7 +38,9 @@ SHAPE = Shape(150, 150, 2, 4, 2)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_addresses_give_what_arrays_give(spec: fg.AttentionSpec, target: str, deterministic: bool, given: bool) -> None:
+def test_addresses_give_the_same_results_as_arrays(
+    spec: fg.AttentionSpec, target: str, deterministic: bool, given: bool
+) -> None:
     inputs, (d_out, d_lse) = random_inputs(spec, SHAPE), random_gradients(spec, SHAPE, of_lse=True)
     rest = inputs.captures | ({"seed": 5} if spec.dropout else {})
     q, k, v = inputs.q, inputs.k, inputs.v
@@ -60,8 +58,8 @@ def test_addresses_give_what_arrays_give(spec: fg.AttentionSpec, target: str, de
         assert not np.isnan(other.astype(np.float32)).any()
 
 
-def test_lists_that_are_forgotten_are_there_until_the_launch() -> None:
-    """Another thread's calls may push them out of memory between the look at them and the launch that reads them."""
+def test_evicted_tile_lists_live_until_the_launch() -> None:
+    """Calls of other threads may evict them between the lookup and the launch that reads them."""
     engine = ByAddress()
     compiled = Attention(fg.AttentionSpec(32, mask=fg.trace_mask(near_or_first, "near")), target_named("sm_80"), engine)
     lister, problem = compiled.forward.lister, sizes_of(150, 150, 1, 2)

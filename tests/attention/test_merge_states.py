@@ -1,10 +1,8 @@
-"""Attention over parts of the keys, merged: it is attention over all of them."""
+"""Merging attention over disjoint sets of keys gives attention over all of them."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 
 import flashgen as fg
+from emitted_text import all_called, all_used, functions_fit, members_read, tidy, unconditional
 from flashgen import reference
 from flashgen.attention import merging
 from flashgen.codegen.merge_kernel import render_merge
@@ -22,22 +21,19 @@ from flashgen.reference import judge
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify.problems import Shape, random_inputs
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "codegen"))
-from emitted_text import all_called, all_used, functions_fit, members_read, tidy, unconditional
-
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 EPSILON = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-20}
 
 
 def parts_of(dtype: str, parts: int, shape: tuple[int, ...], layout: str = "bhsd") -> tuple[list[Any], list[Any]]:
-    """Random states, some without a key: those hold no numbers."""
+    """Random partial results, some without keys, whose outputs are NaN."""
     random = np.random.default_rng(3)
     outs = [random.standard_normal(shape).astype(DTYPES[dtype]) for _ in range(parts)]
     of_lse = shape[:3] if layout == "bhsd" else (shape[0], shape[2], shape[1])
     lses = [random.uniform(-40, 40, of_lse).astype(np.float32) for _ in range(parts)]
     for number, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         empty = random.random(of_lse) < 0.3
-        empty[0, 0] = True  # of a whole head no part has any
+        empty[0, 0] = True  # no split has keys for this head
         lse[empty] = -np.inf
         out[empty if layout == "bhsd" else empty.swapaxes(1, 2)] = np.nan if number else 7.0
     return outs, lses
@@ -55,13 +51,13 @@ def assert_merged(found: Any, outs: list[Any], lses: list[Any], dtype: str, layo
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("parts", "dim"), [(2, 64), (3, 8), (5, 24), (16, 256)])
 @pytest.mark.covering(4)
-def test_parts_merged_are_what_the_reference_says(dtype: str, parts: int, dim: int, layout: str) -> None:
+def test_merged_states_equal_the_reference(dtype: str, parts: int, dim: int, layout: str) -> None:
     outs, lses = parts_of(dtype, parts, (2, 3, 7, dim), layout)
     assert_merged(fg.merge_states(outs, lses, layout=layout, emulate=True), outs, lses, dtype, layout)
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_attention_over_a_prefix_and_the_rest_is_attention_over_all(layout: str) -> None:
+def test_a_prefix_merged_with_the_rest_equals_attention_over_all(layout: str) -> None:
     whole = fg.AttentionSpec(64, mask=fg.causal(), layout=layout)
     inputs = random_inputs(whole, Shape(3, 310, 2, 4, 2))
     axis = 2 if layout == "bhsd" else 1
@@ -88,7 +84,7 @@ def test_under_sanitizers(sanitize: Any, layout: str, monkeypatch: pytest.Monkey
         assert_merged(fg.merge_states(outs, lses, layout=layout, emulate=True), outs, lses, dtype, layout)
 
 
-def test_nothing_to_merge() -> None:
+def test_empty_arrays() -> None:
     out, lse = np.zeros((2, 3, 0, 64), np.float16), np.zeros((2, 3, 0), np.float32)
     merged = fg.merge_states([out, out], [lse, lse], emulate=True)
     assert merged.out.shape == out.shape and merged.lse.shape == lse.shape
@@ -110,24 +106,24 @@ OUT, LSE = np.zeros((2, 3, 5, 64), np.float16), np.zeros((2, 3, 5), np.float32)
         ([OUT[0], OUT[0]], [LSE[0], LSE[0]], r"outs\[0\] is float16 \(3, 5, 64\); give 4 dimensions"),
     ],
 )
-def test_parts_that_do_not_fit(outs: list[Any], lses: list[Any], said: str) -> None:
+def test_mismatched_parts_are_refused(outs: list[Any], lses: list[Any], said: str) -> None:
     with pytest.raises(ArgumentError, match=said):
         fg.merge_states(outs, lses, emulate=True)
 
 
-def test_a_layout_that_is_none() -> None:
+def test_an_unknown_layout_is_refused() -> None:
     with pytest.raises(ArgumentError, match="layout='sbhd' must be 'bhsd' or 'bshd'"):
         fg.merge_states([OUT, OUT], [LSE, LSE], layout="sbhd", emulate=True)
 
 
-def test_a_target_without_the_type_is_refused() -> None:
+def test_a_target_without_the_dtype_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="dtype='bfloat16' is not supported on sm_75"):
         render_merge("bfloat16", 2, "bhsd", TARGETS["sm_75"])
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_text_is_as_that_of_all_kernels(dtype: str, layout: str) -> None:
+def test_source_follows_the_conventions_of_all_kernels(dtype: str, layout: str) -> None:
     kernel = render_merge(dtype, 3, layout, TARGETS["sm_80"])
     tidy(kernel.source)
     functions_fit(kernel)
@@ -144,9 +140,7 @@ PLANTED = (
 
 
 @pytest.mark.parametrize(("name", "line", "instead"), PLANTED, ids=[planted[0] for planted in PLANTED])
-def test_an_access_outside_an_array_is_caught(
-    name: str, line: str, instead: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_bounds_access_is_caught(name: str, line: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Emulator("address")
     monkeypatch.setattr(merging, "Emulator", lambda: engine)
 

@@ -1,4 +1,4 @@
-"""Ragged queries over pages, prompts and single queries in one launch: right on the emulator and on a GPU."""
+"""Packed queries over pages: prompts and single queries in one launch, on the emulator and on a GPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MIXTURES: dict[str, Lengths] = {
 
 
 def inputs_of(spec: fg.AttentionSpec, lengths: Lengths, heads: tuple[int, int] = (4, 2), outside: int = 3) -> Inputs:
-    """So many (queries, keys) of each sequence, and some rows of q of none before and behind; other keys are NaN."""
+    """Sequences with (queries, keys) each, and rows of q before and after that belong to none; other keys are NaN."""
     random, size = np.random.default_rng(len(lengths)), spec.page_size or 1
     shape = Shape(1, max([keys for _, keys in lengths], default=0), len(lengths), *heads)
     paged = random_inputs(replace(spec, layout="bshd"), shape)
@@ -70,7 +70,7 @@ def inputs_of(spec: fg.AttentionSpec, lengths: Lengths, heads: tuple[int, int] =
 
 
 def _rows(random: np.random.Generator, like: Any, pages: int) -> Any:
-    """As many pages of random rows as is said, of what an array of pages is of."""
+    """Returns `count` pages of random rows with the shape of a given array of pages."""
     numbers = random.standard_normal((pages, *like.shape[1:]), np.float32)
     return (numbers * (40 if like.dtype.itemsize == 1 else 1)).astype(like.dtype)
 
@@ -93,8 +93,8 @@ def assert_right(spec: fg.AttentionSpec, inputs: Inputs, **how: Any) -> None:
 @pytest.mark.parametrize("lengths", MIXTURES.values(), ids=list(MIXTURES))
 @pytest.mark.parametrize(("order", "copies"), [("reverse", "early"), ("greedy_warp", "late"), ("random", "random")])
 @pytest.mark.rotated(4)
-def test_mixtures_and_orders(lengths: Lengths, order: Any, copies: Any) -> None:
-    """By the default plan, and by one whose tiles are small, so that there are many of either kind."""
+def test_mixtures_and_thread_orders(lengths: Lengths, order: Any, copies: Any) -> None:
+    """With the default plan, and with small tiles, so that there are many blocks of both kinds."""
     inputs, schedule = inputs_of(CAUSAL, lengths), Schedule(order, copies, seed=len(order))
     for plan in (None, *PLANS):
         assert_right(CAUSAL, inputs, plan=plan, schedule=schedule)
@@ -103,8 +103,8 @@ def test_mixtures_and_orders(lengths: Lengths, order: Any, copies: Any) -> None:
 @pytest.mark.parametrize(
     "size", [1, 16, 128, *(pytest.param(size, marks=pytest.mark.rotated(3)) for size in (2, 4, 8, 32, 64, 256))]
 )
-def test_sizes_of_pages(size: int) -> None:
-    """Lengths at the borders of pages, and beside them."""
+def test_page_sizes(size: int) -> None:
+    """Lengths at and around page borders."""
     lengths = ((1, size), (70, size + 1), (3, max(size - 1, 0)), (1, 2 * size), (66, 2 * size + 65))
     spec = replace(CAUSAL, page_size=size)
     for plan in (None, HOPPER)[: 2 if size >= 8 else 1]:
@@ -123,15 +123,15 @@ def test_sizes_of_pages(size: int) -> None:
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_specs(spec: fg.AttentionSpec, heads: tuple[int, int]) -> None:
-    """Tiles of rows of several queries and heads, and several of them, whose masks need other keys."""
+    """Tiles of rows of several queries and heads, and several such tiles with masks that need different keys."""
     for target in ("sm_75", "sm_80", "sm_90a"):
         if spec.dtype == "float16" or target != "sm_75":
             assert_right(spec, inputs_of(spec, ((1, 333), (9, 40), (70, 97), (1, 0), (33, 160)), heads), target=target)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
-def test_keys_of_8_bits(kv_dtype: str) -> None:
-    """Prompts too are taken as sequences of few queries, which alone are made for these."""
+def test_8_bit_keys(kv_dtype: str) -> None:
+    """Prompts also run the decode path, which is the only one with 8-bit keys."""
     spec = fg.AttentionSpec(64, mask=fg.causal(), page_size=16, kv_dtype=kv_dtype, layout="thd")
     compiled = attention.compile(spec, emulate=True)
     assert isinstance(compiled.plan, MixedPlan) and compiled.plan.prompt is None
@@ -140,7 +140,7 @@ def test_keys_of_8_bits(kv_dtype: str) -> None:
 
 
 def test_sinks_and_rows_of_no_sequence() -> None:
-    """A row with nothing to attend to has the sink's LSE, and one of no sequence -inf; both outputs are 0."""
+    """A row without keys has the sink as LSE, and a row of no sequence -inf; both outputs are 0."""
     spec = replace(CAUSAL, sink=fg.Tensor("sinks", "float32", 1))
     inputs = inputs_of(spec, ((1, 0), (1, 100), (70, 80), (65, 0)), outside=70)
     inputs.captures["sinks"] = np.array([0.5, -1.0, 2.0, 0.0], np.float32)
@@ -153,7 +153,7 @@ def test_sinks_and_rows_of_no_sequence() -> None:
 
 
 def case_of(number: int, len_q: int, len_k: int) -> tuple[fg.AttentionSpec, Inputs]:
-    """A variant, with dtypes and sizes of pages in turn."""
+    """Returns a variant, cycling through dtypes and page sizes."""
     variant, heads = VARIANTS[number], ((4, 2), (6, 2), (3, 1))[number % 3]
     spec = spec_of(variant, DIMS[number % 10], ("float16", "bfloat16")[number // 10 % 2], "thd")
     spec = replace(spec, page_size=1 << number % 9)
@@ -164,7 +164,7 @@ def case_of(number: int, len_q: int, len_k: int) -> tuple[fg.AttentionSpec, Inpu
 @pytest.mark.rotated(4)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
 def test_every_variant(number: int) -> None:
-    """Whatever is no key of a sequence is NaN; dropout, and masks that have no closed form, too."""
+    """Rows that are no keys are NaN; includes dropout and masks without a closed form."""
     spec, inputs = case_of(number, (150, 5, 90)[number % 3], (280, 301, 90)[number % 3])
     for target in ("sm_80", "sm_90a"):
         assert_right(spec, inputs, target=target, schedule=Schedule("random", "late", seed=number))
@@ -180,26 +180,26 @@ def test_under_sanitizers(sanitize: Any, plan: MixedPlan | HopperMixedPlan | Non
 
 
 def test_wide_heads_with_dropout_on_turing() -> None:
-    """Sequences of few queries, and a prompt among them, with one stage of keys."""
+    """Sequences of few queries with a prompt among them, and one stage of keys."""
     spec = fg.AttentionSpec(256, dropout=0.2, page_size=16, layout="thd")
     assert_right(spec, inputs_of(spec, MIXTURES["a prompt among single queries"]), target="sm_75")
 
 
-def test_more_sequences_than_threads_sum_up() -> None:
+def test_more_sequences_than_threads_in_the_prefix_sum() -> None:
     random = np.random.default_rng(0)
     lengths = tuple((int(random.choice([0, 1, 1, 1, 3, 40])), int(random.integers(0, 40))) for _ in range(300))
     for plan in PLANS:
         assert_right(CAUSAL, inputs_of(CAUSAL, lengths, (1, 1)), plan=plan)
 
 
-def test_prompts_among_more_sequences_than_a_warp_looks_at_together() -> None:
+def test_prompts_among_more_sequences_than_a_warp_handles_at_once() -> None:
     random = np.random.default_rng(1)
     lengths = tuple((int(random.choice([0, 1, 65, 70, 100])), int(random.integers(0, 90))) for _ in range(90))
     assert_right(CAUSAL, inputs_of(CAUSAL, lengths, (1, 1)), plan=HOPPER)
 
 
 def test_many_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More columns than sequences have tiles, most of which have nothing to do, and a sequence lies in dozens."""
+    """More work units than tiles; most units are empty, and one sequence spans dozens."""
     monkeypatch.setattr(Emulator, "multiprocessors", lambda self, device: 100)
     for lengths in (((1, 2400), (1, 5)), ((1, 1200), (300, 100))):
         for plan in PLANS:
@@ -207,8 +207,8 @@ def test_many_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 2, 5])
-def test_turns_of_both_kinds_of_blocks(multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever of them there are more of, each is done once: what is not written is NaN, what is twice not counted."""
+def test_both_kinds_of_blocks_process_every_tile_once(multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Missing outputs stay NaN, whichever kind of block is in the majority."""
     monkeypatch.setattr(Emulator, "multiprocessors", lambda self, device: multiprocessors)
     for lengths in (((40, 40), (1, 300)), ((320, 320), (1, 20)), ((33, 40), (48, 64), (2, 100), (100, 100))):
         for plan in PLANS:
@@ -216,8 +216,8 @@ def test_turns_of_both_kinds_of_blocks(multiprocessors: int, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=["one kernel", "two"])
-def test_a_prompt_has_the_bits_of_a_prompt_alone(plan: MixedPlan | HopperMixedPlan) -> None:
-    """Its keys are split by nothing; the same tiles in a batch of the paged forward give the same bits."""
+def test_a_prompt_has_the_same_bits_alone(plan: MixedPlan | HopperMixedPlan) -> None:
+    """Its keys are not split; the paged forward with the same tiles gives the same bits."""
     inputs = inputs_of(CAUSAL, ((1, 100), (150, 300), (1, 17)), outside=0)
     found, lse = call(attention.compile(CAUSAL, emulate=True, plan=plan), inputs)
     alone = attention.compile(replace(CAUSAL, layout="bshd"), emulate=True, plan=plan.prompt)
@@ -228,7 +228,7 @@ def test_a_prompt_has_the_bits_of_a_prompt_alone(plan: MixedPlan | HopperMixedPl
     np.testing.assert_array_equal(lse[:, 1:151], expected_lse[0])
 
 
-# ---- what the device says is bounded
+# ---- bounds of device values
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_a_prompt_has_the_bits_of_a_prompt_alone(plan: MixedPlan | HopperMixedPl
     ],
     ids=["pages that are none", "negative pages", "the largest number", "lengths beyond", "negative lengths"],
 )
-def test_what_a_wrong_table_says_is_bounded_and_never_read_outside(change: Any) -> None:
+def test_invalid_tables_are_clamped(change: Any) -> None:
     inputs = inputs_of(CAUSAL, MIXTURES["a prompt among single queries"])
     for array in (inputs.k, inputs.v):
         np.nan_to_num(array, copy=False)
@@ -258,8 +258,8 @@ def test_what_a_wrong_table_says_is_bounded_and_never_read_outside(change: Any) 
     [(0, 100, 0, 100, 0, 154), (-5, 10**9, -(10**9), 3, 154, 200), (154, 0, 154, 0, 154, 0), (2**31 - 1,) * 6],
     ids=["fall", "leave", "turns", "largest"],
 )
-def test_offsets_that_are_none_touch_nothing_outside(offsets: tuple[int, ...]) -> None:
-    """They give no promised numbers; the sanitizer watches q, the output, the LSE and the pages."""
+def test_invalid_offsets_access_nothing_outside(offsets: tuple[int, ...]) -> None:
+    """Results are undefined, but the sanitizer checks accesses to q, the output, the LSE and the pages."""
     inputs = inputs_of(CAUSAL, MIXTURES["a prompt among single queries"], outside=0)
     inputs.ragged["cu_seqlens_q"] = np.array(offsets, np.int32)
     for plan in (None, *PLANS):
@@ -269,7 +269,7 @@ def test_offsets_that_are_none_touch_nothing_outside(offsets: tuple[int, ...]) -
 @pytest.mark.parametrize("plan", PLANS, ids=["one kernel", "two"])
 @pytest.mark.parametrize("most", [50, 66])
 def test_bounds_of_lengths(plan: MixedPlan | HopperMixedPlan, most: int) -> None:
-    """What a sequence has beyond max_seqlen_q is not written, and keys beyond max_seqlen_k are not attended to."""
+    """Queries beyond max_seqlen_q are not written, and keys beyond max_seqlen_k are not attended to."""
     inputs = inputs_of(CAUSAL, ((70, 100), (3, 90)), outside=0)
     compiled = attention.compile(CAUSAL, emulate=True, plan=plan)
     out, lse = call(compiled, inputs, max_seqlen_q=most, max_seqlen_k=80)
@@ -282,7 +282,7 @@ def test_bounds_of_lengths(plan: MixedPlan | HopperMixedPlan, most: int) -> None
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
-def test_no_pages_no_queries_no_sequences(target: str) -> None:
+def test_empty_batches(target: str) -> None:
     compiled = attention.compile(CAUSAL, target=target, emulate=True, sanitize="address")
     pages, table = np.zeros((0, 16, 2, 64), np.float16), np.zeros((2, 3), np.int32)
     lengths, begins = np.array([5, 0], np.int32), np.array([0, 1, 70], np.int32)
@@ -298,8 +298,8 @@ def test_no_pages_no_queries_no_sequences(target: str) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=["one kernel", "two"])
-def test_calls_of_one_shape_follow_the_lengths_of_the_device(plan: MixedPlan | HopperMixedPlan) -> None:
-    """Nothing of the arrays' contents is remembered."""
+def test_calls_follow_the_lengths_on_the_device(plan: MixedPlan | HopperMixedPlan) -> None:
+    """The contents of arrays are not cached."""
     compiled = attention.compile(CAUSAL, emulate=True, plan=plan)
     first = inputs_of(CAUSAL, ((40, 100), (20, 60), (10, 80)), outside=0)
     for array in (first.k, first.v):
@@ -315,7 +315,7 @@ def test_calls_of_one_shape_follow_the_lengths_of_the_device(plan: MixedPlan | H
 # ---- refusals
 
 
-def test_specs_and_their_json() -> None:
+def test_specs_and_json() -> None:
     assert fg.AttentionSpec.from_json(CAUSAL.to_json()) == CAUSAL and "thd-pages16" in CAUSAL.name
     with pytest.raises(SpecError, match="kv_dtype='int8' is not supported for layout='thd' without pages: declare"):
         fg.AttentionSpec(64, layout="thd", kv_dtype="int8")
@@ -342,13 +342,13 @@ TABLE, LENGTHS, BEGINS = np.zeros((2, 3), np.int32), np.ones(2, np.int32), np.ar
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_arrays_that_do_not_fit(change: dict[str, Any], said: str) -> None:
+def test_mismatched_arrays_are_refused(change: dict[str, Any], said: str) -> None:
     arrays = {"q": Q, "k": PAGES, "v": PAGES, "page_table": TABLE, "seqused_k": LENGTHS, "cu_seqlens_q": BEGINS}
     with pytest.raises(ArgumentError, match=said):
         attention.compile(CAUSAL, emulate=True)(**arrays | change)
 
 
-def test_what_mixed_batches_are_not_for() -> None:
+def test_unsupported_options_are_refused() -> None:
     compiled = attention.compile(CAUSAL, emulate=True)
     arrays = {"page_table": TABLE, "seqused_k": LENGTHS, "cu_seqlens_q": BEGINS}
     with pytest.raises(UnsupportedError, match="num_splits is not supported for layout='thd'"):
@@ -376,15 +376,15 @@ def test_what_mixed_batches_are_not_for() -> None:
     ],
     ids=["kind", "schedule", "warps", "memory"],
 )
-def test_plans_that_are_none(plan: Any, said: str) -> None:
+def test_invalid_plans_are_refused(plan: Any, said: str) -> None:
     with pytest.raises(UnsupportedError, match=said):
         attention.compile(CAUSAL, target="sm_80", emulate=True, plan=plan)
     with pytest.raises(UnsupportedError, match=r"for varlen batches over pages|give a DecodePlan"):
         attention.compile(replace(CAUSAL, layout="bshd"), target="sm_80", emulate=True, plan=PLAN)
 
 
-def test_two_kernels_are_of_hopper() -> None:
-    """One for prompts, and one for all others, which alone is launched where no sequence may be a prompt."""
+def test_hopper_launches_two_kernels() -> None:
+    """One is for prompts and one for other sequences; only the latter is launched if there can be no prompts."""
     compiled = attention.compile(CAUSAL, target="sm_90a", emulate=True)
     assert isinstance(compiled.plan, HopperMixedPlan) and [each.role for each in compiled.kernels] == ["forward", "few"]
     for how in ({"page_size": 4}, {"kv_dtype": "int8"}):
@@ -399,7 +399,7 @@ def test_two_kernels_are_of_hopper() -> None:
         attention.compile(CAUSAL, target="sm_90a", emulate=True, plan=unscheduled)
 
 
-def test_8_bits_have_no_tiles_of_prompts() -> None:
+def test_8_bit_keys_have_no_prompt_tiles() -> None:
     with pytest.raises(UnsupportedError, match="prompt must be None with kv_dtype='int8'"):
         attention.compile(replace(CAUSAL, kv_dtype="int8"), target="sm_80", emulate=True, plan=PLAN)
 
@@ -433,7 +433,7 @@ def test_every_variant_on_a_gpu(number: int) -> None:
 @pytest.mark.parametrize("kv_dtype", [None, "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("lengths", MIXTURES.values(), ids=list(MIXTURES))
 def test_mixtures_on_a_gpu(lengths: Lengths, kv_dtype: str | None) -> None:
-    """With torch's tensors, whose types of 8 bits CuPy has not."""
+    """With torch's tensors, whose 8-bit types CuPy lacks."""
     torch = pytest.importorskip("torch")
     spec = fg.AttentionSpec(128, "bfloat16", mask=fg.causal(), page_size=16, kv_dtype=kv_dtype, layout="thd")
     longer = tuple((queries if queries < 64 else queries * 4, keys * 8) for queries, keys in lengths) * 3
@@ -451,7 +451,7 @@ def test_mixtures_on_a_gpu(lengths: Lengths, kv_dtype: str | None) -> None:
 
 
 def replays(cupy: Any, compiled: Attention, seed: int, rounds: int) -> None:
-    """A graph captured once, and replayed with other offsets, lengths and pages: what a call with them gives."""
+    """Checks that a captured graph, replayed with other offsets, lengths and pages, gives the results of a call."""
     random = np.random.default_rng(seed)
     inputs = inputs_of(CAUSAL, ((300, 900), *((1, 800),) * 6), (8, 2), outside=0)
     arrays, given = on_gpu(cupy, inputs)
@@ -486,9 +486,9 @@ def test_a_graph_replayed_with_other_lengths() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.quick
-def test_eight_threads_with_graphs_of_their_own() -> None:
+def test_eight_threads_with_separate_graphs() -> None:
     cupy, compiled = pytest.importorskip("cupy"), attention.compile(CAUSAL)
-    replays(cupy, compiled, seed=100, rounds=1)  # captures may not compile
+    replays(cupy, compiled, seed=100, rounds=1)  # nothing may be compiled during capture
     with ThreadPoolExecutor(8) as pool:
         for done in [pool.submit(replays, cupy, compiled, seed, 3) for seed in range(8)]:
             done.result()

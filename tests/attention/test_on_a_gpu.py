@@ -1,4 +1,4 @@
-"""On a GPU: every kind of array in and out, streams, and graphs."""
+"""Calls on a GPU: arrays of every library, streams, and graphs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,9 @@ DOCUMENT = fg.AttentionSpec(64, mask=fg.document("ids"))
 DTYPES = ("float16", "bfloat16")
 
 
-@pytest.fixture(scope="module")
-def cupy() -> Any:
-    return pytest.importorskip("cupy")
-
-
 @pytest.fixture(params=["by default", "the other family"])
 def here(request: pytest.FixtureRequest) -> Callable[..., attention.Attention]:
-    """`compile` for this GPU, in each family that runs on it."""
+    """Returns `compile` for this GPU, for each family that runs on it."""
     target = None if request.param == "by default" else request.getfixturevalue("other_target")
     return partial(attention.compile, target=target)
 
@@ -113,7 +108,7 @@ def test_jax(dtype: str, right: Any, here: Any) -> None:
         compiled(q, k, v, slopes=slopes, out=q)
 
 
-def test_arrays_of_different_places_are_refused(cupy: Any) -> None:
+def test_arrays_on_different_devices_are_refused(cupy: Any) -> None:
     inputs, compiled = random_inputs(CAUSAL, SHAPE), attention.compile(CAUSAL)
     q, k, v = on_gpu(cupy, inputs)
     with pytest.raises(ArgumentError, match="k is on the CPU and q on GPU 0; move it there"):
@@ -127,7 +122,7 @@ def test_arrays_of_different_places_are_refused(cupy: Any) -> None:
         compiled(q, k, v, out=odd)
 
 
-def test_a_kernel_for_another_gpu_says_so(cupy: Any) -> None:
+def test_a_kernel_for_another_gpu_is_refused(cupy: Any) -> None:
     own = int(cupy.cuda.Device().compute_capability)
     other = next(name for name, target in TARGETS.items() if target.compute_capability // 10 != own // 10)
     q, k, v = on_gpu(cupy, random_inputs(CAUSAL, SHAPE))
@@ -136,8 +131,8 @@ def test_a_kernel_for_another_gpu_says_so(cupy: Any) -> None:
 
 
 @pytest.mark.parametrize("spec", [CAUSAL, DOCUMENT], ids=["ranges", "lists"])
-def test_the_callers_stream(spec: fg.AttentionSpec, cupy: Any, right: Any, here: Any) -> None:
-    """The inputs are made on a stream of the caller's, late, and the call waits for them because it is on it, too."""
+def test_the_callers_stream_is_used(spec: fg.AttentionSpec, cupy: Any, right: Any, here: Any) -> None:
+    """The inputs are computed late on a stream of the caller; the call waits because it uses the same stream."""
     compiled = here(spec)
     shape = Shape(150, 150, 2, 4, 2)
     inputs = random_inputs(spec, shape)
@@ -157,8 +152,8 @@ def test_the_callers_stream(spec: fg.AttentionSpec, cupy: Any, right: Any, here:
 
 
 @pytest.mark.parametrize("spec", [CAUSAL, DOCUMENT], ids=["ranges", "lists"])
-def test_a_call_in_a_graph(spec: fg.AttentionSpec, cupy: Any, right: Any, here: Any) -> None:
-    """Captured once and replayed on new inputs, after other calls have used memory that was free in between."""
+def test_graph_capture(spec: fg.AttentionSpec, cupy: Any, right: Any, here: Any) -> None:
+    """A call is captured once and replayed on new inputs, after other calls have used the memory in between."""
     compiled, shape = here(spec), Shape(150, 150, 2, 4, 2)
     inputs = random_inputs(spec, shape)
     q, k, v = on_gpu(cupy, inputs)
@@ -187,8 +182,8 @@ def test_a_call_in_a_graph(spec: fg.AttentionSpec, cupy: Any, right: Any, here: 
 GRAPHS = Shape(200, 200, 4, 48, 12)
 
 
-def test_graphs_and_streams_beside_each_other_count_their_own_tiles(cupy: Any, here: Any, right: Any) -> None:
-    """Two graphs and calls at once; nothing that others hold in free memory is touched by a replay."""
+def test_concurrent_graphs_and_streams_have_separate_counters(cupy: Any, here: Any, right: Any) -> None:
+    """Two graphs and calls run at once; a replay writes to no memory that others hold."""
     compiled, inputs = here(CAUSAL), random_inputs(CAUSAL, GRAPHS)
     rows = on_gpu(cupy, inputs)
     out, lse = compiled(*rows, return_lse=True)
@@ -218,7 +213,7 @@ def test_graphs_and_streams_beside_each_other_count_their_own_tiles(cupy: Any, h
     assert all((array == 0x7F).all() for array in held)
 
 
-def test_a_call_in_a_graph_of_torch(here: Any) -> None:
+def test_graph_capture_with_torch(here: Any) -> None:
     torch = pytest.importorskip("torch")
     compiled = here(CAUSAL)
     q, k, v = (torch.randn(4, 48, 200, 64, device="cuda", dtype=torch.float16) for _ in range(3))
@@ -235,7 +230,7 @@ def test_a_call_in_a_graph_of_torch(here: Any) -> None:
 
 
 def test_strides(cupy: Any, here: Any) -> None:
-    """Broadcast arrays, views into larger ones, dimensions of size 1, outputs with strides of their own."""
+    """Broadcast arrays, views of larger ones, dimensions of size 1, outputs with other strides."""
     compiled = here(CAUSAL)
     q, k, v = on_gpu(cupy, random_inputs(CAUSAL, Shape(150, 150, 2, 4, 4)))
 
@@ -259,14 +254,14 @@ def test_strides(cupy: Any, here: Any) -> None:
         same(q, k_all, v_all)
         same(cupy.broadcast_to(q[one], q.shape), k_all, v)
     base = cupy.arange(2 * 4 * 2048, dtype=np.float32).astype(q.dtype) % 7 - 3
-    same(q, cupy.lib.stride_tricks.as_strided(base, q.shape, (4 * 2048 * 2, 2048 * 2, 16, 2)), v)  # rows that overlap
+    same(q, cupy.lib.stride_tricks.as_strided(base, q.shape, (4 * 2048 * 2, 2048 * 2, 16, 2)), v)  # overlapping rows
     odd = [cupy.lib.stride_tricks.as_strided(row, (1, 1, 150, 64), (6, 10, 128, 2)) for row in (q, k, v)]
     same(*odd)
     nothing = cupy.zeros(9, q.dtype)[1:][:0].reshape(2, 4, 0, 64)
     assert (compiled(q, nothing, nothing) == 0).all() and compiled(nothing, k, v).shape == nothing.shape
 
 
-def test_sizes_compile_nothing(cupy: Any, monkeypatch: pytest.MonkeyPatch, right: Any, here: Any) -> None:
+def test_sizes_do_not_recompile(cupy: Any, monkeypatch: pytest.MonkeyPatch, right: Any, here: Any) -> None:
     compiled = here(CAUSAL)
 
     def refuse(*_: Any, **__: Any) -> Any:

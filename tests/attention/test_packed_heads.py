@@ -1,4 +1,4 @@
-"""Packed heads on Hopper through the callable: right on the emulator, chosen where they should be, and on an H200."""
+"""Packed heads on Hopper: correct on the emulator, selected where intended, and run on an H200."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def assert_right(spec: fg.AttentionSpec, shape: Shape, plan: HopperPlan | None, 
 
 
 def biased(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    """Every index has a part in it."""
+    """The mask and score depend on every index."""
     return score + fg.Tensor("bias", "float32", 4)[b, h, q, k] + 0.1 * (h % 3) - 0.01 * q
 
 
@@ -68,11 +68,11 @@ def test_variants(spec: fg.AttentionSpec) -> None:
 
 
 @pytest.mark.parametrize("packed", [2, 4, 8, 16, 32, 64])
-def test_heads_that_a_row_may_be_of(packed: int) -> None:
-    """Lengths beside those of tiles, and some rows without keys; scores that differ from head to head."""
+def test_rows_of_every_head_of_a_pack(packed: int) -> None:
+    """Lengths around tile sizes, rows without keys, and scores that differ between heads."""
     plan = replace(PLAN, packed_heads=packed)
     for number, len_q in enumerate((1, 64 // packed + 1, 200 // packed + 3)):
-        heads = (2 * packed, 2 if number else 1)  # two packs, of two heads of keys or of one
+        heads = (2 * packed, 2 if number else 1)  # two packs, from two KV heads or one
         assert_right(ALIBI, Shape(len_q, 90 - 60 * (number % 2), 1, *heads), plan, schedule=Schedule(seed=number))
 
 
@@ -80,12 +80,12 @@ def test_heads_that_a_row_may_be_of(packed: int) -> None:
     "plan", [HopperPlan(1, 32, 3, packed_heads=8), HopperPlan(3, 48, 1, takes_turns=True, packed_heads=2)], ids=str
 )
 @pytest.mark.parametrize(("order", "copies"), [("reverse", "early"), ("greedy_warp", "late"), ("random", "random")])
-def test_plans_and_schedules(plan: HopperPlan, order: Any, copies: Any) -> None:
+def test_plans_and_thread_orders(plan: HopperPlan, order: Any, copies: Any) -> None:
     spec = fg.AttentionSpec(64, mask=fg.sliding_window(50))
     assert_right(spec, Shape(130, 90, 1, 8, 1), plan, schedule=Schedule(order, copies, seed=3))
 
 
-def test_a_tile_without_room_for_an_output_of_its_own() -> None:
+def test_a_tile_without_separate_output_memory() -> None:
     spec, plan = fg.AttentionSpec(256, mask=fg.causal()), HopperPlan(2, 80, packed_heads=8)
     assert not plan.output_apart(spec)
     assert_right(spec, Shape(50, 90, 1, 8, 1), plan, schedule=Schedule("random", "late", seed=1))
@@ -101,7 +101,7 @@ def test_under_sanitizers(sanitize: Any) -> None:
 
 
 def test_strides() -> None:
-    """Views into a larger array, and queries that heads share."""
+    """Views of a larger array, and queries that heads share."""
     spec = fg.AttentionSpec(32, mask=fg.causal())
     rows = np.random.default_rng(0).standard_normal((2, 4, 60, 3, 48)).astype(np.float16)[:, :, ::2]
     q, k, v = (rows[:, :, :, i, 8:40] for i in range(3))
@@ -111,15 +111,15 @@ def test_strides() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0)], ids=str)
-def test_nothing_to_attend_to(lengths: tuple[int, int]) -> None:
+def test_no_keys(lengths: tuple[int, int]) -> None:
     assert_right(CAUSAL, Shape(*lengths, 2, 8, 2), PLAN)
 
 
-# ---- which kernel calls run
+# ---- dispatch
 
 
-def test_calls_are_packed_where_that_is_less_work() -> None:
-    """The emulator says that it has 3 multiprocessors."""
+def test_calls_are_packed_where_that_reduces_work() -> None:
+    """The emulator reports 3 multiprocessors."""
     compiled = attention.compile(CAUSAL, target="sm_90a", emulate=True)
     plan, packed = compiled.plan, replace(compiled.plan, packed_heads=4)
     assert isinstance(plan, HopperPlan) and plan.packed_heads == 1
@@ -140,7 +140,7 @@ def test_calls_are_packed_where_that_is_less_work() -> None:
     assert judged(CAUSAL, inputs.q, inputs.k, inputs.v, out, lse, {}).ok
 
 
-def test_a_given_plan_is_taken_as_it_is() -> None:
+def test_a_plan_of_the_caller_is_used() -> None:
     unpacked = attention.compile(CAUSAL, target="sm_90a", emulate=True, plan=replace(PLAN, packed_heads=1))
     assert unpacked.plan_for(30, 90, 2, 8, 2) == unpacked.plan
     packed = attention.compile(CAUSAL, target="sm_90a", emulate=True, plan=PLAN)
@@ -150,7 +150,7 @@ def test_a_given_plan_is_taken_as_it_is() -> None:
         packed(inputs.q, inputs.k, inputs.v)
 
 
-def test_lists_given_to_a_call_fit_whatever_shares_heads() -> None:
+def test_tile_lists_of_the_caller_fit_every_group_size() -> None:
     spec = fg.AttentionSpec(64, mask=fg.document("ids"))
     compiled = attention.compile(spec, target="sm_90a", emulate=True)
     inputs = random_inputs(spec, Shape(30, 30, 2, 8, 2))
@@ -159,7 +159,7 @@ def test_lists_given_to_a_call_fit_whatever_shares_heads() -> None:
     np.testing.assert_array_equal(given, compiled(inputs.q, inputs.k, inputs.v, **inputs.captures))
 
 
-def test_a_packed_kernel_that_cannot_be_had_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_packed_kernel_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = Attention(CAUSAL, SM_90A, Emulator())
 
     def refuse(*how: Any) -> None:
@@ -176,7 +176,7 @@ def test_a_packed_kernel_that_cannot_be_had_is_said_once(monkeypatch: pytest.Mon
         assert compiled.plan_for(20, 90, 2, 8, 2) == compiled.plan
 
 
-def test_a_winner_of_tuning_is_packed_too(tmp_path: Path) -> None:
+def test_a_tuned_winner_is_packed(tmp_path: Path) -> None:
     winner = HopperPlan(2, 64, takes_turns=True)
     compiled = Attention(CAUSAL, SM_90A, Emulator(), tuned=KernelCache(tmp_path))
     tuned = TunedPlans(render_forward(CAUSAL, SM_90A), KernelCache(tmp_path))
@@ -193,7 +193,7 @@ def test_a_winner_of_tuning_is_packed_too(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [2, 4, 8, 16, 32, 64])
 @pytest.mark.quick_every(3)
-def test_packed_and_not_on_a_gpu(packed: int) -> None:
+def test_packed_and_unpacked_on_a_gpu(packed: int) -> None:
     cupy = pytest.importorskip("cupy")
     if cupy.cuda.Device().compute_capability != "90":
         pytest.skip("packs heads on sm_90 alone")

@@ -1,15 +1,14 @@
-"""Keys and values in pages: right on the emulator for every size, whatever the table says, and on a GPU."""
+"""Keys and values in pages: correct on the emulator for every page size and for invalid tables, and on a GPU."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import flashgen as fg
+from emitted_text import all_used, functions_fit, tidy
 from flashgen import attention, reference
 from flashgen.build import nvrtc
 from flashgen.codegen.dispatch import render_forward_kernels
@@ -23,10 +22,6 @@ from flashgen.verify import variants
 from flashgen.verify.check import judged
 from flashgen.verify.problems import Inputs, Shape, poisoned_outputs, random_inputs
 from flashgen.verify.variants import spec_of
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "codegen"))
-sys.path.insert(0, str(Path(__file__).parent))
-from emitted_text import all_used, functions_fit, tidy
 from paged import SEED, WRONG, assert_right, call, with_pages
 
 CAUSAL = fg.AttentionSpec(64, mask=fg.causal(), page_size=16)
@@ -38,8 +33,8 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 @pytest.mark.parametrize(
     "size", [1, 16, 128, *(pytest.param(size, marks=pytest.mark.rotated(3)) for size in (2, 4, 8, 32, 64, 256))]
 )
-def test_sizes_of_pages(size: int) -> None:
-    """Smaller and larger than a step, at borders and beside them; several splits and one."""
+def test_page_sizes(size: int) -> None:
+    """Pages smaller and larger than a step, lengths at and around borders; one split and several."""
     spec = with_pages(CAUSAL, size)
     for number, len_k in enumerate((size, 2 * size + 1, 300)):
         assert_right(spec, Shape(2, len_k, 3, 4, 2), (None, 1, 3)[number], seed=number)
@@ -49,7 +44,7 @@ def test_sizes_of_pages(size: int) -> None:
 @pytest.mark.rotated(8)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
 def test_every_variant(number: int) -> None:
-    """Also those whose masks have no closed form: over pages nothing is listed."""
+    """Includes masks without a closed form: there are no lists over pages."""
     variant = VARIANTS[number]
     spec = spec_of(variant, DIMS[number % 10], ("float16", "bfloat16")[number // 10 % 2], ("bhsd", "bshd")[number % 2])
     shape = (Shape(1, 301, 3, 4, 2), Shape(5, 280, 2, 6, 2), Shape(40, 90, 2, 3, 1))[number % 3]
@@ -70,7 +65,7 @@ def test_masks_over_pages_read_no_lists() -> None:
 
 
 def test_a_prompt_over_pages() -> None:
-    """Queries of several tiles of rows, fewer and more than keys."""
+    """Queries fill several tiles of rows, with fewer and with more queries than keys."""
     for len_q in (70, 130):
         assert_right(CAUSAL, Shape(len_q, 100, 2, 4, 2))
 
@@ -85,7 +80,7 @@ def test_under_sanitizers(sanitize: Any, size: int) -> None:
 
 @pytest.mark.parametrize("size", [4, 64])
 @pytest.mark.parametrize("what", WRONG)
-def test_what_a_wrong_table_says_is_bounded_and_never_read_outside(what: str, size: int) -> None:
+def test_invalid_tables_are_clamped(what: str, size: int) -> None:
     spec = with_pages(CAUSAL, size)
     inputs = random_inputs(spec, Shape(2, 150, 3, 4, 2))
     for array in (inputs.k, inputs.v):
@@ -98,7 +93,7 @@ def test_what_a_wrong_table_says_is_bounded_and_never_read_outside(what: str, si
     assert judged(spec, inputs.q, inputs.k, inputs.v, out, lse, wrong).ok
 
 
-def test_no_pages_at_all() -> None:
+def test_no_pages() -> None:
     pages = np.zeros((0, 16, 2, 64), np.float16)
     q, table = np.ones((2, 4, 1, 64), np.float16), np.zeros((2, 3), np.int32)
     compiled = attention.compile(CAUSAL, emulate=True, sanitize="address")
@@ -111,7 +106,7 @@ def test_no_pages_at_all() -> None:
 
 
 def test_pages_change_no_bit() -> None:
-    """Of a call of the same splits over contiguous keys, whatever the size of the pages."""
+    """Compared with a call over contiguous keys with the same splits, for every page size."""
     plain = fg.AttentionSpec(64, mask=fg.causal())
     inputs = random_inputs(plain, Shape(2, 256, 2, 4, 2))
     expected = call(attention.compile(plain, emulate=True), inputs, num_splits=2)
@@ -128,7 +123,7 @@ def test_pages_change_no_bit() -> None:
 
 
 def test_strides_of_tables_and_pages() -> None:
-    """A table that is a part of a larger one, and pages that hold keys beside values."""
+    """A table that is a slice of a larger one, and pages that hold keys beside values."""
     inputs = random_inputs(CAUSAL, Shape(2, 100, 3, 4, 2))
     both = np.ascontiguousarray(np.stack([inputs.k, inputs.v], 1))
     table = np.full((3, 40), -1, np.int32)
@@ -143,8 +138,8 @@ def test_strides_of_tables_and_pages() -> None:
         np.testing.assert_array_equal(array, wanted)
 
 
-def test_calls_of_one_shape_follow_the_lengths_of_the_device() -> None:
-    """Nothing of the arrays' contents is remembered."""
+def test_calls_follow_the_lengths_on_the_device() -> None:
+    """The contents of arrays are not cached."""
     compiled = attention.compile(CAUSAL, emulate=True)
     first = random_inputs(CAUSAL, Shape(1, 100, 3, 4, 2))
     for lengths in ([100, 0, 3], [16, 17, 100], [0, 0, 0]):
@@ -158,15 +153,15 @@ def test_calls_of_one_shape_follow_the_lengths_of_the_device() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 3, 512, -16, 16.0, True, "16"])
-def test_sizes_that_are_none(size: Any) -> None:
+def test_invalid_page_sizes(size: Any) -> None:
     with pytest.raises(SpecError, match=r"page_size=.* must be a power of 2 from 1 to 256"):
         fg.AttentionSpec(64, page_size=size)
 
 
-def test_specs_and_their_json() -> None:
+def test_specs_and_json() -> None:
     assert fg.AttentionSpec.from_json(CAUSAL.to_json()) == CAUSAL and "pages16" in CAUSAL.name
     assert "page_size=16" in repr(CAUSAL) and '"page_size":16' in CAUSAL.to_json()
-    assert "page_size" not in fg.AttentionSpec(64).to_json(), "specs without pages have the text that they always had"
+    assert "page_size" not in fg.AttentionSpec(64).to_json(), "the text of specs without pages does not change"
     for name in ("page_table", "seqused_k", "num_splits"):
         with pytest.raises(SpecError, match="already names an argument"):
             fg.Tensor(name, "int32", 1)
@@ -196,13 +191,13 @@ Q, PAGES = np.zeros((2, 4, 1, 64), np.float16), np.zeros((5, 16, 2, 64), np.floa
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_arrays_that_do_not_fit(change: dict[str, Any], said: str) -> None:
+def test_mismatched_arrays_are_refused(change: dict[str, Any], said: str) -> None:
     arrays = {"q": Q, "k": PAGES, "v": PAGES, "page_table": TABLE, "seqused_k": LENGTHS} | change
     with pytest.raises(ArgumentError, match=said):
         attention.compile(CAUSAL, emulate=True)(**arrays)
 
 
-def test_tables_for_specs_without_pages() -> None:
+def test_tables_without_page_size_are_refused() -> None:
     plain = attention.compile(fg.AttentionSpec(64), emulate=True)
     with pytest.raises(ArgumentError, match="page_table: the spec has no pages; leave it out"):
         plain(Q, Q, Q, page_table=TABLE)
@@ -210,7 +205,7 @@ def test_tables_for_specs_without_pages() -> None:
         reference.attention(fg.AttentionSpec(64), Q, Q, Q, seqused_k=LENGTHS)
 
 
-def test_what_pages_are_not_for() -> None:
+def test_unsupported_uses_of_pages() -> None:
     compiled = attention.compile(CAUSAL, emulate=True)
     said = "page_size=16: there is no backward of it; gather k and v, in float16"
     with pytest.raises(UnsupportedError, match=said):
@@ -227,8 +222,8 @@ def test_what_pages_are_not_for() -> None:
 @pytest.mark.parametrize(
     ("target", "size", "plan"), [("sm_80", 16, ForwardPlan), ("sm_90a", 4, ForwardPlan), ("sm_90a", 8, HopperPlan)]
 )
-def test_prompts_take_the_forward_kernel(target: str, size: int, plan: type[Any]) -> None:
-    """Of the target's family, but of mma.sync's where pages are too small for TMA."""
+def test_prompts_run_the_forward_kernel(target: str, size: int, plan: type[Any]) -> None:
+    """The kernel of the target's family, or that of mma.sync where pages are too small for TMA."""
     compiled = attention.compile(with_pages(CAUSAL, size), target=target, emulate=True)
     assert isinstance(compiled.plan, plan)
     assert isinstance(compiled.plan_for(64, 100, 2, 4, 2), plan), "8 tiles on 3 multiprocessors"
@@ -242,7 +237,7 @@ def test_prompts_take_the_forward_kernel(target: str, size: int, plan: type[Any]
     "plan", [ForwardPlan(64, 32, 4), ForwardPlan(32, 48, 2, 2), ForwardPlan(128, 64, 4, 2)], ids=str
 )
 def test_prompts_over_pages_of_every_size(size: int, plan: ForwardPlan) -> None:
-    """Tiles that lie in a page, that hold several, and that cut across; sequences shorter than the queries."""
+    """Tiles within a page, over several pages, and across page borders; sequences shorter than the queries."""
     spec = fg.AttentionSpec(64, value_dim=40, mask=fg.sliding_window(50, 20), score=fg.alibi("slopes"), page_size=size)
     assert_right(spec, Shape(130, 150, 2, 4, 2), plan=plan, schedule=Schedule("random", "late", seed=size))
 
@@ -253,7 +248,7 @@ def test_prompts_under_sanitizers(sanitize: Any) -> None:
         assert_right(with_pages(CAUSAL, size), Shape(70, 150, 3, 2, 1), plan=plan, sanitize=sanitize)
 
 
-def test_a_wrong_table_under_a_prompt() -> None:
+def test_prompts_with_invalid_tables() -> None:
     inputs = random_inputs(CAUSAL, Shape(70, 150, 3, 2, 1))
     for array in (inputs.k, inputs.v):
         np.nan_to_num(array, copy=False)
@@ -267,7 +262,7 @@ def test_a_wrong_table_under_a_prompt() -> None:
 
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_86", "sm_120"])
-def test_prompts_compile_without_spills(target: str) -> None:
+def test_prompts_have_no_spills(target: str) -> None:
     dtype = "float16" if target == "sm_75" else "bfloat16"
     scores = (None, fg.softcap(20), fg.alibi("slopes"))
     for number, (dim, size) in enumerate(((128, 16), (64, 1), (96, 256))):

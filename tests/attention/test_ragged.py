@@ -1,4 +1,4 @@
-"""Ragged batches: what a call is given, what it refuses, and what stands in rows of no sequence."""
+"""Varlen batches: arguments, refusals, and rows that belong to no sequence."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def into(q: Array) -> tuple[Array, Array]:
 
 
 @targets
-def test_each_sequence_has_the_bits_of_a_call_of_its_own(target: str) -> None:
-    """Tiles stand in the sequence as in a batch of one, so that nothing of its sums is in another order."""
+def test_each_sequence_has_the_bits_of_a_separate_call(target: str) -> None:
+    """Tiles have the same position in the sequence as in a batch of one, so the order of additions is the same."""
     lengths = (130, 1, 64, 200)
     q, k, v = arrays(395, 395)
     starts = offsets(*lengths)
     out, lse = compiled(target, mask=fg.causal())(q, k, v, cu_seqlens_q=starts, return_lse=True)
-    plan = compiled(target, mask=fg.causal()).plan  # which packs no heads
+    plan = compiled(target, mask=fg.causal()).plan  # this call packs no heads
     alone = fg.compile(spec_of("bshd", mask=fg.causal()), target, emulate=True, plan=plan)
     for begin, end in pairwise(starts):
         o, each = alone(q[None, begin:end], k[None, begin:end], v[None, begin:end], return_lse=True)
@@ -57,7 +57,7 @@ def test_each_sequence_has_the_bits_of_a_call_of_its_own(target: str) -> None:
 
 
 @targets
-def test_rows_of_no_sequence_attend_to_nothing_and_get_no_gradient(target: str) -> None:
+def test_rows_of_no_sequence_give_0_and_no_gradient(target: str) -> None:
     q, k, v = arrays(90, 120)
     k[:7] = v[:7] = k[100:] = v[100:] = np.nan
     starts = {"cu_seqlens_q": offsets(20, 0, 50, first=4), "cu_seqlens_k": offsets(33, 5, 55, first=7)}
@@ -72,12 +72,12 @@ def test_rows_of_no_sequence_attend_to_nothing_and_get_no_gradient(target: str) 
     assert not any(np.isnan(gradient).any() for gradient in gradients)
     assert (gradients.dq[outside] == 0).all()
     for gradient in (gradients.dk, gradients.dv):
-        assert (gradient[np.r_[:7, 40:45, 100:120]] == 0).all()  # and of the empty sequence's five keys
+        assert (gradient[np.r_[:7, 40:45, 100:120]] == 0).all()  # including the five keys of the empty sequence
         assert (gradient[7:27] != 0).any()
 
 
 @targets
-def test_keys_that_are_not_used_may_be_anything(target: str) -> None:
+def test_unused_keys_may_hold_anything(target: str) -> None:
     q, k, v = arrays(60, 150)
     starts = {"cu_seqlens_q": offsets(20, 20, 20), "cu_seqlens_k": offsets(50, 50, 50)}
     used = np.array([50, 0, 13], np.int32)
@@ -96,7 +96,7 @@ def test_keys_that_are_not_used_may_be_anything(target: str) -> None:
 
 @targets
 @pytest.mark.parametrize("rows", [(0, 0), (0, 5), (5, 0), (5, 7)])
-def test_batches_of_no_sequence(target: str, rows: tuple[int, int]) -> None:
+def test_batches_without_sequences(target: str, rows: tuple[int, int]) -> None:
     q, k, v = arrays(*rows)
     none = np.zeros(1, np.int32)
     attention, (out, lse) = compiled(target), into(q)
@@ -117,8 +117,8 @@ def test_sequences_of_one_token(target: str) -> None:
 
 @targets
 @pytest.mark.slow
-def test_offsets_that_lie_read_and_write_nothing_outside(target: str) -> None:
-    """What comes of it is nobody's promise, but no row outside of the arrays is touched."""
+def test_invalid_offsets_access_nothing_outside(target: str) -> None:
+    """Results are undefined, but no row outside the arrays is accessed."""
     q, k, v = arrays(70, 90)
     attention = compiled(target, "address", mask=fg.causal())
     for starts_q, starts_k, used in (
@@ -135,8 +135,8 @@ def test_offsets_that_lie_read_and_write_nothing_outside(target: str) -> None:
         attention.backward(out, q, k, v, out, lse, **given)
 
 
-def test_bounds_cut_what_lists_hold() -> None:
-    """A list has room for as many tiles as the bound says, and a sequence of more keys attends to the first of them."""
+def test_bounds_limit_tile_lists() -> None:
+    """A list has room for the tiles of the bound; a longer sequence attends only to its first keys."""
     mask = fg.trace_mask(lambda b, h, q, k: (q // 8 + k // 8) % 3 != 0)
     q, k, v = arrays(100, 300)
     attention = compiled("sm_80", "address", mask=mask)
@@ -146,7 +146,7 @@ def test_bounds_cut_what_lists_hold() -> None:
     assert cut.tobytes() == used.tobytes()
 
 
-def test_captures_are_of_sequences_and_checked_by_the_bounds() -> None:
+def test_captures_are_per_sequence_and_checked_against_the_bounds() -> None:
     bias = fg.Tensor("bias", "float32", 2)
     score = fg.trace_score(lambda score, b, h, q, k: score + bias[b, k])
     attention = compiled("sm_80", score=score)
@@ -160,12 +160,12 @@ def test_captures_are_of_sequences_and_checked_by_the_bounds() -> None:
     assert np.abs(out - expected).max() < 4e-3
     with pytest.raises(ArgumentError, match="axis 0 is indexed by b, which goes up to 2: give 3 elements"):
         attention(q, k, v, cu_seqlens_q=starts, bias=table[:2], max_seqlen_k=25)
-    with pytest.raises(ArgumentError, match="goes up to 59"):  # also after a call that was told better
+    with pytest.raises(ArgumentError, match="goes up to 59"):  # also after a call with a valid bound
         attention(q, k, v, cu_seqlens_q=starts, bias=table)
 
 
-def test_calls_of_other_lengths_share_what_was_worked_out() -> None:
-    """Lengths decide nothing on the host: neither a launch nor the memory of one."""
+def test_calls_of_other_lengths_share_the_launch_cache() -> None:
+    """Lengths affect nothing on the host: neither launches nor their memory."""
     q, k, v = arrays(64, 64)
     attention = compiled("sm_80", mask=fg.causal())
     out = attention(q, k, v, cu_seqlens_q=offsets(30, 34))
@@ -174,7 +174,7 @@ def test_calls_of_other_lengths_share_what_was_worked_out() -> None:
     assert attention.forward._prepared.values() == known
 
 
-def test_arguments_that_do_not_fit() -> None:
+def test_mismatched_arguments_are_refused() -> None:
     attention = compiled("sm_80")
     q, k, v = arrays(64, 64)
     starts = offsets(30, 34)
@@ -209,7 +209,7 @@ def test_arguments_that_do_not_fit() -> None:
         attention.backward(q, q, k, v, q, np.zeros((1, 2, 64), np.float32), cu_seqlens_q=starts)
 
 
-def test_what_is_not_done_for_ragged_batches_is_refused_by_name() -> None:
+def test_unsupported_options_are_refused_by_name() -> None:
     attention = compiled("sm_80", mask=fg.document("ids"))
     for ask in (
         lambda: attention.tiles(64),
@@ -223,7 +223,7 @@ def test_what_is_not_done_for_ragged_batches_is_refused_by_name() -> None:
 
 
 def test_lists_of_other_batches_are_refused() -> None:
-    """Whose sizes might be the same."""
+    """Their sizes may be equal."""
     mask = fg.trace_mask(lambda b, h, q, k: (q // 8 + k // 8) % 3 != 0)
     lists = compiled("sm_80", layout="bshd", mask=mask).tile_lists(64, 64)
     q, k, v = arrays(64, 64)
@@ -231,7 +231,7 @@ def test_lists_of_other_batches_are_refused() -> None:
         compiled("sm_80", mask=mask)(q, k, v, cu_seqlens_q=offsets(30, 34), tile_lists=lists)
 
 
-def test_captures_may_be_called_as_members_of_the_struct_are() -> None:
+def test_captures_may_be_named_like_struct_members() -> None:
     names = ("total_q", "total_k", "rows", "slot", "sequence", "uniform", "launched")
     tables = [fg.Tensor(name, "float32", 1, grad=True) for name in names]
     score = fg.trace_score(lambda score, b, h, q, k: sum((table[h] for table in tables), score))
@@ -245,7 +245,7 @@ def test_captures_may_be_called_as_members_of_the_struct_are() -> None:
         attention.backward(out, q, k, v, out, lse, **given)
 
 
-def test_a_capture_may_not_have_the_name_of_an_argument() -> None:
+def test_a_capture_cannot_be_named_like_an_argument() -> None:
     starts = fg.Tensor("cu_seqlens_q", "int32", 1)
     mask = fg.trace_mask(lambda b, h, q, k: k < starts[b])
     with pytest.raises(SpecError, match="with layout='thd' that is an argument of each call; give it another name"):
@@ -256,8 +256,8 @@ def test_a_capture_may_not_have_the_name_of_an_argument() -> None:
     assert (out == 0).all()
 
 
-def test_dropout_is_that_of_the_sequence() -> None:
-    """Bits follow from the sequence's number and the positions in it, wherever it lies."""
+def test_dropout_depends_on_the_sequence() -> None:
+    """Dropped elements follow from the sequence's index and positions within it, wherever it is stored."""
     lengths = (40, 70)
     q, k, v = arrays(110, 110)
     starts = offsets(*lengths)
@@ -279,7 +279,7 @@ def test_any_strides_and_both_dtypes() -> None:
         assert attention(q, k, v, cu_seqlens_q=offsets(60, 30)).tobytes() == apart.tobytes()
 
 
-def test_a_pullback_knows_where_sequences_begin_and_closures_are_captured() -> None:
+def test_pullbacks_and_closed_over_arrays() -> None:
     table = np.random.default_rng(2).uniform(0.01, 0.1, 2).astype(np.float32)
     score = fg.trace_score(lambda score, b, h, q, k: score + table[h] * (q - k))
     attention = fg.compile(spec_of(score=score, mask=fg.causal()), "sm_80", emulate=True)
@@ -293,7 +293,7 @@ def test_a_pullback_knows_where_sequences_begin_and_closures_are_captured() -> N
         np.testing.assert_allclose(one.astype(np.float32), other.astype(np.float32), atol=1e-3)
 
 
-def test_a_spec_goes_through_json() -> None:
+def test_json_round_trip() -> None:
     spec = spec_of(mask=fg.causal())
     assert fg.AttentionSpec.from_json(spec.to_json()) == spec and "-thd-" in spec.name
     assert spec.is_varlen and not spec_of("bshd").is_varlen
@@ -304,7 +304,7 @@ def test_a_spec_goes_through_json() -> None:
 @pytest.mark.parametrize("listed", [False, True], ids=["closed form", "lists"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 def test_a_captured_graph_serves_any_lengths(listed: bool, deterministic: bool) -> None:
-    """Offsets are read on the device: a replay with others gives what a call with them gives."""
+    """Offsets are read on the device: a replay with others gives the results of a call."""
     torch = pytest.importorskip("torch")
     mask = fg.trace_mask(lambda b, h, q, k: (q // 64 + k // 64 + b) % 3 != 0) if listed else fg.causal()
     attention = fg.compile(fg.AttentionSpec(128, "bfloat16", layout="thd", mask=mask), deterministic=deterministic)
@@ -317,7 +317,7 @@ def test_a_captured_graph_serves_any_lengths(listed: bool, deterministic: bool) 
         out, lse = attention(q, k, v, cu_seqlens_q=starts, seqused_k=used, return_lse=True)
         return out, lse, *attention.backward(d_out, q, k, v, out, lse, cu_seqlens_q=starts, seqused_k=used)
 
-    run()  # compiles
+    run()  # compiles the kernels
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.graph(graph, stream=stream):
         captured = run()

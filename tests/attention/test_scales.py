@@ -1,4 +1,4 @@
-"""Scales of 0 and less, in every family and pass: the largest score is not that of the largest product then."""
+"""Scales of 0 and below in every family and pass: the largest score is then not that of the largest product."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_both_passes(name: str, scale: float, target: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5])
-def test_few_queries_over_keys_in_parts(scale: float) -> None:
+def test_few_queries_over_split_keys(scale: float) -> None:
     compiled = fg.compile(fg.AttentionSpec(64, scale=scale), emulate=True)
     random = np.random.default_rng(0)
     q, k, v = (random.standard_normal((2, 2, length, 64)).astype(np.float16) for length in (1, 300, 300))
@@ -49,7 +49,7 @@ def test_few_queries_over_keys_in_parts(scale: float) -> None:
         np.testing.assert_allclose(out.astype(np.float64), expected, atol=2e-3)
 
 
-def test_what_such_a_spec_is() -> None:
+def test_specs_with_such_scales() -> None:
     spec = fg.AttentionSpec(64, scale=-0.5)
     assert spec.scale == -0.5 and spec.score is not None and spec.score.name == "unchanged"
     assert fg.AttentionSpec.from_json(spec.to_json()) == spec

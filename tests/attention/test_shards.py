@@ -1,4 +1,4 @@
-"""Shards: parts of q and k, whose masks, scores and dropout are those of positions in the whole."""
+"""Sharded calls: masks, scores and dropout use positions in the full sequence."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VARIANTS = {
 
 
 def whole_and_parts(spec: fg.AttentionSpec) -> tuple[Any, Any]:
-    """The oracle's (output, LSE) of the last rows, and merged of a sharded call for each chunk of keys."""
+    """Returns the reference's (output, LSE) of the last rows, and the merged sharded calls, one per chunk of keys."""
     random = np.random.default_rng(0)
     q, k, v = (random.standard_normal((2, 4, LENGTH, 32)).astype(np.float16) for _ in range(3))
     every = {"ids": (np.arange(LENGTH) // 37).astype(np.int32), "slopes": random.random(6).astype(np.float32)}
@@ -59,7 +59,7 @@ def whole_and_parts(spec: fg.AttentionSpec) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_oracle_of_shards_is_that_of_the_whole(name: str) -> None:
+def test_the_sharded_reference_equals_the_full_one(name: str) -> None:
     whole, merged = whole_and_parts(VARIANTS[name])
     for wanted, got in zip(whole, merged, strict=True):
         np.testing.assert_allclose(got, wanted, atol=1e-12)
@@ -68,19 +68,19 @@ def test_the_oracle_of_shards_is_that_of_the_whole(name: str) -> None:
 @pytest.mark.rotated(8)
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90a"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_kernels_are_the_oracles(name: str, target: str) -> None:
+def test_kernels_equal_the_reference(name: str, target: str) -> None:
     spec = VARIANTS[name].shard()
     if target == "sm_75" and spec.dtype == "bfloat16":
         pytest.skip("Turing has no bfloat16")
-    shapes = [Shape(80, 96, 1, 4, 2), Shape(2, 300, 1, 4, 2)]  # the second is a decode kernel's
+    shapes = [Shape(80, 96, 1, 4, 2), Shape(2, 300, 1, 4, 2)]  # the second runs a decode kernel
     cases = [Case(spec, shape) for shape in shapes]
     for result in verify(cases, target=target, passes=("forward", "backward"), emulate=True):
         assert result.ok, str(result)
 
 
 @pytest.mark.parametrize("spec", [fg.AttentionSpec(32, mask=fg.sliding_window(70)), VARIANTS["lengths"]], ids=str)
-def test_packed_heads_stand_where_their_queries_do(spec: fg.AttentionSpec) -> None:
-    """Of windows parts pack heads as wholes do, whose kernels they take the place of."""
+def test_packed_heads_use_the_positions_of_their_queries(spec: fg.AttentionSpec) -> None:
+    """Shards of windows pack heads like the full kernels that they replace."""
     random = np.random.default_rng(1)
     q, k, v = (
         random.standard_normal((1, heads, rows, 32)).astype(np.float16) for heads, rows in [(8, 96), *[(2, 112)] * 2]
@@ -95,7 +95,7 @@ def test_packed_heads_stand_where_their_queries_do(spec: fg.AttentionSpec) -> No
 
 @pytest.mark.rotated(6)
 @pytest.mark.parametrize("case", shard_cases()[::3], ids=str)
-def test_cases_of_the_sweep_on_the_emulator(case: Case) -> None:
+def test_sweep_cases_on_the_emulator(case: Case) -> None:
     for result in verify([case], target="sm_90a", passes=("forward", "backward"), emulate=True):
         assert result.ok, str(result)
 
@@ -103,7 +103,7 @@ def test_cases_of_the_sweep_on_the_emulator(case: Case) -> None:
 @pytest.mark.gpu
 @pytest.mark.quick_every(4)
 @pytest.mark.parametrize("case", shard_cases(), ids=str)
-def test_cases_of_the_sweep_on_a_gpu(case: Case, other_target: str) -> None:
+def test_sweep_cases_on_a_gpu(case: Case, other_target: str) -> None:
     for target in (None, other_target):
         for result in verify([case], target=target, passes=("forward", "backward")):
             assert result.ok, str(result)
@@ -116,7 +116,7 @@ def test_closed_forms_stay_closed_forms() -> None:
         assert visited_keys(spec.shard()) is not None, mask.name
 
 
-def test_positions_of_the_whole_are_computed_in_32_bits() -> None:
+def test_positions_are_computed_in_32_bits() -> None:
     spec = fg.AttentionSpec(64, mask=fg.causal() & fg.sliding_window(64), score=fg.alibi(4)).shard()
     for target in ("sm_80", "sm_90a"):
         source = forward_kernels(spec, target_named(target))["forward"].source
@@ -124,12 +124,12 @@ def test_positions_of_the_whole_are_computed_in_32_bits() -> None:
         assert "long long" not in source[begin : source.index("}", begin)]
 
 
-MOST_SPILLED = 64  # bytes of a thread: places in the whole and drawn bits take more than a thread has
+MOST_SPILLED = 64  # spilled bytes per thread: positions and dropout bits exceed the registers of a thread
 
 
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs NVRTC: pip install '.[cuda13]'")
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_nothing_spills(dropout: float) -> None:
+def test_no_spills(dropout: float) -> None:
     spec = fg.AttentionSpec(128, "bfloat16", mask=fg.causal(), dropout=dropout).shard()
     attention = fg.compile(spec, target="sm_90a")
     for resources in (attention.resources, *attention.backward_resources.values()):
@@ -141,11 +141,11 @@ def test_json_and_names() -> None:
     assert fg.AttentionSpec.from_json(spec.to_json()) == spec == spec.shard()
     assert spec != VARIANTS["positions"]
     assert "-shard-" in spec.name
-    assert "sharded" not in VARIANTS["positions"].to_json(), "specs have the text that they always had"
+    assert "sharded" not in VARIANTS["positions"].to_json(), "the text of specs without shards does not change"
     assert fg.AttentionSpec(32, mask=fg.causal(), sharded=True) == fg.AttentionSpec(32, mask=fg.causal()).shard()
 
 
-def test_what_is_no_shard_is_refused() -> None:
+def test_invalid_shards_are_refused() -> None:
     with pytest.raises(SpecError, match="layout='thd'"):
         fg.AttentionSpec(32, layout="thd").shard()
     with pytest.raises(SpecError, match="page_size=16"):
@@ -164,7 +164,7 @@ def test_what_is_no_shard_is_refused() -> None:
         ({"whole_q": 10**9 + 1}, "within 1000000000"),
     ],
 )
-def test_places_outside_of_the_whole_are_refused(changed: dict[str, int], message: str) -> None:
+def test_offsets_outside_the_sequence_are_refused(changed: dict[str, int], message: str) -> None:
     places = {"shard_b": 0, "shard_h": 0, "shard_q": 0, "shard_k": 0, "whole_q": 64, "whole_k": 64}
     attention = fg.compile(fg.AttentionSpec(32, dropout=0.5).shard(), emulate=True)
     q, k, v = (np.zeros((1, 2, 64, 32), np.float16) for _ in range(3))

@@ -1,4 +1,4 @@
-"""Arrays to write to that share memory with others of the call are refused by name; slices of one buffer are not."""
+"""Outputs that overlap other arrays of a call are refused by name; disjoint slices of one buffer are accepted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fresh() -> dict[str, Array]:
 
 
 def given_memory(array: Array, shape: tuple[int, ...], dtype: Any = np.float16, at: int = 0) -> Array:
-    """An array of that shape in the memory of another, from the byte `at` on."""
+    """Returns an array of a shape in the memory of another, starting at byte `at`."""
     return np.ndarray(shape, dtype, memoryview(array.reshape(-1).view(np.uint8)), at)  # type: ignore[arg-type]
 
 
@@ -42,7 +42,7 @@ def forward(target: str = "sm_80", **given: Any) -> Any:
 @TARGETS
 @pytest.mark.parametrize("name", ["q", "k", "v", "capture 'bias'"])
 @pytest.mark.parametrize("at", [0, 32, -32], ids=["exactly", "a row later", "a row earlier"])
-def test_an_output_over_an_input(target: str, name: str, at: int) -> None:
+def test_an_output_that_overlaps_an_input(target: str, name: str, at: int) -> None:
     memory = np.zeros(8192, np.uint8)
     arrays = fresh()
     own = name.removeprefix("capture ").strip("'")
@@ -56,7 +56,7 @@ def test_an_output_over_an_input(target: str, name: str, at: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "capture 'bias'"])
-def test_an_lse_over_an_input(name: str) -> None:
+def test_an_lse_that_overlaps_an_input(name: str) -> None:
     arrays = fresh()
     memory = np.zeros(8192, np.uint8)
     own = name.removeprefix("capture ").strip("'")
@@ -66,14 +66,14 @@ def test_an_lse_over_an_input(name: str) -> None:
         forward(out=(np.empty(ROWS, np.float16), lse), return_lse=True, **arrays)
 
 
-def test_an_output_and_its_lse_over_each_other() -> None:
+def test_an_output_and_an_lse_that_overlap() -> None:
     out = np.empty(ROWS, np.float16)
     with pytest.raises(ArgumentError, match="out shares memory with lse: a call writes to both"):
         forward(out=(out, given_memory(out, LSE, np.float32, at=1024)), return_lse=True, **fresh())
 
 
-def test_what_a_first_call_has_shown_of_other_addresses_holds_for_those_alone() -> None:
-    """Everything but the addresses is alike, so that nothing else of the second call is looked at."""
+def test_overlaps_are_checked_for_new_addresses() -> None:
+    """The second call differs only in addresses, so all its other checks are cached."""
     arrays, out = fresh(), np.empty(ROWS, np.float16)
     forward(out=out, **arrays)
     for name in "qkv":
@@ -104,7 +104,7 @@ PACKED = {
 
 @pytest.mark.parametrize("how", PACKED)
 def test_slices_of_one_buffer(how: str) -> None:
-    """q, k, v and the output, packed as users pack them: nothing is refused, and nothing but the output is written."""
+    """q, k, v and the output in one buffer, as users pack them: accepted, and only the output is written."""
     shape, slot = PACKED[how]
     buffer, arrays = np.full(shape, np.nan, np.float16), fresh()
     for number, name in enumerate("qkv"):
@@ -120,7 +120,7 @@ def test_slices_of_one_buffer(how: str) -> None:
         forward(out=slot(buffer, 2), **packed, bias=arrays["bias"])
 
 
-def test_arrays_without_elements_share_nothing() -> None:
+def test_empty_arrays_overlap_nothing() -> None:
     arrays = fresh()
     nothing = arrays["k"][:, :, :0]
     assert (forward(**arrays | {"k": nothing, "v": nothing}, out=np.ones(ROWS, np.float16)) == 0).all()
@@ -145,7 +145,7 @@ def gradient_arrays() -> tuple[dict[str, Array], dict[str, Array]]:
 
 @pytest.mark.parametrize("result", RESULTS)
 @pytest.mark.parametrize("name", INPUTS)
-def test_a_gradient_over_an_input(result: str, name: str) -> None:
+def test_a_gradient_that_overlaps_an_input(result: str, name: str) -> None:
     inputs, into = gradient_arrays()
     backward(inputs, into)
     memory = np.zeros(8192, np.uint8)
@@ -164,7 +164,7 @@ def test_one_array_for_two_gradients(result: str, other: str) -> None:
 
 
 def test_gradients_in_slices_of_one_buffer() -> None:
-    """dq, dk and dv side by side in a token, beside q, k and v."""
+    """dq, dk and dv side by side in a token, next to q, k and v."""
     inputs, into = gradient_arrays()
     expected = backward(inputs, into)
     buffer = np.ones((1, 30, 6, 2, 16), np.float16)
@@ -176,7 +176,7 @@ def test_gradients_in_slices_of_one_buffer() -> None:
 
 
 def slices(random: np.random.Generator, memory: Array) -> Array:
-    """Some view of a memory of 4096 bytes, backwards and strided at random."""
+    """Returns a random view of a memory of 4096 bytes, also with negative strides."""
     dtype = random.choice([np.uint8, np.float16, np.float32])
     array = memory[: random.integers(1, 4096 // 4) * 4].view(dtype)
     rows = int(random.integers(1, 9))
@@ -188,13 +188,13 @@ def slices(random: np.random.Generator, memory: Array) -> Array:
 
 
 def check_by_addresses(arrays: dict[str, Array], written: list[str], named: Any) -> None:
-    """As calls check arrays, wherever they are."""
+    """Uses the check of calls."""
     views = {name: view_numpy(array, name) for name, array in arrays.items()}
     Sharing(views, written, named).check({name: view.pointer for name, view in views.items()})
 
 
-def test_what_is_found_is_what_is_shared() -> None:
-    """Against the sets of all bytes, for random views of one memory; addresses are told, and nothing is read."""
+def test_overlap_detection_is_exact() -> None:
+    """Compared with the sets of all bytes, for random views of one memory; only addresses are used."""
     random, memory, found = np.random.default_rng(5), np.zeros(8192, np.uint8), {True: 0, False: 0}
     for _ in range(600):
         one, other = slices(random, memory[:4096]), slices(random, memory[int(random.integers(0, 64)) * 64 :][:4096])
@@ -212,8 +212,8 @@ def test_what_is_found_is_what_is_shared() -> None:
 
 
 @pytest.mark.parametrize("backwards", [False, True])
-def test_one_byte_is_enough(backwards: bool) -> None:
-    """Arrays of 4 and 6 bytes, from apart through each other to apart."""
+def test_overlaps_of_one_byte(backwards: bool) -> None:
+    """Arrays of 4 and 6 bytes, moved across each other."""
     memory = np.zeros(40, np.uint8)
     for at in range(30):
         one, other = memory[at : at + 4], memory[15:21]
@@ -222,7 +222,7 @@ def test_one_byte_is_enough(backwards: bool) -> None:
             check_by_addresses({"out": one[::-1] if backwards else one, "k": other}, ["out"], str)
 
 
-def test_arrays_that_cannot_be_told_apart_in_time_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_that_are_too_complex_to_compare_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing, "_MAX_WORK", 1)
     memory, strided = np.zeros(2**20, np.uint8), np.lib.stride_tricks.as_strided
     one, other = (

@@ -1,4 +1,4 @@
-"""Sinks: a score of each head without a value, in the output, the LSE and the gradients."""
+"""Sinks: one extra score per head without a value, in the output, the LSE and the gradients."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_family_on_the_emulator(case: Case, target: str) -> None:
 @pytest.mark.parametrize("case", sink_cases()[::3], ids=str)
 @pytest.mark.rotated(8)
 def test_sanitizers_find_nothing(case: Case, sanitize: Any) -> None:
-    """One problem, where `verify` takes as many as make up for few sinks: each is as many launches."""
+    """One problem, where `verify` uses several because a sink has few elements: each costs as many launches."""
     target = TARGETS[sink_cases().index(case) // 3 % len(TARGETS)]
     shape = replace(case.shape, len_q=min(case.shape.len_q, 70), len_k=min(case.shape.len_k, 90))
     (sample,) = samples(replace(case, shape=shape), 0, backward=False)
@@ -69,8 +69,8 @@ def test_on_a_gpu(case: Case) -> None:
         assert result.ok, f"{result.case}: {result.problem or result.verdict}"
 
 
-def test_a_sink_is_a_key_more_whose_value_is_zero() -> None:
-    """By attention without sinks: one key more, whose score is the sink's."""
+def test_a_sink_equals_an_extra_key_with_value_zero() -> None:
+    """Compared with attention without sinks over one more key, whose score is the sink."""
     q, k, v = (array.astype(np.float32) for array in arrays(20, 30))
     sinks = np.array([0.5, -1, 2, 0], np.float32)
     out, lse = fg.reference.attention(spec_of(), q, k, v, sinks=sinks, return_lse=True)
@@ -83,7 +83,7 @@ def test_a_sink_is_a_key_more_whose_value_is_zero() -> None:
     np.testing.assert_allclose(lse, expected[1], rtol=1e-12)
 
 
-def test_the_reference_s_gradient_is_the_slope() -> None:
+def test_the_references_gradient_is_the_slope() -> None:
     q, k, v = (array.astype(np.float64) for array in arrays(7, 9, batch=1))
     sinks, random = np.array([0.5, -1, 2, 0.1]), np.random.default_rng(5)
     d_out, d_lse = random.standard_normal(q.shape), random.standard_normal(q.shape[:3])
@@ -102,8 +102,8 @@ def test_the_reference_s_gradient_is_the_slope() -> None:
 
 @targets
 @pytest.mark.parametrize("sinks", [(-np.inf, -1e4, 1e4, 700.0), (3e4, -3e4, 0.0, 88.0)])
-def test_sinks_far_from_the_scores(target: str, sinks: tuple[float, ...]) -> None:
-    """One that outweighs every key leaves an output of 0, one that does not count leaves that of no sink."""
+def test_sinks_of_extreme_magnitude(target: str, sinks: tuple[float, ...]) -> None:
+    """A dominating sink gives an output of 0; a very small one gives the output without sink."""
     q, k, v = arrays(70, 130)
     given = {"sinks": np.array(sinks, np.float32)}
     out, lse = fg.compile(spec_of(), target, emulate=True)(q, k, v, return_lse=True, **given)
@@ -114,7 +114,7 @@ def test_sinks_far_from_the_scores(target: str, sinks: tuple[float, ...]) -> Non
 
 
 @targets
-def test_rows_with_nothing_to_attend_to_have_the_sink_alone(target: str) -> None:
+def test_rows_without_keys_have_only_the_sink(target: str) -> None:
     q, k, v = arrays(70, 40)
     k[...] = v[...] = np.nan
     spec = spec_of(mask=fg.trace_mask(lambda b, h, q, k: k < 0))
@@ -136,7 +136,7 @@ def test_no_keys_at_all(target: str) -> None:
     np.testing.assert_allclose(gradients.captures["sinks"], d_lse.sum(axis=(0, 2)), rtol=1e-5)
 
 
-def test_packed_heads_have_each_their_own() -> None:
+def test_packed_heads_have_separate_sinks() -> None:
     q, k, v = arrays(5, 90, heads=16)
     given = {"sinks": np.linspace(-3, 5, 16).astype(np.float32)}
     for packed in (1, 2, 8):
@@ -157,13 +157,13 @@ def test_sinks_of_16_bits(dtype: str) -> None:
     assert all(each.ok for each in judged_gradients(spec, q, k, v, np.ones_like(q), found, **given).values())
 
 
-def test_sinks_without_a_gradient_have_no_stage() -> None:
+def test_sinks_without_a_gradient_launch_no_kernel() -> None:
     attention = fg.compile(spec_of(sink=fg.Tensor("sinks", "float32", 1)), "sm_80", emulate=True)
     assert "sink" not in attention.backward_kernels
     assert "sink" in fg.compile(spec_of(), "sm_80", emulate=True).backward_kernels
 
 
-def test_what_is_no_sink() -> None:
+def test_invalid_sinks() -> None:
     for wrong in (fg.Tensor("sinks", "float32", 2), fg.Tensor("sinks", "int32", 1), fg.Scalar("sink", "float32"), 1.0):
         with pytest.raises(SpecError, match="must be a Tensor of one dimension and floats"):
             spec_of(sink=wrong)
@@ -179,7 +179,7 @@ def test_what_is_no_sink() -> None:
         fg.reference.standard(spec_of(), q, k, v, sinks=np.zeros(4, np.float32))
 
 
-def test_a_spec_without_a_sink_is_called_what_it_was() -> None:
+def test_names_of_specs_without_a_sink_do_not_change() -> None:
     assert fg.AttentionSpec(64, mask=fg.causal()).name == "fp16-d64-causal-dc7bbe62"
     spec = spec_of()
     assert fg.AttentionSpec.from_json(spec.to_json()) == spec and spec.name.startswith("fp16-d32-full-sink-")
@@ -200,7 +200,7 @@ FAULTS = {
 @pytest.mark.rotated(6)
 @pytest.mark.parametrize("fault", FAULTS)
 @targets
-def test_a_mistake_is_noticed(fault: str, target: str) -> None:
+def test_planted_mistakes_are_noticed(fault: str, target: str) -> None:
     kind, right, wrong = FAULTS[fault]
     q, k, v = arrays(130, 90)
     given = {"sinks": np.array([30, -5, 1, 3], np.float32)}

@@ -1,8 +1,7 @@
-"""Sizes of 0 and 1 on a GPU that is made up: tuned plans, tensor maps, counters and grids, by the GPU's own code."""
+"""Sizes of 0 and 1 on a mock GPU: tuned plans, tensor maps, counters and grids run the GPU's code."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,15 @@ from flashgen.build.cache import KernelCache
 from flashgen.codegen.targets import target_named
 from flashgen.runtime import counters
 from flashgen.verify import Shape, random_gradients, random_inputs
-
-sys.path.insert(0, str(Path(__file__).parent))
 from made_up_card import MadeUpCard, counts, stand_in
 
-targets = pytest.mark.parametrize("target", ["sm_80", "sm_90a"])  # of each family
+targets = pytest.mark.parametrize("target", ["sm_80", "sm_90a"])  # one per family
 SINKS = fg.Tensor("sinks", "float32", 1, grad=True)
 
 
 @pytest.fixture(autouse=True)
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every counter is 0 again when a test's calls are over."""
+    """Asserts that every counter is 0 after the calls of a test."""
     stand_in(monkeypatch)
     yield
     assert counts(counters.counters(0)) == 0
@@ -78,8 +75,8 @@ def test_lengths(name: str, deterministic: bool, target: str, tmp_path: Path, ri
 @pytest.mark.parametrize("sink", [None, SINKS], ids=["plain", "sink"])
 @pytest.mark.parametrize("head_dim", [32, 160])
 @pytest.mark.covering(4)
-def test_ragged_batches(head_dim: int, sink: Any, target: str, tmp_path: Path) -> None:
-    """Of no sequence, of empty ones, without a token, and with tokens that no sequence has."""
+def test_varlen_batches(head_dim: int, sink: Any, target: str, tmp_path: Path) -> None:
+    """Without sequences, with empty ones, without tokens, and with tokens that belong to no sequence."""
     spec = fg.AttentionSpec(head_dim, mask=fg.causal(), layout="thd", sink=sink)
     it, sinks = compiled(spec, target, tmp_path), np.linspace(-1, 1, 4, dtype=np.float32)
     given = {} if sink is None else {"sinks": sinks}
@@ -126,7 +123,7 @@ def test_batches_and_heads(name: str, target: str, tmp_path: Path) -> None:
 
 @targets
 def test_pages(target: str, tmp_path: Path) -> None:
-    """Tables without a page, caches without one, and lengths of 0."""
+    """Tables without pages, caches without pages, and lengths of 0."""
     spec = fg.AttentionSpec(64, mask=fg.causal(), page_size=16, sink=fg.Tensor("sinks", "float32", 1))
     it = compiled(spec, target, tmp_path)
     for batch in (0, 1, 2):
@@ -142,7 +139,7 @@ def test_pages(target: str, tmp_path: Path) -> None:
                     assert (out == 0).all() and (lse == 1).all()
 
 
-def test_plans_of_calls_without_a_score_are_the_default_ones(tmp_path: Path) -> None:
+def test_calls_without_scores_have_default_plans(tmp_path: Path) -> None:
     it = compiled(SPECS["sink"], "sm_90a", tmp_path)
     for len_q, len_k in SHAPES:
         if not (len_q and len_k):
@@ -197,7 +194,7 @@ def test_tile_lists(target: str, tmp_path: Path) -> None:
 
 
 def test_appending_and_merging(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = MadeUpCard()  # one, as runners are kept by their engines
+    engine = MadeUpCard()  # one attention, because engines cache runners
     for module in (appending, merging):
         monkeypatch.setattr(module, "Emulator", lambda: engine)
     empty = ((0, 1, 2, 3, 8), (1, 0, 2, 3, 8), (1, 1, 0, 3, 8), (1, 1, 2, 0, 8), (1, 1, 2, 3, 0), (1, 1, 1, 1, 8))

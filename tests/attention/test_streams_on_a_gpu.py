@@ -1,4 +1,4 @@
-"""On a GPU: what launches share where a stream takes the place of another, and where memory is needed in a capture."""
+"""State that launches share on a GPU: reused stream handles, and allocations during graph capture."""
 
 from __future__ import annotations
 
@@ -16,17 +16,12 @@ from flashgen.verify import Shape, random_gradients, random_inputs
 pytestmark = [pytest.mark.gpu, pytest.mark.quick]
 
 CAUSAL = fg.AttentionSpec(64, mask=fg.causal())
-MANY_TILES = Shape(700, 700, 4, 48, 12)  # more than any GPU has multiprocessors
-
-
-@pytest.fixture(scope="module")
-def cupy() -> Any:
-    return pytest.importorskip("cupy")
+MANY_TILES = Shape(700, 700, 4, 48, 12)  # more than the multiprocessors of any GPU
 
 
 @pytest.fixture
 def called(cupy: Any) -> Any:
-    """A compiled spec, its arrays, and the output of a call that nothing ran beside."""
+    """Returns a compiled spec, its arrays, and the output of an undisturbed call."""
     inputs, compiled = random_inputs(CAUSAL, MANY_TILES), attention.compile(CAUSAL)
     rows = [cupy.asarray(array) for array in (inputs.q, inputs.k, inputs.v)]
     out = compiled(*rows)
@@ -34,8 +29,8 @@ def called(cupy: Any) -> Any:
     return compiled, rows, cupy.asnumpy(out)
 
 
-def test_a_stream_at_the_handle_of_another_whose_work_still_runs(cupy: Any, called: Any) -> None:
-    """A stream may be destroyed while it works; the next one gets its handle, but not its counter."""
+def test_a_stream_with_the_handle_of_a_destroyed_one(cupy: Any, called: Any) -> None:
+    """A stream may be destroyed while it works; the next one gets its handle, but must not get its counter."""
     compiled, rows, expected = called
     outs = [cupy.full(expected.shape, np.nan, rows[0].dtype) for _ in range(400)]
     cupy.cuda.Device().synchronize()
@@ -48,13 +43,13 @@ def test_a_stream_at_the_handle_of_another_whose_work_still_runs(cupy: Any, call
             compiled(*rows, out=out)
         del stream
     cupy.cuda.Device().synchronize()
-    assert len(numbers) == len(outs) > len(handles), "no handle came back: nothing was tried"
+    assert len(numbers) == len(outs) > len(handles), "no handle was reused: nothing was tested"
     wrong = sum(not np.array_equal(cupy.asnumpy(out), expected) for out in outs)
     assert wrong == 0, f"{wrong} of {len(outs)}"
 
 
-def test_counters_are_made_while_a_stream_is_captured(cupy: Any, called: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first call of a process may be captured, and a graph may have more launches than one allocation counters."""
+def test_counters_are_allocated_during_capture(cupy: Any, called: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call of a process may be captured, and a graph may need more counters than one allocation has."""
     compiled, rows, expected = called
     monkeypatch.setattr(counters, "_COUNTERS_PER_ALLOCATION", 2)
     counters.counters.cache_clear()
@@ -79,8 +74,8 @@ def test_counters_are_made_while_a_stream_is_captured(cupy: Any, called: Any, mo
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
-def test_a_replay_writes_to_no_memory_of_others(deterministic: bool, cupy: Any) -> None:
-    """What a captured call takes for lists and sums is the graph's: replays leave what is allocated later alone."""
+def test_a_replay_writes_to_no_other_memory(deterministic: bool, cupy: Any) -> None:
+    """Lists and accumulators of a captured call belong to the graph: replays do not write to later allocations."""
     slopes = fg.Tensor("slopes", "float32", 1, grad=True)
     spec = fg.AttentionSpec(64, mask=fg.document("ids"), score=fg.alibi(slopes))
     shape = Shape(300, 300, 2, 4, 2)

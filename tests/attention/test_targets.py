@@ -1,4 +1,4 @@
-"""Which target a spec is compiled for: by the GPU, by name, by the kind of a plan; and what the backward is then."""
+"""Selection of a spec's target by the GPU, by name or by a plan, and of the backward that goes with it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def no_builds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     attention.compiling.clear()
     monkeypatch.setattr(engines, "GpuRunner", Built)
     yield
-    attention.compiling.clear()  # what was made up
+    attention.compiling.clear()  # the mock capability
 
 
 def on(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ def on(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     ("capability", "name"),
     [((7, 5), "sm_75"), ((8, 0), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((10, 0), "sm_100")],
 )
-def test_a_gpu_takes_the_target_of_its_own_generation(
+def test_a_gpu_selects_the_target_of_its_generation(
     capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on(capability, monkeypatch)
@@ -69,7 +69,7 @@ def test_a_gpu_takes_the_target_of_its_own_generation(
     assert compiled.backward_kernels["dkdv"].target.name == name
 
 
-def test_the_other_family_is_taken_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_family_is_selected_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     on((9, 0), monkeypatch)
     compiled = attention.compile(SPEC, target="sm_90")
     assert (compiled.target.family, type(compiled.plan)) == ("ampere", ForwardPlan)
@@ -77,7 +77,7 @@ def test_the_other_family_is_taken_by_name(monkeypatch: pytest.MonkeyPatch) -> N
     assert attention.compile(SPEC, target="sm_90a") is attention.compile(SPEC)
 
 
-def test_a_plan_chooses_the_target_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_selects_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     on((9, 0), monkeypatch)
     assert attention.compile(SPEC, plan=AMPERES).target.name == "sm_90"
     assert attention.compile(SPEC, plan=HOPPERS).target.name == "sm_90a"
@@ -89,7 +89,7 @@ def test_a_plan_chooses_the_target_by_its_kind(monkeypatch: pytest.MonkeyPatch) 
         attention.compile(SPEC, plan=HOPPERS)
 
 
-def test_a_plan_chooses_the_emulated_target_too() -> None:
+def test_a_plan_selects_the_emulated_target() -> None:
     chosen = [attention.compile(SPEC, emulate=True, plan=plan).target.name for plan in (None, AMPERES, HOPPERS)]
     assert chosen == ["sm_80", "sm_80", "sm_90a"]
 
@@ -101,7 +101,7 @@ def test_a_target_that_contradicts_the_plan_is_refused() -> None:
         attention.compile(SPEC, target="sm_90a", plan=AMPERES)
 
 
-def test_what_is_no_plan_is_refused() -> None:
+def test_invalid_plans_are_refused() -> None:
     given: Any = "fast"
     with pytest.raises(UnsupportedError, match=r"plan='fast': sm_80 takes a ForwardPlan$"):
         attention.compile(SPEC, target="sm_80", plan=given)
@@ -109,20 +109,20 @@ def test_what_is_no_plan_is_refused() -> None:
         _ = attention.compile(SPEC, target="sm_80", backward_plan=given).backward_kernels
 
 
-def test_a_gpu_that_kernels_are_not_generated_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     on((7, 0), monkeypatch)
     with pytest.raises(UnsupportedError, match="target='sm_70' is not supported; choose one of sm_75"):
         attention.compile(SPEC)
 
 
-def test_what_runs_where() -> None:
+def test_targets_that_run_on_each_gpu() -> None:
     there = {(8, 0): ["sm_80"], (8, 9): ["sm_80", "sm_86", "sm_87", "sm_89"], (9, 0): ["sm_90", "sm_90a"]}
     there |= {(9, 1): ["sm_90"], (12, 1): ["sm_120", "sm_121"]}
     for capability, names in there.items():
         assert [name for name, target in TARGETS.items() if target.runs_on(*capability)] == names
 
 
-def test_a_kernel_for_another_gpu_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_for_another_gpu_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(engines, "build", lambda kernel, prebuild: None)
     on((9, 0), monkeypatch)
@@ -133,10 +133,10 @@ def test_a_kernel_for_another_gpu_says_what_to_do(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("spec", [SPEC, LISTED, LEARNED, WIDE], ids=lambda spec: spec.name)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
-def test_hopper_s_backward_is_of_its_own_instructions(
+def test_the_backward_on_hopper_uses_its_own_instructions(
     spec: fg.AttentionSpec, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who launches, shows and releases it agrees on that."""
+    """Launching, showing and releasing agree on that."""
     on((9, 0), monkeypatch)
     compiled = attention.compile(spec, deterministic=deterministic)
     shown = kernels_of(spec, TARGETS["sm_90a"], ("backward",), deterministic=deterministic)
@@ -150,10 +150,8 @@ def test_hopper_s_backward_is_of_its_own_instructions(
 
 
 @needs_nvrtc
-def test_a_release_for_sm_90a_serves_both_passes_where_nothing_is_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One for sm_90 alone serves those who ask for that target, and the others are told what to do."""
+def test_a_release_for_sm_90a_serves_both_passes_without_jit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release for sm_90 serves only calls with that target; others get an error with a remedy."""
     monkeypatch.undo()
     attention.compiling.clear()
     on((9, 0), monkeypatch)
@@ -167,7 +165,7 @@ def test_a_release_for_sm_90a_serves_both_passes_where_nothing_is_compiled(
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "empty"))
     monkeypatch.setenv("FLASHGEN_JIT", "0")
     monkeypatch.setenv("FLASHGEN_RELEASE", str(tmp_path / "sm_90a"))
-    spec = fg.AttentionSpec.from_json(LISTED.to_json())  # masks of a spec's JSON are named anew
+    spec = fg.AttentionSpec.from_json(LISTED.to_json())  # masks from a spec's JSON get new names
     compiled = attention.compile(spec, deterministic=True)
     resources = {compiled.name: compiled.resources, **compiled.backward_resources}
     assert all("-sm90a-" in name and used.registers for name, used in resources.items()) and len(resources) == 6
@@ -180,7 +178,7 @@ def test_a_release_for_sm_90a_serves_both_passes_where_nothing_is_compiled(
 
 @needs_nvrtc
 @pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
-def test_the_commands_that_a_refusal_names_build_what_is_missing(
+def test_the_commands_of_the_error_build_what_is_missing(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
@@ -208,7 +206,7 @@ def test_the_commands_that_a_refusal_names_build_what_is_missing(
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 @pytest.mark.covering(3)
 def test_both_passes_of_hopper_on_the_emulator(spec: fg.AttentionSpec, deterministic: bool) -> None:
-    """The backward takes the forward's own output and LSE."""
+    """The backward uses the output and LSE of the forward."""
     cases = [Case(spec, Shape(150, 170, 1, 4, 2)), Case(spec, Shape(1, 33, 2, 2, 1), lse_gradient=True)]
     passes = ("forward", "backward")
     for result in verify(cases, passes=passes, target="sm_90a", emulate=True, deterministic=deterministic):

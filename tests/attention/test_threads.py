@@ -1,4 +1,4 @@
-"""One compiled attention, called by many threads on the emulator: what calls share is right for each of them."""
+"""One compiled attention called by many threads on the emulator: shared state stays correct."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from flashgen.verify import Shape, random_gradients, random_inputs
 
 AtOnce = Callable[..., list[Any]]
 
-NEAR = fg.trace_mask(lambda b, h, q, k: (abs(q - k) < 20) | (k < 4) | (k >= fg.len_k - 4))  # needs lists
+NEAR = fg.trace_mask(lambda b, h, q, k: (abs(q - k) < 20) | (k < 4) | (k >= fg.len_k - 4))  # needs tile lists
 LENGTHS = tuple((length, length + 7) for length in (33, 40, 70, 41, 90))
 
 
 @pytest.fixture
 def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less than the calls of a test want, so that each call makes room for another."""
+    """Reduces caches below what the calls of a test need, so that calls evict each other's entries."""
     monkeypatch.setattr(call_pass, "_MAX_PREPARED", 2)
     monkeypatch.setattr(tile_lists, "_MAX_CACHED", 1)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 def test_calls_of_many_lengths_in_many_threads(target: str, at_once: AtOnce, hurried: None, small_caches: None) -> None:
-    """More lengths than are remembered; every output and LSE is bitwise that of one thread."""
+    """More lengths than cache entries; every output and LSE has the bits of a single thread."""
     spec = fg.AttentionSpec(16, mask=NEAR)
     compiled = Attention(spec, target_named(target), Emulator())
     inputs = [random_inputs(spec, Shape(*pair, 1, 2, 1), seed) for seed, pair in enumerate(LENGTHS)]
@@ -92,8 +92,8 @@ def test_the_backward_is_compiled_once(at_once: AtOnce, monkeypatch: pytest.Monk
     assert len(set(map(id, at_once(lambda number: compiled._backward)))) == 1 and len(made) == 1
 
 
-def test_one_attention_does_not_wait_for_anothers_kernels(at_once: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of two finishes compiling its backward only when the other has begun."""
+def test_two_attentions_compile_concurrently(at_once: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two finishes compiling its backward only after the other has begun."""
     both = threading.Barrier(2)
 
     class Met(backward.BackwardPass):
@@ -107,7 +107,7 @@ def test_one_attention_does_not_wait_for_anothers_kernels(at_once: AtOnce, monke
 
 
 def test_a_packed_kernel_is_built_once(at_once: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 queries of 8 heads that share a head of k and v, in 16 batches: packed, by a kernel of its own."""
+    """16 queries of 8 heads that share a KV head, in 16 batches: packed, with a kernel of its own."""
     compiled = Attention(fg.AttentionSpec(16), target_named("sm_90a"), Emulator())
     built: list[Any] = []
     build = forward_dispatch.ForwardKernels.build
@@ -121,8 +121,8 @@ def test_a_packed_kernel_is_built_once(at_once: AtOnce, monkeypatch: pytest.Monk
     assert plans[0].packed_heads == 8 and len(set(plans)) == 1 and len(built) == 1
 
 
-def test_winners_are_forgotten_beside_calls(tmp_path: Path, at_once: AtOnce, hurried: None) -> None:
-    """`tune` in one thread has the calls of the others look for plans again."""
+def test_winners_are_invalidated_during_calls(tmp_path: Path, at_once: AtOnce, hurried: None) -> None:
+    """`tune` in one thread makes calls of the others look up plans again."""
     compiled = Attention(fg.AttentionSpec(16), target_named("sm_80"), Emulator(), tuned=KernelCache(tmp_path))
 
     def work(thread: int) -> None:
@@ -135,10 +135,8 @@ def test_winners_are_forgotten_beside_calls(tmp_path: Path, at_once: AtOnce, hur
     at_once(work)
 
 
-def test_a_winner_that_was_looked_for_before_another_was_kept_is_looked_for_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A call looks for a winner, and before it has remembered that there is none, another thread has tuned."""
+def test_a_winner_stored_during_a_lookup_is_looked_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread tunes after a call has found no winner and before it caches that."""
     spec = fg.AttentionSpec(16)
     compiled = Attention(spec, target_named("sm_80"), Emulator(), tuned=KernelCache(tmp_path))
     asked: list[Any] = []
@@ -155,7 +153,7 @@ def test_a_winner_that_was_looked_for_before_another_was_kept_is_looked_for_agai
     assert len(asked) == 2
 
 
-def test_attentions_are_compiled_while_winners_are_forgotten(
+def test_attentions_compile_while_winners_are_invalidated(
     tmp_path: Path, at_once: AtOnce, hurried: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = Attention(fg.AttentionSpec(16), target_named("sm_80"), Emulator(), tuned=KernelCache(tmp_path))
@@ -174,20 +172,20 @@ def test_attentions_are_compiled_while_winners_are_forgotten(
 
 
 def test_threads_that_compile_one_spec_get_one_callable(at_once: AtOnce) -> None:
-    spec = fg.AttentionSpec(16, scale=0.71875)  # of this test's own
+    spec = fg.AttentionSpec(16, scale=0.71875)  # a spec that no other test uses
     plan = ForwardPlan(32, 32, 2)
     assert len({id(each) for each in at_once(lambda number: attention.compile(spec, emulate=True, plan=plan))}) == 1
 
 
-def test_a_plan_tuned_for_two_classes_of_lengths_is_built_once(at_once: AtOnce) -> None:
-    """Each thread asks for another class; the second one finds the kernels that the first one builds."""
+def test_a_plan_of_two_classes_of_lengths_is_built_once(at_once: AtOnce) -> None:
+    """Each thread uses another class; the second one finds the kernels that the first one builds."""
     built: list[object] = []
     kernels = SimpleNamespace(plan="default", name="forward")
     tuned = SimpleNamespace(find=lambda card, lengths: SimpleNamespace(plan="other"))
     by_plan: Any = KernelsByPlan()
 
     def build(rendered: object) -> object:
-        time.sleep(0.05)  # long enough that every thread asks meanwhile
+        time.sleep(0.05)  # long enough for every thread to ask in the meantime
         built.append(rendered)
         return rendered
 

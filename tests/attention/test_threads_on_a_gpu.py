@@ -1,4 +1,4 @@
-"""One compiled attention called by eight threads on a GPU: whatever the streams, bitwise what one thread gets."""
+"""One compiled attention called by eight threads on a GPU: on any streams, the bits are those of one thread."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ AtOnce = Callable[..., list[Any]]
 
 THREADS, STREAMS, GRAPHS = 8, 4, 2
 DEFAULT, OTHER = "the default family", "the other family"
-MOST_TILE_Q = 192  # of any plan
-ROUNDINGS = 8 * 2.0**-11  # of the largest element: sums of float32 in another order, rounded to float16
+MOST_TILE_Q = 192  # for every plan
+ROUNDINGS = 8 * 2.0**-11  # relative to the largest element: float32 sums in another order, rounded to float16
 
 
 def far_or_near(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """A band, the first keys and the last: in no closed form and without captures, so that lists are remembered."""
+    """A band, the first and the last keys: no closed form and no captures, so that lists are cached."""
     return (abs(q - k) < 200) | (k < 4) | (k >= fg.len_k - 30)
 
 
@@ -41,7 +41,7 @@ SPECS = {
     "documents": spec_of(fg.document("ids")),
     "remembered lists": spec_of(far_or_near),
 }
-# Each of more tiles than a GPU has multiprocessors; of the lists' more lengths than are remembered.
+# Each has more tiles than a GPU has multiprocessors; with lists there are more lengths than cache entries.
 SHAPES = {name: tuple(Shape(n, n, 4, 24, 12) for n in (300, 301, 700, 1300)) for name in SPECS}
 SHAPES["remembered lists"] = tuple(Shape(n, n, 4, 24, 12) for n in range(300, 540, 20))
 
@@ -50,36 +50,36 @@ SHAPES["remembered lists"] = tuple(Shape(n, n, 4, 24, 12) for n in range(300, 54
 def cupy() -> Any:
     module = pytest.importorskip("cupy")
     tiles = min(shape.batch * shape.heads_q * -(-shape.len_q // MOST_TILE_Q) for shape in SHAPES["full"])
-    assert tiles > module.cuda.Device().attributes["MultiProcessorCount"], "tiles would not be counted"
+    assert tiles > module.cuda.Device().attributes["MultiProcessorCount"], "the kernel would not count tiles"
     return module
 
 
 def bits(array: Any) -> Any:
-    """The same memory as integers: NaN is not itself."""
+    """Returns the same memory as integers, because NaN differs from itself."""
     return array.view(f"u{array.dtype.itemsize}")
 
 
 def poison(*arrays: Any) -> None:
-    """NaN, so that what is not written is seen."""
+    """Fills arrays with NaN, so that unwritten elements are noticed."""
     for array in arrays:
         bits(array).fill(0x7FFF if array.dtype.itemsize == 2 else 0x7FFFFFFF)
 
 
 @dataclass
 class Call:
-    """The arrays of one call, and its results, in one thread with nothing beside it."""
+    """The arrays of one call, and its results from a single thread."""
 
     inputs: list[Any]
     captures: dict[str, Any]
     expected: list[Any]
 
     def results(self) -> list[Any]:
-        """Arrays to write to, as those that are expected."""
+        """Returns output arrays like the expected ones."""
         return [each.copy() for each in self.expected]
 
 
 class Forward:
-    """Forward calls, and how they are compared."""
+    """Forward calls and the comparison of their results."""
 
     def __init__(self, cupy: Any, name: str, target: str | None, deterministic: bool = False) -> None:
         self.cupy, self.compiled = cupy, attention.compile(SPECS[name], target, deterministic=deterministic)
@@ -96,13 +96,13 @@ class Forward:
         self.compiled(*call.inputs, return_lse=True, out=tuple(results), **call.captures)
 
     def compare(self, call: Call, results: list[Any], flag: Any) -> None:
-        """Sets `flag`, an array of one boolean, where a result is not bitwise what is expected; on the stream."""
+        """Sets `flag`, an array with one boolean, on the stream if a result differs in any bit."""
         for found, right in zip(results, call.expected, strict=True):
             flag |= (bits(found) != bits(right)).any()
 
 
 class Backward(Forward):
-    """Backward calls: bitwise, but for dq without the deterministic mode, which is summed in any order."""
+    """Backward calls, compared bit by bit, except dq without the deterministic mode, which is summed in any order."""
 
     def made(self, shape: Shape, seed: int) -> Call:
         call = super().made(shape, seed)
@@ -123,7 +123,7 @@ class Backward(Forward):
 
 @dataclass
 class Plan:
-    """What a thread does: the stream that it is on, how often, and whether it replays a graph of its calls."""
+    """A thread's stream, number of calls, and whether it replays a graph of its calls."""
 
     stream: AbstractContextManager[Any]
     steps: int
@@ -131,7 +131,7 @@ class Plan:
 
 
 def streams_of(cupy: Any, how: str, steps: int) -> Iterator[Plan]:
-    """The plans of all threads."""
+    """Returns the plans of all threads."""
     made = [cupy.cuda.Stream(non_blocking=True) for _ in range(1 + max(STREAMS, GRAPHS))]
     for thread in range(THREADS):
         if how == "the stream of each thread":
@@ -143,12 +143,12 @@ def streams_of(cupy: Any, how: str, steps: int) -> Iterator[Plan]:
 
 
 def work(kernel: Forward, plan: Plan, thread: int) -> int:
-    """One thread's calls, each compared; the number of those that are wrong."""
+    """Compares each call of one thread and returns the number of wrong ones."""
     calls = [kernel.calls[(thread + number) % len(kernel.calls)] for number in range(len(kernel.calls))]
     cupy = kernel.cupy
     with plan.stream as stream:
         results = [call.results() for call in calls]
-        flags = cupy.zeros(plan.steps, bool)  # before a graph is captured, whose own memory is nobody else's to keep
+        flags = cupy.zeros(plan.steps, bool)  # before capture, because the memory of a graph is its own
         if plan.replays:
             kernel.run(calls[0], results[0])
             stream.synchronize()
@@ -168,10 +168,10 @@ def work(kernel: Forward, plan: Plan, thread: int) -> int:
 
 
 def check(kernel: Forward, how: str, steps: int, at_once: AtOnce, record: Callable[[str, object], None]) -> None:
-    """No call of any thread is wrong; says how many were compared."""
+    """Asserts that no call of any thread is wrong, and prints how many were compared."""
     cupy = kernel.cupy
     warm = cupy.zeros(1, bool)
-    for call in kernel.calls:  # compiles what compares, and shows that it finds what is not written
+    for call in kernel.calls:  # compiles the comparison, and shows that it detects unwritten memory
         results = call.results()
         kernel.compare(call, results, warm)
         assert not warm.any()
@@ -193,7 +193,7 @@ QUICK = {(DEFAULT, "causal", "one stream"), (DEFAULT, "remembered lists", "four 
 
 
 def cases(quick: bool = True) -> list[Any]:
-    """(family, mask, how), the quick ones marked."""
+    """Returns (family, mask, mode), the quick ones marked."""
     each_thread = (DEFAULT, "remembered lists", "the stream of each thread")
     every = [*itertools.product((DEFAULT, OTHER), SPECS, HOW), each_thread]
     return [pytest.param(*case, marks=[pytest.mark.quick] if quick and case in QUICK else []) for case in every]
@@ -208,7 +208,7 @@ def target_of(request: pytest.FixtureRequest) -> Callable[[str], str | None]:
 def test_forward(
     family: str, mask: str, how: str, cupy: Any, at_once: AtOnce, target_of: Any, record_property: Any
 ) -> None:
-    """Outputs and LSEs. Where blocks count tiles, one thread's launch once took another's count."""
+    """Outputs and LSEs. In kernels that count tiles, a launch once used the counter of another."""
     check(kernel_of(cupy, mask, target_of(family)), how, 100, at_once, record_property)
 
 
@@ -221,15 +221,15 @@ def test_backward(
     check(kernel_of(cupy, mask, target_of(family), deterministic), how, 25, at_once, record_property)
 
 
-@functools.lru_cache(maxsize=1)  # the cases of a kernel follow each other, and its arrays are many
+@functools.lru_cache(maxsize=1)  # groups the cases of a kernel, because its arrays are large
 def kernel_of(cupy: Any, mask: str, target: str | None, deterministic: bool | None = None) -> Forward:
-    """Forward calls, or where it is said whether they are deterministic, backward calls."""
+    """Returns forward calls, or backward calls if `deterministic` is given."""
     return Forward(cupy, mask, target) if deterministic is None else Backward(cupy, mask, target, deterministic)
 
 
 @pytest.mark.quick
 def test_arrays_of_numpy(cupy: Any, at_once: AtOnce) -> None:
-    """Copied to the GPU and back, by all threads on the stream that they have by themselves."""
+    """All threads copy to the GPU and back on their own stream."""
     compiled = attention.compile(SPECS["causal"])
     each = [random_inputs(compiled.spec, shape, seed) for seed, shape in enumerate(SHAPES["causal"])]
     expected = [compiled(given.q, given.k, given.v) for given in each]

@@ -1,4 +1,4 @@
-"""`attention.tiles` says what the kernels do: lists hold its classes, and loops visit its tiles and no others."""
+"""`attention.tiles` agrees with the kernels: lists contain its classes, and loops visit exactly its tiles."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def compiled_with(mask: fg.Mask, plan: ForwardPlan = PLAN) -> Attention:
 )
 @pytest.mark.parametrize("name", LISTED)
 @pytest.mark.covering(4)
-def test_lists_hold_the_classes(name: str, plan: ForwardPlan) -> None:
+def test_lists_equal_the_classes(name: str, plan: ForwardPlan) -> None:
     mask, shape = LISTED[name]
     compiled = compiled_with(mask, plan)
     inputs = random_inputs(compiled.spec, shape, seed=3)
@@ -66,7 +66,8 @@ def test_lists_hold_the_classes(name: str, plan: ForwardPlan) -> None:
     listed = compiled.tile_lists(*sizes, **inputs.captures).tile_map().classes
     assert tiles.tile == (plan.tile_q, plan.tile_k) and listed.shape == tiles.classes.shape
     np.testing.assert_array_equal(listed != EMPTY, tiles.classes != EMPTY)
-    # A tile that overhangs len_q or len_k may be called partial where each of its elements counts, never the reverse.
+    # A tile that extends beyond len_q or len_k may be called partial although each of its elements counts, never the
+    # reverse.
     assert (tiles.classes[listed == FULL] == FULL).all()
     whole = np.s_[..., : shape.len_q // plan.tile_q, : shape.len_k // plan.tile_k]
     np.testing.assert_array_equal(listed[whole], tiles.classes[whole])
@@ -81,7 +82,7 @@ def test_listed_masks_give_the_right_output(name: str, right: Any) -> None:
     right(compiled.spec, inputs, out, lse)
 
 
-def test_lists_are_made_anew_for_each_call(right: Any) -> None:
+def test_lists_are_built_for_each_call(right: Any) -> None:
     compiled = compiled_with(fg.document("ids"))
     inputs = random_inputs(compiled.spec, EQUAL)
     for documents in (1, 3, 100):
@@ -96,7 +97,7 @@ NOTES = fg.Tensor("notes", "float32", 1)
 def visited_classes(
     mask: fg.Mask, inputs: Any, shape: tuple[int, ...], numbers: dict[str, Any]
 ) -> np.ndarray[Any, Any]:
-    """What the forward kernel's loop does, noted in a captured array by a line planted in it."""
+    """Records the iterations of the forward kernel in a captured array, by a planted line."""
     spec = fg.AttentionSpec(16, mask=mask, score=lambda s, b, h, q, k: s + NOTES[0] * 0.0)
     _, heads, tiles_q, tiles_k = shape
     row = f"(work.batch * {heads} + work.head) * {tiles_q} + work.first_query / kTileQ"
@@ -122,7 +123,7 @@ def visited_classes(
 @pytest.mark.rotated(6)
 @pytest.mark.parametrize("lengths", [(70, 150), (150, 70), (128, 128), (1, 97), (97, 1)], ids=str)
 @pytest.mark.parametrize("name", RANGED)
-def test_loops_visit_the_tiles(name: str, lengths: tuple[int, int]) -> None:
+def test_loops_visit_exactly_the_tiles(name: str, lengths: tuple[int, int]) -> None:
     compiled = compiled_with(RANGED[name])
     inputs = random_inputs(compiled.spec, Shape(*lengths, 2, 2, 1))
     numbers = {"window": 33} if compiled.spec.captures else {}
@@ -132,7 +133,7 @@ def test_loops_visit_the_tiles(name: str, lengths: tuple[int, int]) -> None:
     np.testing.assert_array_equal(visited, np.broadcast_to(tiles.classes, shape))
 
 
-def test_tiles_need_the_captures_that_the_mask_reads_and_no_others() -> None:
+def test_tiles_need_exactly_the_captures_of_the_mask() -> None:
     spec = fg.AttentionSpec(16, mask=fg.sliding_window(fg.Scalar("window")), score=fg.alibi("slopes"))
     compiled = attention.compile(spec, emulate=True, plan=PLAN)
     assert compiled.tiles(100, window=10).classes.shape == (1, 1, 4, 4)
@@ -146,7 +147,7 @@ def test_tiles_need_the_captures_that_the_mask_reads_and_no_others() -> None:
 LENGTHS = np.array([10, 130, 190, 200], np.int32)
 
 
-def test_the_map_is_of_as_many_sequences_as_the_captures_have() -> None:
+def test_the_map_has_as_many_sequences_as_the_captures() -> None:
     compiled = attention.compile(
         fg.AttentionSpec(64, mask=fg.prefix_lm(fg.Tensor("lengths", "int32", 1))), emulate=True
     )
@@ -161,7 +162,7 @@ def test_the_map_is_of_as_many_sequences_as_the_captures_have() -> None:
         tiles.at(4)
 
 
-def test_the_map_is_of_as_many_heads_as_the_captures_have() -> None:
+def test_the_map_has_as_many_heads_as_the_captures() -> None:
     layout = np.random.default_rng(1).random((1, 3, 4, 4)) < 0.5
     mask = fg.block_sparse(fg.Tensor("layout", "bool", 4), 64, 64)
     compiled = attention.compile(fg.AttentionSpec(64, mask=mask), emulate=True)

@@ -1,4 +1,4 @@
-"""Tuning: what is timed, what is kept, and which kernel calls run after it. Times are made up, except on a GPU."""
+"""Tuning: which plans are timed and kept, and which kernels calls then run. Timings are mocked except on a GPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def inputs(length: int = 90, heads: int = 2, dim: int = 16) -> tuple[np.ndarray[
 
 
 class MadeUpTimes:
-    """A timer that runs nothing: the plans' milliseconds by name, 5 for the others."""
+    """A timer that runs nothing and returns milliseconds by plan name, 5 for the others."""
 
     def __init__(self, *fast: Plan, milliseconds: float = 2.0) -> None:
         self.times = {str(plan): milliseconds for plan in fast}
@@ -65,16 +65,16 @@ def tuned(
     return tuning.tune(it.forward, given, captures, plans=plans, timer=timer or MadeUpTimes(SMALL))  # type: ignore[arg-type]
 
 
-# ---- what is kept on disk
+# ---- winners on disk
 
 
 @pytest.mark.parametrize(("number", "power"), [(1, 1), (2, 2), (3, 4), (5, 4), (6, 8), (11585, 8192), (11586, 16384),
                                                (16384, 16384), (23170, 16384), (23171, 32768)])  # fmt: skip
-def test_lengths_belong_to_the_nearest_power_of_2(number: int, power: int) -> None:
+def test_lengths_are_classified_by_the_nearest_power_of_2(number: int, power: int) -> None:
     assert nearest_power(number) == power
 
 
-def test_heads_count_until_they_fill_the_gpu_and_not_where_lists_are_read() -> None:
+def test_heads_are_classified_until_they_fill_the_gpu_and_not_with_lists() -> None:
     def of(heads: int, length: int = 16384, lists: bool = False) -> LengthClass:
         return LengthClass.of(Workload(length, length, heads, 132), lists)
 
@@ -86,7 +86,7 @@ def test_heads_count_until_they_fill_the_gpu_and_not_where_lists_are_read() -> N
 
 
 @pytest.mark.parametrize(("target", "plan"), [("sm_80", SMALL), ("sm_90a", HopperPlan(2, 64, 2, takes_turns=True))])
-def test_a_winner_comes_back_for_the_same_kernel_gpu_and_lengths_alone(
+def test_a_winner_is_found_only_for_the_same_kernel_gpu_and_lengths(
     target: str, plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     default, kernel = (render_forward(SPEC, target_named(target), given) for given in (None, plan))
@@ -109,7 +109,7 @@ def test_a_winner_comes_back_for_the_same_kernel_gpu_and_lengths_alone(
     assert kept.find(CARD, LENGTHS) is None
 
 
-def test_a_later_winner_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
+def test_a_later_winner_replaces_an_earlier_one(tmp_path: Path) -> None:
     default = render_forward(SPEC, SM_80)
     kept = TunedPlans(default, KernelCache(tmp_path))
     for plan in (SMALL, OTHER):
@@ -120,7 +120,7 @@ def test_a_later_winner_takes_the_place_of_an_earlier_one(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b'{"plan": {"tile_q": 1}}', b"\xff"])
-def test_a_damaged_winner_is_said_and_is_none(damage: bytes, tmp_path: Path) -> None:
+def test_a_damaged_winner_warns_and_is_ignored(damage: bytes, tmp_path: Path) -> None:
     kept = TunedPlans(render_forward(SPEC, SM_80), KernelCache(tmp_path))
     folder = kept.store(CARD, LENGTHS, TunedPlan.of(render_forward(SPEC, SM_80, SMALL)), {})
     (folder / "plan.json").write_bytes(damage)
@@ -128,20 +128,20 @@ def test_a_damaged_winner_is_said_and_is_none(damage: bytes, tmp_path: Path) -> 
         assert kept.find(CARD, LENGTHS) is None
 
 
-def test_fields_that_this_version_does_not_know_are_no_winner() -> None:
+def test_a_winner_with_unknown_fields_is_ignored() -> None:
     for data in (b"{}", b"[]", b'{"plan": {"tile_q": 64, "colour": 3}, "source": ""}', b"nonsense"):
         assert tuned_plans._parse(data, ForwardPlan) is None
 
 
-# ---- which kernel calls run
+# ---- kernels of calls
 
 
-def test_calls_of_tuned_lengths_run_the_winner_here_and_in_later_processes(tmp_path: Path) -> None:
+def test_tuned_lengths_run_the_winner_also_in_later_processes(tmp_path: Path) -> None:
     first, beside = compiled(tmp_path), compiled(tmp_path)
     before, beside_before = first(*inputs()), beside(*inputs())
     result = tuned(first)
     assert (result.winner, result.default, result.gain) == (SMALL, first.plan, 2.5)
-    for it in (first, beside, compiled(tmp_path)):  # the last is as in a later process
+    for it in (first, beside, compiled(tmp_path)):  # the last call acts as in a later process
         assert it.plan_for(90, heads=2) == SMALL != it.plan == it.plan_for(90, heads=64)
         assert it.plan_for(2000, heads=2) == it.plan_for(0) == it.plan
         out = it(*inputs())
@@ -151,7 +151,7 @@ def test_calls_of_tuned_lengths_run_the_winner_here_and_in_later_processes(tmp_p
     np.testing.assert_array_equal(before, beside_before)
 
 
-def test_who_compiles_takes_no_winner_on_the_emulator_or_with_a_plan(tmp_path: Path) -> None:
+def test_winners_are_ignored_on_the_emulator_and_with_a_plan(tmp_path: Path) -> None:
     tuned(compiled(tmp_path))
     assert attention.compile(SPEC, emulate=True).forward.dispatch.tuned is None
     given = Attention(SPEC, SM_80, Emulator(), plan=OTHER, tuned=KernelCache(tmp_path))
@@ -160,7 +160,7 @@ def test_who_compiles_takes_no_winner_on_the_emulator_or_with_a_plan(tmp_path: P
         tuned(given)
 
 
-def test_a_call_asks_the_disk_once_for_each_class_of_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_is_read_once_per_class_of_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     find = TunedPlans.find
     monkeypatch.setattr(TunedPlans, "find", lambda *given: asked.append(given[2]) or find(*given))
@@ -170,14 +170,14 @@ def test_a_call_asks_the_disk_once_for_each_class_of_lengths(tmp_path: Path, mon
     assert [str(lengths) for lengths in asked] == ["q64-k64-h2", "q128-k128-h2", "q32-k32-h2"]
 
 
-def test_a_default_plan_that_wins_stays(tmp_path: Path) -> None:
+def test_a_default_plan_can_win(tmp_path: Path) -> None:
     it = compiled(tmp_path)
-    result = tuned(it, timer=MadeUpTimes(SMALL, milliseconds=4.96))  # not told apart
+    result = tuned(it, timer=MadeUpTimes(SMALL, milliseconds=4.96))  # within the noise
     assert result.winner == result.default == it.plan == it.plan_for(90, heads=2) and result.gain == 1
     assert "the default plan stays" in str(result)
 
 
-def test_a_winner_of_another_text_is_not_used(tmp_path: Path) -> None:
+def test_a_winner_of_another_source_is_not_used(tmp_path: Path) -> None:
     it = compiled(tmp_path)
     lengths = LengthClass.of(Workload(90, 90, 2, 3), lists=False)
     card = it.engine.card(0)
@@ -188,9 +188,7 @@ def test_a_winner_of_another_text_is_not_used(tmp_path: Path) -> None:
     assert compiled(tmp_path).plan_for(90, heads=2) == it.plan
 
 
-def test_a_winner_that_cannot_be_had_is_said_and_the_default_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unavailable_winner_warns_and_the_default_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned(compiled(tmp_path / "tuned"))
     it = compiled(tmp_path / "tuned")
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "kernels"))
@@ -199,16 +197,16 @@ def test_a_winner_that_cannot_be_had_is_said_and_the_default_runs(
         assert it(*inputs()).shape == (1, 2, 90, 16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        it(*inputs(100))  # said once
+        it(*inputs(100))  # one warning
 
 
-def test_lists_are_those_that_the_call_takes(tmp_path: Path) -> None:
+def test_lists_fit_the_plan_of_the_call(tmp_path: Path) -> None:
     it, ids = compiled(tmp_path, LISTED), np.sort(np.random.default_rng(0).integers(0, 3, 90)).astype(np.int32)
     stale = it.tile_lists(90, ids=ids)
     expected = it(*inputs(), ids=ids, tile_lists=stale)
     result = tuned(it, ids=ids)
     assert result.winner == SMALL and result.lengths == LengthClass(64, 64, 0)
-    for heads in (1, 2, 64):  # which lists need not know, and so the winner does not depend on
+    for heads in (1, 2, 64):  # lists do not depend on it, and neither does the winner
         lists = it.tile_lists(90, heads=heads, ids=ids)
         assert lists.tile == (32, 32) != stale.tile
     out = it(*inputs(), ids=ids, tile_lists=lists)
@@ -222,10 +220,10 @@ def test_lists_are_those_that_the_call_takes(tmp_path: Path) -> None:
         it.plan_for(90, heads="x")  # type: ignore[arg-type]
 
 
-# ---- what is timed
+# ---- timing
 
 
-def test_all_are_timed_and_then_the_best_beside_the_default(tmp_path: Path) -> None:
+def test_all_are_timed_and_the_best_are_compared_with_the_default(tmp_path: Path) -> None:
     timer, told = MadeUpTimes(SMALL), []
     it = compiled(tmp_path)
     result = tuning.tune(
@@ -242,7 +240,7 @@ def test_all_are_timed_and_then_the_best_beside_the_default(tmp_path: Path) -> N
     assert facts["winner"]["tile_q"] == 32 and facts["gain"] == 2.5 and len(facts["timings"]) == 3
 
 
-def test_candidates_are_tried_where_nobody_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(tuning, "candidates", lambda *given: asked.append(given) or (SMALL,))
     it = compiled(tmp_path)
@@ -250,7 +248,7 @@ def test_candidates_are_tried_where_nobody_says_which(tmp_path: Path, monkeypatc
     assert asked == [(SPEC, SM_80, Workload(90, 90, 2, 3))]
 
 
-def test_a_plan_whose_output_is_wrong_cannot_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_with_a_wrong_output_cannot_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = tuning._Trials._results
 
     def wrong(self: Any, forward: Any) -> Any:
@@ -263,7 +261,7 @@ def test_a_plan_whose_output_is_wrong_cannot_win(tmp_path: Path, monkeypatch: py
     assert "its output is nan from the default plan's" in result.timings[1].left_out
 
 
-def test_outputs_may_differ_by_rounding_alone() -> None:
+def test_outputs_may_differ_only_by_rounding() -> None:
     one = np.array([1.0, np.inf, np.nan, -2.0], np.float32)
 
     def told(expected: Any, found: Any) -> str:
@@ -286,14 +284,14 @@ def test_dropout_and_wrong_arguments(tmp_path: Path) -> None:
         tuned(compiled(tmp_path), *inputs(0))
 
 
-def test_the_emulator_is_not_timed(tmp_path: Path) -> None:
+def test_the_emulator_refuses_to_tune(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="emulator's times say nothing"):
         compiled(tmp_path).tune(*inputs())
-    with pytest.raises(LaunchError, match="emulator's times say nothing"):  # and no plan that was not given is blamed
+    with pytest.raises(LaunchError, match="emulator's times say nothing"):  # the error names no plan that was not given
         fg.compile(SPEC, emulate=True).tune(*inputs())
 
 
-def test_what_the_assembler_complains_of_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_that_ptxas_warns_about_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     from flashgen.build.resources import Resources
 
     class Entry:
@@ -318,7 +316,7 @@ def test_what_the_assembler_complains_of_is_left_out(monkeypatch: pytest.MonkeyP
 # ---- on a GPU
 
 
-OWN = {"scale": 0.11}  # so that no other test's calls meet a winner
+OWN = {"scale": 0.11}  # keeps winners away from other tests
 
 
 @pytest.mark.gpu
@@ -345,7 +343,7 @@ def test_tuning_on_a_gpu(mask: fg.Mask, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.gpu
-def test_every_plan_that_is_tried_on_a_gpu_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_candidate_is_right_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("FLASHGEN_JIT", "1")
     plain = fg.AttentionSpec(64, "bfloat16", **OWN)
@@ -358,7 +356,7 @@ def test_every_plan_that_is_tried_on_a_gpu_is_right(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.gpu
-def test_tuning_compiles_and_so_is_refused_where_nothing_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuning_is_refused_without_jit(monkeypatch: pytest.MonkeyPatch) -> None:
     it = attention.compile(fg.AttentionSpec(64))
     monkeypatch.setenv("FLASHGEN_JIT", "0")
     with pytest.raises(BuildError, match="FLASHGEN_JIT=0 forbids"):

@@ -1,4 +1,4 @@
-"""Tuning of what a server calls: decode kernels, keys in pages, keys of 8 bits. Times are made up, except on a GPU."""
+"""Tuning of serving calls: decode kernels, pages, 8-bit keys. Timings are mocked except on a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def compiled(folder: Path, spec: fg.AttentionSpec, target: str = "sm_80") -> Att
 
 
 def taken_apart(inputs: Inputs) -> tuple[tuple[Any, Any, Any], dict[str, Any], dict[str, Any]]:
-    """Arrays, captures, and what says where keys are."""
+    """Returns arrays, captures, and page tables with lengths."""
     cache = {name: value for name, value in inputs.captures.items() if name in CACHE}
     captures = {name: value for name, value in inputs.captures.items() if name not in CACHE}
     return (inputs.q, inputs.k, inputs.v), captures, cache
@@ -71,9 +71,7 @@ def assert_right(it: Attention, inputs: Inputs, **how: Any) -> np.ndarray[Any, A
         pytest.param(NARROW, Shape(2, 300, 2, 4, 1), DecodePlan(16, 64, 2, 2, 1, scheduled=True), id="keys of 8 bits"),
     ],
 )
-def test_calls_that_take_a_decode_kernel_run_the_winner(
-    spec: fg.AttentionSpec, shape: Shape, other: DecodePlan, tmp_path: Path
-) -> None:
+def test_decode_calls_run_the_winner(spec: fg.AttentionSpec, shape: Shape, other: DecodePlan, tmp_path: Path) -> None:
     it, inputs = compiled(tmp_path, spec), random_inputs(spec, shape)
     sizes = {"batch": shape.batch, "heads": shape.heads_q, "heads_kv": shape.heads_kv}
     own = it.plan_for(shape.len_q, shape.len_k, **sizes)
@@ -81,17 +79,17 @@ def test_calls_that_take_a_decode_kernel_run_the_winner(
     result = tuned(it, inputs, other, fast=other)
     assert isinstance(own, DecodePlan) and (result.default, result.winner) == (own, other)
     assert "decode" in result.kernel and result.lengths.group == 4
-    for attending in (it, compiled(tmp_path, spec)):  # the second as in a later process
+    for attending in (it, compiled(tmp_path, spec)):  # the second call acts as in a later process
         assert attending.plan_for(shape.len_q, shape.len_k, **sizes) == other
         out = assert_right(attending, inputs)
         assert attending.forward._prepared.values()[-1].built.kernel.plan == other
         assert np.abs(out.astype(np.float32) - before.astype(np.float32)).max() < 2e-3
-        others = {**sizes, "heads_kv": shape.heads_q}  # each head by itself
+        others = {**sizes, "heads_kv": shape.heads_q}  # each head separately
         assert attending.plan_for(shape.len_q, shape.len_k, **others) != other
         assert attending.plan_for(shape.len_q, 8 * shape.len_k, **sizes) != other
 
 
-def test_a_batch_chooses_nothing_where_a_call_says_into_how_many_parts_keys_are_split(tmp_path: Path) -> None:
+def test_num_splits_ignores_winners(tmp_path: Path) -> None:
     it, inputs = compiled(tmp_path, SPEC), random_inputs(SPEC, FEW)
     fixed = assert_right(it, inputs, num_splits=3)
     other = DecodePlan(16, 32, 2, 3, 2)
@@ -100,12 +98,12 @@ def test_a_batch_chooses_nothing_where_a_call_says_into_how_many_parts_keys_are_
         np.testing.assert_array_equal(assert_right(attending, inputs, num_splits=3), fixed)
 
 
-def test_lists_that_are_made_ahead_are_those_of_the_winner(tmp_path: Path) -> None:
+def test_precomputed_lists_fit_the_winner(tmp_path: Path) -> None:
     spec, other = fg.AttentionSpec(16, mask=fg.document("ids") & fg.causal()), DecodePlan(16, 32, 2, 3, 2)
     it, inputs = compiled(tmp_path, spec), random_inputs(spec, FEW)
     tuned(it, inputs, other, fast=other)
     for attending in (it, compiled(tmp_path, spec)):
-        for heads_kv in (1, 2, 4):  # of which lists know nothing
+        for heads_kv in (1, 2, 4):  # lists do not depend on it
             assert attending.plan_for(1, 600, 1, 4, heads_kv) == other
         lists = attending.tile_lists(1, 600, 1, 4, **inputs.captures)
         np.testing.assert_array_equal(
@@ -126,7 +124,7 @@ def test_prompts_over_pages_run_the_winner(target: str, other: Plan, tmp_path: P
     assert_right(later, inputs)
 
 
-def test_the_plan_of_prompts_is_no_decode_steps(tmp_path: Path) -> None:
+def test_prompts_and_decode_steps_have_separate_winners(tmp_path: Path) -> None:
     it, other = compiled(tmp_path, PAGED), DecodePlan(16, 32, 2, 2, 1)
     tuned(it, random_inputs(PAGED, FEW), other, fast=other)
     assert it.plan_for(1, 600, 1, 4, 1) == other != it.plan_for(256, 600, 1, 4, 1) == it.plan
@@ -145,21 +143,21 @@ def test_wrong_arguments(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("spec", [SPEC, PAGED, NARROW, fg.AttentionSpec(128, "bfloat16", mask=fg.causal())], ids=str)
-def test_what_is_tried_fits_and_divides_work_differently(spec: fg.AttentionSpec, target: str) -> None:
+def test_candidates_fit_and_divide_work_differently(spec: fg.AttentionSpec, target: str) -> None:
     for scheduled in {False, spec.page_size is not None}:
         on = target_named(target)
-        if spec.kv_dtype and on.compute_capability < 80:  # which has no such instructions
+        if spec.kv_dtype and on.compute_capability < 80:  # a target without these instructions
             continue
         own = choose_decode_plan(spec, on, scheduled=scheduled)
         tried = decode_candidates(spec, on, own)
         assert tried[0] == own and 6 <= len(tried) == len(set(tried)) <= 12
         assert all(plan.problem(spec, on) is None and plan.tile_q == own.tile_q for plan in tried)
-        assert all(plan.scheduled == scheduled for plan in tried), "lengths are the device's"
+        assert all(plan.scheduled == scheduled for plan in tried), "only the device knows the lengths"
         assert len({(plan.threads, plan.blocks) for plan in tried}) >= 4 and len({plan.tile_k for plan in tried}) > 1
         assert tried == decode_candidates(spec, on, own)
 
 
-def test_the_defaults_of_other_sizes_are_tried() -> None:
+def test_defaults_of_other_sizes_are_candidates() -> None:
     spec, hopper = fg.AttentionSpec(128, "bfloat16", mask=fg.causal()), target_named("sm_90a")
     own, *others = decode_plans(spec, hopper)
     few = [plan for plan in others if plan.tile_q == own.tile_q]

@@ -1,4 +1,4 @@
-"""Blocks that take turns, to add to dQ, or to dK and dV of tiles in parts: right numbers, whoever runs beside whom."""
+"""Blocks ordered by semaphores, which add to dQ, or to dK and dV of split tiles: results for any thread order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flashgen.verify.variants import learned
 
 PLAN = HopperBackwardPlan(64, in_turns=True)
 NARROW = HopperBackwardPlan(128, early_scores=False, in_turns=True)
-# Of as many tiles of keys as the emulator has multiprocessors, or more, and of fewer, so that heads run side by side.
+# At least as many tiles of keys as the emulator has multiprocessors, and fewer, so that heads run side by side.
 SHAPES = [Shape(330, 600, 1, 2, 1), Shape(600, 330, 2, 3, 3), Shape(300, 200, 2, 3, 3), Shape(200, 100, 1, 4, 4)]
 SIDE_BY_SIDE = [Schedule("random", "random", seed, workers=4) for seed in range(2)]
 ONE_BY_ONE = [Schedule("in_order", "late"), Schedule("reverse", "early")]
@@ -56,7 +56,7 @@ def gradients(
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.rotated(12)
-def test_bits_are_the_same_whoever_runs_beside_whom(name: str, shape: Shape) -> None:
+def test_bits_do_not_depend_on_the_thread_order(name: str, shape: Shape) -> None:
     spec, plan = SPECS[name]
     first, *others = [gradients(spec, plan, shape, schedule) for schedule in (*ONE_BY_ONE, *SIDE_BY_SIDE)]
     for other in others:
@@ -70,14 +70,17 @@ IN_ANY_ORDER: dict[str, tuple[AttentionSpec, HopperBackwardPlan]] = {
     "lists": (AttentionSpec(40, mask=fg.document("ids")), HopperBackwardPlan(64)),
     "apart": (AttentionSpec(64, mask=fg.causal()), HopperBackwardPlan(64, heads_apart=True)),
     "finished apart": (AttentionSpec(64), HopperBackwardPlan(64, finish_apart=True)),
-    "untouched": (AttentionSpec(64, mask=fg.sliding_window(0, 40)), HopperBackwardPlan(64)),  # the last queries' tiles
+    "untouched": (
+        AttentionSpec(64, mask=fg.sliding_window(0, 40)),
+        HopperBackwardPlan(64),
+    ),  # the last tiles
 }
 
 
 @pytest.mark.parametrize("schedule", [*SIDE_BY_SIDE, ONE_BY_ONE[1]], ids=str)
 @pytest.mark.parametrize("name", IN_ANY_ORDER)
 @pytest.mark.rotated(6)
-def test_whoever_comes_first_to_a_tile_of_dq_stores_it(name: str, schedule: Schedule) -> None:
+def test_first_cta_of_a_dq_tile_stores(name: str, schedule: Schedule) -> None:
     spec, plan = IN_ANY_ORDER[name]
     gradients(spec, plan, Shape(600, 330, 2, 4, 2), schedule)
 
@@ -88,28 +91,28 @@ IN_PARTS: dict[str, tuple[AttentionSpec, HopperBackwardPlan]] = {
     "dropout": (AttentionSpec(64, value_dim=32, dropout=0.2, layout="bshd"), HopperBackwardPlan(64)),
     "learned": (AttentionSpec(32, score=learned(fg.alibi("slopes"))), HopperBackwardPlan(64)),
 }
-# Of as many tiles of keys as leave one or two of them to three multiprocessors, with and without groups of query heads.
+# Numbers of key tiles that leave one or two tiles for three multiprocessors, with and without GQA.
 UNEVEN = [Shape(330, 600, 1, 2, 1), Shape(200, 200, 2, 4, 2), Shape(500, 90, 1, 2, 2), Shape(700, 100, 1, 1, 1)]
 
 
 @pytest.mark.parametrize("shape", UNEVEN, ids=str)
 @pytest.mark.parametrize("name", IN_PARTS)
 @pytest.mark.rotated(6)
-def test_tiles_in_parts(name: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_tiles(name: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, plan = IN_PARTS[name]
-    monkeypatch.setattr(backward_scheduler, "_MIN_QUERIES", 64)  # the emulator's calls have few
+    monkeypatch.setattr(backward_scheduler, "_MIN_QUERIES", 64)  # the emulator's calls have few blocks
     counters: list[np.ndarray[Any, Any]] = []
     counter = Emulator.counter
     monkeypatch.setattr(Emulator, "counter", lambda *args: counters.append(counter(*args)) or counters[-1])
     assert backward_scheduler.tile_split(spec, plan, sizes_of(shape, 3)).tiles > 0
     for schedule in (*ONE_BY_ONE, *SIDE_BY_SIDE):
         gradients(spec, plan, shape, schedule)
-    assert counters and not any(each.any() for each in counters), "0, before and after"
+    assert counters and not any(each.any() for each in counters), "counters are 0 before and after"
 
 
 @pytest.mark.parametrize("sanitize", ["thread", "address"])
-def test_tiles_in_parts_under_sanitizers(sanitize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which have one block after the other."""
+def test_split_tiles_under_sanitizers(sanitize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These run one block after the other."""
     monkeypatch.setattr(backward_scheduler, "_MIN_QUERIES", 64)
     schedule = Schedule("random", "random", 0)
     gradients(AttentionSpec(64), HopperBackwardPlan(64), UNEVEN[0], schedule, sanitize)
@@ -123,43 +126,43 @@ def sizes_of(shape: Shape, multiprocessors: int) -> Sizes:
 @pytest.mark.parametrize(
     ("shape", "tiles", "parts"),
     [
-        (Shape(16384, 16384, 1, 16, 16), 68, 8),  # 2048 tiles of keys, 15.5 for each of 132
-        (Shape(1024, 1024, 16, 16, 16), 0, 2),  # 68 too, whose halves would take two rounds
+        (Shape(16384, 16384, 1, 16, 16), 68, 8),  # 2048 tiles of keys, 15.5 for each of 132 multiprocessors
+        (Shape(1024, 1024, 16, 16, 16), 0, 2),  # so do 68, whose halves would take two rounds
         (Shape(1024, 1024, 1, 4, 4), 32, 2),
-        (Shape(16384, 16384, 1, 32, 1), 0, 8),  # all but four have a tile
+        (Shape(16384, 16384, 1, 32, 1), 0, 8),  # all but four multiprocessors have a tile
         (Shape(128, 128, 1, 1, 1), 0, 1),
         (Shape(4096, 128 * 132, 1, 1, 1), 0, 8),
     ],
     ids=str,
 )
-def test_how_tiles_are_divided(shape: Shape, tiles: int, parts: int) -> None:
+def test_which_tiles_are_split(shape: Shape, tiles: int, parts: int) -> None:
     made = backward_scheduler.tile_split(AttentionSpec(128), HopperBackwardPlan(64), sizes_of(shape, 132))
     assert made == (tiles, parts)
 
 
 @pytest.mark.parametrize("mask", [fg.causal(), fg.document("ids")], ids=["causal", "lists"])
-def test_masks_have_whole_tiles(mask: fg.Mask) -> None:
+def test_masks_do_not_split_tiles(mask: fg.Mask) -> None:
     compiled = attention.compile(AttentionSpec(64, mask=mask), target="sm_90a", emulate=True)
     assert all("part_sums" not in text for text in compiled.backward_sources.values())
 
 
-def test_the_default_mode_may_add_in_turns_too() -> None:
+def test_the_default_mode_may_use_semaphores() -> None:
     spec, plan = SPECS["causal"]
     compiled = attention.compile(spec, target="sm_90a", emulate=True, backward_plan=plan)
     source = next(text for name, text in compiled.backward_sources.items() if "-dkdv-" in name)
     assert "semaphore_wait(place, turn)" in source
 
 
-def test_as_many_heads_run_side_by_side_as_fill_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_run_side_by_side_to_fill_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, given = AttentionSpec(64, mask=fg.sliding_window(77)), []
     made = backward_scheduler._values
     monkeypatch.setattr(backward_scheduler, "_values", lambda *args: given.append(made(*args)) or given[-1])
     gradients(spec, PLAN, Shape(200, 200, 2, 3, 3), ONE_BY_ONE[0])
-    assert [values["heads_at_once"] for values in given] == [2]  # of two tiles of keys each, for three multiprocessors
+    assert [values["heads_at_once"] for values in given] == [2]  # two tiles of keys each; three multiprocessors
 
 
-def test_one_kernel_makes_all_gradients() -> None:
-    """What adds in turns needs no pass of its own for dQ."""
+def test_one_kernel_computes_all_gradients() -> None:
+    """Plans with semaphores need no separate kernel for dQ."""
     spec, plan = SPECS["causal"]
     compiled = attention.compile(spec, target="sm_90a", emulate=True, backward_plan=plan, deterministic=True)
     assert [name.split("-")[1] for name in compiled.backward_sources] == ["preprocess", "dkdv"]
@@ -175,9 +178,7 @@ def test_one_kernel_makes_all_gradients() -> None:
     ],
     ids=["lists", "a gap", "ragged", "heads apart"],
 )
-def test_a_spec_whose_blocks_cannot_take_turns_is_refused(
-    spec: AttentionSpec, plan: HopperBackwardPlan, why: str
-) -> None:
+def test_specs_that_cannot_use_semaphores_are_refused(spec: AttentionSpec, plan: HopperBackwardPlan, why: str) -> None:
     compiled = attention.compile(spec, target="sm_90a", emulate=True, backward_plan=plan)
     with pytest.raises(UnsupportedError, match=f"in_turns=True: .*{why}"):
         assert compiled.backward_sources
@@ -186,8 +187,8 @@ def test_a_spec_whose_blocks_cannot_take_turns_is_refused(
 @pytest.mark.gpu
 @pytest.mark.quick
 @pytest.mark.parametrize("name", IN_PARTS)
-def test_tiles_in_parts_on_a_gpu(name: str) -> None:
-    """Launch after launch, each of which leaves its counters as it found them."""
+def test_split_tiles_on_a_gpu(name: str) -> None:
+    """Repeated launches, each of which resets its counters."""
     cupy = pytest.importorskip("cupy")
     spec, shape = IN_PARTS[name][0], Shape(1100, 1300, 1, 8, 4)
     compiled, inputs = attention.compile(spec), random_inputs(spec, shape, seed=3)
@@ -206,8 +207,8 @@ def test_tiles_in_parts_on_a_gpu(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("plan", [PLAN, NARROW], ids=["64", "128"])
 @pytest.mark.parametrize("mask", [fg.full(), fg.causal(), fg.sliding_window(300)], ids=lambda mask: mask.name)
-def test_a_hundred_runs_on_a_gpu_give_the_same_bits(mask: fg.Mask, plan: HopperBackwardPlan) -> None:
-    """Of more blocks than a card has places, and heads that share heads of k and v."""
+def test_deterministic_bits_in_a_hundred_runs(mask: fg.Mask, plan: HopperBackwardPlan) -> None:
+    """More blocks than a card can hold, and heads that share KV heads."""
     cupy = pytest.importorskip("cupy")
     spec = AttentionSpec(64, "bfloat16", mask=mask)
     compiled = attention.compile(spec, backward_plan=plan, deterministic=True)

@@ -1,4 +1,4 @@
-"""Arrays whose memory alone does not say what their elements are: refused by name, wherever a call takes arrays."""
+"""Arrays whose memory alone does not determine their elements are refused by name, wherever a call takes arrays."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def test_masked_arrays(name: str) -> None:
         compiled(**given)
 
 
-def test_classes_of_torchs_tensors() -> None:
+def test_subclasses_of_torch_tensors() -> None:
     torch = pytest.importorskip("torch", reason="of torch's tensors")
     from torch.nn.attention.bias import causal_lower_right
 
     class Named(torch.Tensor):  # type: ignore[misc, name-defined]
-        """A tensor like any other."""
+        """A subclass without special behaviour."""
 
     numbers = torch.zeros(3, 3)
     for plain in (numbers, torch.nn.Parameter(numbers), numbers.as_subclass(Named)):

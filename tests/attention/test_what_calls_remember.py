@@ -1,4 +1,4 @@
-"""Each thing that decides what a call remembers: of two calls that differ in it alone, the second is its own."""
+"""The key of the launch cache: two calls that differ in one part of it do not share an entry."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAN = ForwardPlan(32, 32, 2)
 
 
 def rim(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """A band, and the rims of what only lengths, batch and head tell; in no closed form, so that it needs lists."""
+    """A band whose bounds depend on lengths, batch and head; no closed form, so that it needs lists."""
     ends = (k >= fg.len_k - 40) & (q < 4) | (q >= fg.len_q - 3) & (k < 9)
     return (abs(q - k) < 20) | ends | (b == 1) & (k < 4) | (h == 1) & (q < 4)
 
@@ -39,8 +39,8 @@ SIZES = {"len_q": 150, "len_k": 160, "batch": 2, "heads": 2}
 
 @pytest.mark.parametrize("other", [{"len_q": 140}, {"len_k": 130}, {"batch": 3}, {"heads": 3}], ids=str)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_lists_of_other_sizes(other: dict[str, int], backward: bool, rimmed: attention.Attention) -> None:
-    """As many tiles of them all, so that lists of the wrong sizes would be read without a fault."""
+def test_tile_lists_of_other_sizes(other: dict[str, int], backward: bool, rimmed: attention.Attention) -> None:
+    """The number of tiles is the same, so lists of the wrong sizes would be read without a fault."""
 
     def lists(**sizes: int) -> Any:
         return rimmed.backward_tile_lists(**sizes).keys if backward else rimmed.tile_lists(**sizes)
@@ -55,7 +55,7 @@ def test_lists_of_other_sizes(other: dict[str, int], backward: bool, rimmed: att
 
 @pytest.mark.parametrize("lengths", [((150, 160), (150, 130)), ((150, 160), (140, 160))], ids=["len_k", "len_q"])
 def test_calls_of_other_lengths(lengths: Any, rimmed: attention.Attention, right: Any, gradients_right: Any) -> None:
-    """One after the other, and the first once more: outputs, LSEs and gradients are those of each."""
+    """One after the other, and the first once more: outputs, LSEs and gradients belong to each."""
     for number, pair in enumerate((*lengths, lengths[0])):
         inputs = random_inputs(rimmed.spec, Shape(*pair, 1, 2, 2), seed=number)
         (out, lse), pullback = rimmed.vjp(inputs.q, inputs.k, inputs.v, return_lse=True)
@@ -64,8 +64,8 @@ def test_calls_of_other_lengths(lengths: Any, rimmed: attention.Attention, right
         gradients_right(rimmed.spec, inputs, d_out, pullback(d_out))
 
 
-def test_lists_of_other_streams_and_devices(rimmed: attention.Attention) -> None:
-    """A list that another stream makes may not be ready, and one on another GPU cannot be read."""
+def test_tile_lists_of_other_streams_and_devices(rimmed: attention.Attention) -> None:
+    """A list from another stream may not be ready, and one on another GPU cannot be read."""
     lister, problem, made = rimmed.forward.lister, sizes_of(50, 60, 1, 1), []
 
     def make() -> Any:
@@ -79,8 +79,8 @@ def test_lists_of_other_streams_and_devices(rimmed: attention.Attention) -> None
     assert len(made) == 6 and [lister._cached(problem, shape, place, make) for place in places] == first == made
 
 
-def test_lists_of_the_stream_of_each_thread(at_once: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """cudaStreamPerThread is one handle of many streams, none of which waits for another."""
+def test_tile_lists_of_per_thread_streams(at_once: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """cudaStreamPerThread is one handle for many streams, which do not wait for each other."""
     monkeypatch.setattr(Emulator, "stream", lambda engine, place: identity(place.stream))
     lister = attention.compile(fg.AttentionSpec(16, mask=rim), emulate=True, plan=PLAN).forward.lister
     assert lister is not None
@@ -90,8 +90,8 @@ def test_lists_of_the_stream_of_each_thread(at_once: Callable[..., list[Any]], m
     assert len(set(map(id, found))) == 8
 
 
-def test_a_stream_that_is_captured_remembers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither its lists, which are made when the graph runs, nor lists of before, which may be gone by then."""
+def test_a_stream_under_capture_caches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its lists, which are built when the graph runs, nor earlier lists, which may be released by then."""
     compiled = attention.compile(fg.AttentionSpec(16, mask=rim), emulate=True, plan=PLAN)
     lister, inputs = compiled.forward.lister, random_inputs(compiled.spec, Shape(50, 60, 1, 1, 1))
     assert lister is not None
@@ -105,8 +105,8 @@ def test_a_stream_that_is_captured_remembers_nothing(monkeypatch: pytest.MonkeyP
         assert len(made) == count and len(lister._cache) == (count > 2)
 
 
-def test_lists_of_captures_are_made_in_each_call(right: Any) -> None:
-    """The array is the same, and what it holds is not."""
+def test_tile_lists_of_captures_are_built_in_each_call(right: Any) -> None:
+    """The array is the same, but its contents differ."""
     spec = fg.AttentionSpec(32, mask=fg.document("ids"))
     compiled, ids = attention.compile(spec, emulate=True, plan=PLAN), np.zeros(150, np.int32)
     inputs = random_inputs(spec, Shape(150, 150, 1, 2, 2))
@@ -129,7 +129,7 @@ def arrays() -> dict[str, np.ndarray[Any, Any]]:
 
 
 def shifted(array: np.ndarray[Any, Any], by: int) -> np.ndarray[Any, Any]:
-    """A copy that begins so many bytes behind a multiple of 16."""
+    """Returns a copy that begins `offset` bytes behind a multiple of 16."""
     memory = np.zeros(array.nbytes + 32, np.uint8)
     first = -memory.ctypes.data % 16 + by
     copy = np.ndarray(array.shape, array.dtype, memory[first:].data)
@@ -138,15 +138,15 @@ def shifted(array: np.ndarray[Any, Any], by: int) -> np.ndarray[Any, Any]:
 
 
 def in_other_strides(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Equal, and laid out with its first two dimensions of more than one element the other way round."""
+    """Returns an equal array with the memory order of its first two dimensions of more than one element swapped."""
     axes = (0, 2, 1, 3) if array.ndim == 4 else (1, 0)
     return np.ascontiguousarray(array.transpose(axes)).transpose(axes)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias"])
-def test_an_array_that_differs_from_the_first_calls(name: str, target: str) -> None:
-    """In strides alone: the result is the same. In dtype alone, or in alignment: refused, as it would be at first."""
+def test_an_array_that_differs_from_the_first_call(name: str, target: str) -> None:
+    """Other strides give the same result. Another dtype or alignment is refused, as in a first call."""
     compiled, given = attention.compile(BIASED, target, emulate=True), arrays()
 
     def call(array: np.ndarray[Any, Any]) -> Any:
@@ -170,8 +170,8 @@ def test_an_array_that_differs_from_the_first_calls(name: str, target: str) -> N
     np.testing.assert_array_equal(call(given[name]), expected)
 
 
-def test_a_call_with_an_output_is_another_than_one_without() -> None:
-    """The output's strides are those of the array that was given, and of a new one otherwise."""
+def test_calls_with_and_without_an_output_are_separate() -> None:
+    """The output has the strides of the array that was passed, otherwise those of a new one."""
     compiled, given = attention.compile(BIASED, emulate=True), arrays()
     rows, bias = [given[name] for name in "qkv"], given["bias"]
     expected = compiled(*rows, bias=bias)
@@ -185,7 +185,7 @@ def test_a_call_with_an_output_is_another_than_one_without() -> None:
 
 
 class Made(SimpleNamespace):
-    """An array of any library, by the attributes that its quick look reads."""
+    """A mock array of any library, with the attributes that the cache key reads."""
 
     def stride(self) -> tuple[int, ...]:
         return tuple(self.strides)
@@ -202,8 +202,8 @@ LOOKS: dict[str, tuple[Library, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", LOOKS)
-def test_a_quick_look_sees_shape_strides_dtype_and_device(name: str) -> None:
-    """A second GPU is not at hand everywhere, so that the arrays here are made up."""
+def test_the_cache_key_has_shape_strides_dtype_and_device(name: str) -> None:
+    """The arrays are mocks because few machines have a second GPU."""
     library, device, other_device = LOOKS[name]
     alike: dict[str, Any] = {"shape": (2, 3), "strides": (6, 2), "dtype": "float16", **device}
     (seen, address), (again, _) = library.look(Made(**alike)), library.look(Made(**alike))

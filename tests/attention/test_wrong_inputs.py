@@ -1,4 +1,4 @@
-"""Every wrong input is refused before anything is launched, by an error that names the argument."""
+"""Wrong inputs raise an error that names the argument, before anything is launched."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def ones(*shape: int, dtype: Any = np.float16) -> np.ndarray[Any, Any]:
 
 
 def call(spec: fg.AttentionSpec = SPEC, /, **changed: Any) -> Any:
-    """A call that is right but for what is changed."""
+    """Makes a call that is valid except for what `changes` replaces."""
     given = {"q": ones(*SHORT), "k": ones(*LONG), "v": ones(*LONG), **changed}
     return attention.compile(spec, emulate=True)(given.pop("q"), given.pop("k"), given.pop("v"), **given)
 
 
 def misaligned(*shape: int) -> np.ndarray[Any, Any]:
-    """An array that starts 2 bytes after a multiple of 16."""
+    """Returns an array that starts 2 bytes after a multiple of 16."""
     memory = np.ones(np.prod(shape) + 16, np.float16)
     first = -(memory.ctypes.data // 2) % 8 + 1
     return memory[first : first + np.prod(shape)].reshape(shape)
@@ -104,8 +104,8 @@ def test_wrong_outputs(changed: dict[str, Any], message: str) -> None:
         call(**changed)
 
 
-def test_an_array_that_is_wrong_after_one_that_was_right_is_refused() -> None:
-    """What a first call has shown to be right is not looked at again; what may differ is."""
+def test_wrong_arrays_after_a_valid_call_are_refused() -> None:
+    """Checks of the first call that cannot change are cached; the others are repeated."""
     call(q=ones(*SHORT), out=ones(*SHORT))
     for name in ("q", "k", "v"):
         with pytest.raises(ArgumentError, match=f"{name} at address"):
@@ -160,7 +160,7 @@ def test_captures(spec: fg.AttentionSpec, given: dict[str, Any], message: str | 
             call(spec, **given)
 
 
-def test_a_capture_too_short_for_an_index_is_refused_and_one_element_serves_all() -> None:
+def test_a_short_capture_is_refused_and_one_element_broadcasts() -> None:
     many = {"q": ones(1, 4, 20, 16)}
     with pytest.raises(ArgumentError, match=r"capture 'slopes' has shape \(3,\); axis 0 is indexed by h, .* up to 3"):
         call(ALIBI, slopes=ones(3, dtype=np.float32), **many)

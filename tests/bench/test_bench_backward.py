@@ -1,4 +1,4 @@
-"""What `flashgen bench` counts, chooses and prints; its measurements need a GPU and stand with the commands' tests."""
+"""Counts, options and output of `flashgen bench`; measurements need a GPU and are tested with the commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROW = VariantRow("window 1024", "bf16", "sm_90", "backward", 2.0, 4.0, 2.5, None
 
 
 def speed_row(length: int, ours: float, **peers: float) -> Row:
-    """A row of 1000 GFLOP; milliseconds of flashgen and of peers."""
+    """Returns a row of 1000 GFLOP with milliseconds of flashgen and of peers."""
     milliseconds = {"flashgen": ours, **peers}
     return Row(
         "bf16", "sm_90a", "forward", length, 16, 32, milliseconds, {k: 1000 / v for k, v in milliseconds.items()}
@@ -35,11 +35,11 @@ def test_the_backward_counts_two_and_a_half_forwards() -> None:
     assert plain.flops("backward") == 2.5 * plain.flops() and plain.flops("both") == 3.5 * plain.flops()
     causal = Case(fg.AttentionSpec(64, mask=fg.causal()), plain.length, plain.batch, plain.heads)
     assert causal.flops("backward") == plain.flops("backward") / 2
-    # QK, dQ and dK are of the head dim, dV and dP of the value dim
+    # QK, dQ and dK have the head dim, dV and dP the value dim
     assert products(fg.AttentionSpec(64, value_dim=8), "backward") == 3 * 64 + 2 * 8
 
 
-def test_variants_are_chosen_by_name() -> None:
+def test_variants_are_selected_by_name() -> None:
     forward, backward = ([variant.name for variant in chosen_variants(timed)] for timed in ("forward", "backward"))
     assert "learned table" in backward and "learned table" not in forward and set(forward) < set(backward)
     chosen = chosen_variants("backward", ["16 documents", "full"])
@@ -55,7 +55,7 @@ def test_every_variant_is_a_spec_with_a_backward() -> None:
 
 
 class Recorder:
-    """An attention that says what it was called with."""
+    """A mock attention that records the arguments of its calls."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         self.spec = fg.AttentionSpec(64, dropout=dropout)
@@ -69,7 +69,7 @@ class Recorder:
         self.calls.append(("backward", arrays, options))
 
 
-def test_what_is_timed_of_ours() -> None:
+def test_what_is_timed_for_flashgen() -> None:
     recorder: Any = Recorder(dropout=0.1)
     lists = {"forward": {"tile_lists": "of keys"}, "backward": {"tile_lists": "of queries"}}
     run = ours(recorder, "backward", ("q", "k", "v", "dO"), {"ids": 1}, **lists)
@@ -86,7 +86,7 @@ def test_what_is_timed_of_ours() -> None:
     assert recorder.calls == [("forward", {"seed": 1})]
 
 
-def test_tables_have_columns_for_what_was_asked() -> None:
+def test_tables_have_the_requested_columns() -> None:
     columns = bench_tables.variants(backward=True, beside_flex=True, mask_times=False)
     assert dict(zip(columns, bench_tables.cells(columns, ROW), strict=True)) == {
         "variant": "window 1024",
@@ -111,27 +111,27 @@ def test_tables_have_columns_for_what_was_asked() -> None:
         "length": "1024",
         "flashgen TFLOP/s": "500",
         "FA2 TFLOP/s": "250",
-        "cuDNN TFLOP/s": "-",  # asked for, and not to be had
+        "cuDNN TFLOP/s": "-",  # requested but not available
         "times cuDNN": "-",
         "times the best peer": "2.00",
     }
     assert list(bench_tables.speed(["flashgen", "deterministic"]))[4:] == ["flashgen TFLOP/s", "deterministic TFLOP/s"]
 
 
-def test_a_variant_s_row_compares_deterministic_times() -> None:
+def test_a_row_compares_deterministic_times() -> None:
     assert ROW.to_dict()["deterministic_ratio"] == 0.8
 
 
 def test_a_row_knows_its_best_peer() -> None:
     row = speed_row(4096, 2.0, FA2=4.0, cuDNN=1.9, deterministic=1.0)
     assert row.ratio("FA2") == 2.0 and row.ratio("Flex") is None
-    assert row.best_peer == "cuDNN" and row.best_ratio == 0.95  # not the other one of our own
+    assert row.best_peer == "cuDNN" and row.best_ratio == 0.95  # not flashgen's other mode
     assert row.to_dict()["ratios"] == {"FA2": 2.0, "cuDNN": 0.95} and row.to_dict()["best_peer"] == "cuDNN"
     alone = speed_row(4096, 2.0)
     assert alone.best_peer is None and alone.best_ratio is None and alone.to_dict()["ratios"] == {}
 
 
-def test_what_the_speed_table_comes_to() -> None:
+def test_summary_of_the_speed_table() -> None:
     rows = [
         speed_row(1024, 1.0, cuDNN=0.5, FA4=0.4),  # short: not compared with the best
         speed_row(4096, 1.0, cuDNN=2.0, FA4=0.98),
@@ -147,7 +147,7 @@ def test_what_the_speed_table_comes_to() -> None:
     assert summary.speed([]) == []
 
 
-def test_what_the_variants_come_to() -> None:
+def test_summary_of_the_variants() -> None:
     full = VariantRow("full", "bf16", "sm_90a", "forward", 4.0, 4.0, None, None, 4.0, None, 1.0)
     window = VariantRow("window 1024", "bf16", "sm_90a", "forward", 2.0, 4.0, None, None, 3.0, None, 0.25)
     dropout = VariantRow("dropout 0.1", "bf16", "sm_90a", "forward", 5.0, 4.0, None, None, None, None, 1.0)
@@ -188,17 +188,17 @@ def test_grouped_heads_are_compared_with_the_first() -> None:
         (fg.prefix_lm(64), None),
     ],
 )
-def test_masks_that_flash_attention4_knows(mask: fg.Mask, options: dict[str, Any] | None) -> None:
+def test_masks_that_flash_attention4_supports(mask: fg.Mask, options: dict[str, Any] | None) -> None:
     assert mask_options(fg.AttentionSpec(64, mask=mask), square=False) == options
 
 
-def test_flash_attention4_knows_the_other_causal_where_it_is_the_same() -> None:
+def test_flash_attention4_supports_top_left_causal_where_it_is_the_same() -> None:
     spec = fg.AttentionSpec(64, mask=fg.causal("top_left"))
     assert mask_options(spec, square=True) == {"causal": True} and mask_options(spec, square=False) is None
 
 
 class Array:
-    """What of an array is looked at before a peer gets it."""
+    """The attributes of an array that are checked before a peer gets it."""
 
     shape = (1, 128, 8, 64)
 
@@ -216,7 +216,7 @@ def test_a_peer_that_is_missing_or_refuses_is_left_out(monkeypatch: pytest.Monke
         assert peer("FA4", other, "forward", arrays) is None
 
     def refuse(*arrays: Any, **options: Any) -> None:
-        raise KeyError("no such head dim")  # as a compiler's own kinds of errors are
+        raise KeyError("no such head dim")  # as errors of compilers are
 
     monkeypatch.setattr(flash_attention4, "_attention", lambda: refuse)
     with pytest.warns(UserWarning, match="not measured: KeyError: 'no such head dim'"):

@@ -1,4 +1,4 @@
-"""What `flashgen bench decode` counts, chooses and prints; its measurements need a GPU."""
+"""Counts, options and output of `flashgen bench decode`; measurements need a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FULL = fg.AttentionSpec(128, "bfloat16")
 SIZE = decode.DecodeSize(1, 32, 8, 131072)
 
 
-def test_bytes_are_those_of_the_keys_that_the_mask_needs() -> None:
+def test_bytes_are_those_of_the_visited_keys() -> None:
     row = decode.row(FULL, SIZE, "sm_90a", "", {"flashgen": 0.2, "cuDNN": 0.1, "pages of 16": 0.25})
     assert row.bytes == 8 * 131072 * 256 * 2 and row.terabytes["flashgen"] == pytest.approx(2.684, abs=1e-3)
     assert row.microseconds["cuDNN"] == 100 and row.ratio() == 0.5 and row.ratio("pages of 16") == 0.4
@@ -33,7 +33,7 @@ def test_bytes_are_those_of_the_keys_that_the_mask_needs() -> None:
     assert decode.row(FULL, SIZE, "", "", {"flashgen": 1.0}).ratio() is None
 
 
-def test_sizes_are_read_and_shown() -> None:
+def test_sizes_are_parsed_and_printed() -> None:
     assert decode_size("16x64:8x8192x4") == decode.DecodeSize(16, 64, 8, 8192, 4)
     assert str(decode_size("16x64:8x8192x4")) == "16, 64:8, 8192, 4 queries" and str(SIZE) == "1, 32:8, 131072"
     for text in ("16", "1x32x8", "0x32:8x10", "1x32:5x10", "1x32:8x-3"):
@@ -41,7 +41,7 @@ def test_sizes_are_read_and_shown() -> None:
             decode_size(text)
 
 
-def test_what_rows_come_to() -> None:
+def test_summary_of_the_rows() -> None:
     rows = [
         decode.row(FULL, size, "sm_90a", "", {"flashgen": 1.0, "cuDNN": peer, "FA2": 9.0, "pages of 16": 1.25})
         for size, peer in zip(decode.SIZES[:2], (1.1, 0.8), strict=True)
@@ -53,7 +53,7 @@ def test_what_rows_come_to() -> None:
     assert cells[1:] == ["1, 32:8, 131072", "0.54", "-", "1000.0", "-", "1.10"]
 
 
-def test_pages_are_another_spec() -> None:
+def test_pages_use_another_spec() -> None:
     spec = fg.AttentionSpec(64, "bfloat16", mask=fg.causal(), score=fg.softcap(20))
     kept = decode.with_cache(spec, 16, "int8")
     assert (kept.page_size, kept.kv_dtype) == (16, "int8") and decode.with_cache(kept) == spec
@@ -62,7 +62,7 @@ def test_pages_are_another_spec() -> None:
     assert row.terabytes["cuDNN"] == row.terabytes["16 bits"]
 
 
-def test_the_command_hands_its_choices_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_command_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Any] = []
 
     def decode_rows(*choices: Any) -> Iterator[decode.DecodeRow]:
@@ -95,7 +95,7 @@ def test_the_command_hands_its_choices_on(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @pytest.mark.gpu
 @pytest.mark.quick
-def test_a_size_is_measured_beside_pages() -> None:
+def test_a_size_is_measured_with_pages() -> None:
     (row,) = bench.decode_rows([FULL], [decode.DecodeSize(2, 8, 2, 1024)], [], [16])
     assert row.microseconds.keys() == {"flashgen", "pages of 16"} and "DecodePlan" in row.plan
 
@@ -103,7 +103,7 @@ def test_a_size_is_measured_beside_pages() -> None:
 @pytest.mark.gpu
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", ["float8_e4m3fn", "int8"])
-def test_eight_bits_are_measured_beside_16(kind: str) -> None:
+def test_8_bits_are_compared_with_16(kind: str) -> None:
     pytest.importorskip("torch")
     spec = fg.AttentionSpec(128, "bfloat16", kv_dtype=kind)
     (row,) = bench.decode_rows([spec], [decode.DecodeSize(2, 8, 2, 1024)], [], [16])

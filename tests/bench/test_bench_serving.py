@@ -1,4 +1,4 @@
-"""What the groups of `flashgen bench decode` draw, count and print; their measurements need a GPU."""
+"""Inputs, counts and output of the groups of `flashgen bench decode`; measurements need a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_lengths_are_log_uniform_and_equal_ones_have_as_many_keys() -> None:
     assert sum(equal) == sum(drawn) and len(equal) == 64 and max(equal) - min(equal) <= 1
 
 
-def test_rows_count_the_keys_that_are_needed() -> None:
+def test_rows_count_the_visited_keys() -> None:
     row = serving.serving_row(
         "lengths", "equal", "sm_90a", 10**9, {"flashgen": 0.25, "scheduled": 0.24}, {"flashgen": 1}
     )
@@ -41,8 +41,8 @@ def test_rows_count_the_keys_that_are_needed() -> None:
     assert row.to_dict()["group"] == "lengths"
 
 
-def test_variants_visit_the_keys_that_they_say() -> None:
-    """By their masks, where a closed form tells; the others say it themselves."""
+def test_variants_visit_the_keys_that_they_state() -> None:
+    """By their masks where they have a closed form; other variants state the number."""
     size = DecodeSize(2, 4, 2, 4096)
     needed = {}
     for variant in serving.serving_variants():
@@ -64,7 +64,7 @@ def test_the_tree_for_flex_attention_is_the_same_mask() -> None:
     np.testing.assert_array_equal(ours, theirs)
 
 
-def test_the_command_hands_a_group_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_command_passes_a_group_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Any] = []
 
     def serving_rows(*choices: Any) -> Iterator[serving.ServingRow]:

@@ -1,4 +1,4 @@
-"""`flashgen bench ragged`: the batches that are measured, what they come to, and what is asked for."""
+"""`flashgen bench ragged`: batches, summary and options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashgen.bench.varlen import VarlenRow, lengths_of, varlen_flops
 from flashgen.cli.app import app
 
 
-def test_lengths_make_up_the_tokens() -> None:
+def test_lengths_add_up_to_the_tokens() -> None:
     assert lengths_of(16, 16384, uneven=False) == 16 * [1024]
     assert lengths_of(3, 10, uneven=False) == [3, 3, 4]
     for documents, tokens in bench.SHAPES:
@@ -24,7 +24,7 @@ def test_lengths_make_up_the_tokens() -> None:
         assert max(lengths) > 3 * sorted(lengths)[documents // 2] and lengths == lengths_of(documents, tokens, True)
 
 
-def test_flops_are_of_the_documents_own_scores() -> None:
+def test_flops_count_scores_within_documents() -> None:
     spec = fg.AttentionSpec(128, "bfloat16", layout="thd", mask=fg.causal())
     assert varlen_flops(spec, [1024] * 16, 16, "forward") == 4 * 128 * 16 * 16 * 1024**2 / 2
     full = fg.AttentionSpec(128, "bfloat16", layout="thd")
@@ -37,7 +37,7 @@ def row(documents: int = 16, **milliseconds: float) -> VarlenRow:
     )
 
 
-def test_a_row_says_how_it_compares() -> None:
+def test_a_row_compares_with_peers() -> None:
     assert row(flashgen=2.0, FA4=3.0, torch=5.0).ratio == 1.5 and row(flashgen=2.0).ratio is None
     (line,) = bench.summary.varlen([row(flashgen=2.0, FA4=3.0), row(8, flashgen=2.0, FA4=2.0)])
     assert line.startswith("beside the best peer: 1 of 2 batches at 1.05 times or more (below: spec 8 in 16384 1.00")

@@ -1,4 +1,4 @@
-"""Bar charts of saved measurements: their numbers, as SVG and PNG, and what is refused."""
+"""Bar charts of saved measurements as SVG and PNG, and refusals."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ needs_matplotlib = pytest.mark.skipif(
 
 
 def saved(*rows: Any) -> dict[str, Any]:
-    """As a command saves it."""
+    """Returns measurements as a command saves them."""
     data = {"environment": {"gpu": "NVIDIA H200", "driver": "13000"}, "rows": [row.to_dict() for row in rows]}
     return json.loads(json.dumps(data))
 
 
-def test_speed_is_a_panel_for_each_spec() -> None:
+def test_speed_has_a_panel_for_each_spec() -> None:
     (panel,) = bars.panels(saved(*SPEED))
     assert panel.groups == ["1024", "4096"] and panel.unit == "TFLOP/s" and "bf16-d64-full" in panel.title
     assert panel.bars == {"flashgen": [500.0, 500.0], "cuDNN": [400.0, None]}
@@ -75,7 +75,7 @@ def test_several_gpus() -> None:
     assert "2 GPUs, forward and backward" in both.title and "backward" not in forward.title
 
 
-def test_many_variants_are_several_panels() -> None:
+def test_many_variants_have_several_panels() -> None:
     found = bars.panels(saved(*[VARIANT] * 15))
     assert [len(panel.groups) for panel in found] == [6, 6, 3]
 
@@ -90,7 +90,7 @@ def test_other_json_is_refused(wrong: Any) -> None:
 
 @needs_matplotlib
 @pytest.mark.parametrize("form", bars.FORMATS)
-def test_the_command_draws_the_same_each_time(form: str, tmp_path: Path) -> None:
+def test_the_command_draws_reproducibly(form: str, tmp_path: Path) -> None:
     (tmp_path / "bench.json").write_text(json.dumps(saved(*SPEED)), encoding="utf-8")
     drawn = []
     for number in range(2):
@@ -107,7 +107,7 @@ def test_the_command_draws_the_same_each_time(form: str, tmp_path: Path) -> None
         assert word in words, word
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(LaunchError, match=r"matplotlib, which is not installed: pip install '.*\[plot\]'"):
         bars.draw(saved(*SPEED), "svg")
@@ -121,7 +121,7 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
         ("{}", "x.pdf", "must end in .svg"),
     ],
 )
-def test_what_the_command_refuses(content: str, output: str, said: str, tmp_path: Path) -> None:
+def test_wrong_inputs_of_the_command(content: str, output: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "bench.json").write_text(content, encoding="utf-8")
     result = CliRunner().invoke(app, ["plot", str(tmp_path / "bench.json"), "-o", str(tmp_path / output)])
     assert result.exit_code == 2 and said in " ".join(result.stderr.split())

@@ -1,4 +1,4 @@
-"""The commands of `python -m benchmarks`: what they ask for, print and save."""
+"""The commands of `python -m benchmarks`: calls, output and saved files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def invoke(*arguments: object, expect: int = 0) -> Result:
 
 @pytest.fixture
 def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands go on without a GPU, whose name they would save."""
+    """Lets commands run without a GPU, whose name they would save."""
     monkeypatch.setattr("flashgen.bench.environment", lambda: {"gpu": "none"})
     monkeypatch.setattr("benchmarks.commands.require_gpu", lambda: None)
 
@@ -49,8 +49,8 @@ def test_measurements_need_a_gpu(name: str) -> None:
     assert "no GPU" in invoke(name, expect=2).stderr
 
 
-def test_host_hands_its_choices_on(tmp_path: Path, no_gpu_needed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs with made-up measurements."""
+def test_host_passes_its_options_on(tmp_path: Path, no_gpu_needed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements are mocked."""
     asked: list[Any] = []
 
     def host_rows(*choices: Any) -> Iterator[host.HostRow]:
@@ -70,10 +70,10 @@ def test_host_hands_its_choices_on(tmp_path: Path, no_gpu_needed: None, monkeypa
     assert "jax" in invoke("host", "--libraries", "jax", expect=2).stderr
 
 
-def test_train_hands_its_choices_on_and_compares(
+def test_train_passes_its_options_on_and_compares(
     tmp_path: Path, no_gpu_needed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs with made-up measurements."""
+    """Measurements are mocked."""
     asked: list[Any] = []
 
     def train_rows(*choices: Any) -> Iterator[train.TrainRow]:
@@ -94,8 +94,8 @@ def test_train_hands_its_choices_on_and_compares(
     assert "such as 32x1024" in invoke("train", "--shapes", "32", expect=2).stderr
 
 
-def test_train_adds_a_floor_to_standard_attention_s_losses() -> None:
-    """One training more where losses are compared, and none of what knows no windows at long lengths."""
+def test_train_adds_a_floor_to_standard_attentions_losses() -> None:
+    """Losses need one more training; at long lengths attentions without windows are left out."""
     planned = train.trainings(["standard", "flashgen"], ["eager", "compile"], [(2, 8), (1, 16)], 5, long=False)
     begin = [("standard", 5), ("standard in float32", 5), ("flashgen", 5), ("standard", 0), ("flashgen", 0)]
     assert [(name, steps) for name, _, _, steps in planned] == [*begin, *[("standard", 0), ("flashgen", 0)] * 2]

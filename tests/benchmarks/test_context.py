@@ -1,4 +1,4 @@
-"""The benchmark of several GPUs: its questions to the ranks, its rows and its summary."""
+"""The benchmark of several GPUs: requests to the ranks, rows and summary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashgen.errors import LaunchError
 
 
 @pytest.mark.parametrize("window", [None, 100, 5000])
-def test_flops_are_of_scores_that_count(window: int | None) -> None:
+def test_flops_count_visited_scores(window: int | None) -> None:
     shape = context.Shape(1024, heads_q=4, heads_kv=2, head_dim=64, window=window)
     length = 4 * 1024
     scores = sum(min(q, length if window is None else window) + 1 for q in range(length))
@@ -24,7 +24,7 @@ def test_flops_are_of_scores_that_count(window: int | None) -> None:
     assert shape.flops(4, "both") == 3.5 * shape.flops(4, "forward")
 
 
-def test_one_gpu_alone_has_as_much_to_do() -> None:
+def test_one_gpu_alone_has_equally_much_work() -> None:
     for shape in (context.Shape(8192), context.Shape(8192, window=512)):
         alone = shape.flops_of_one("forward", shape.ideal_length(4))
         assert alone == pytest.approx(shape.flops(4, "forward"), rel=0.05)
@@ -45,7 +45,7 @@ ANSWER = {
 }
 
 
-def test_rows_are_shares_of_what_one_gpu_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rows_are_fractions_of_one_gpus_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Any] = []
 
     def answers(count: int, questions: Any) -> Any:
@@ -67,7 +67,7 @@ def test_rows_are_shares_of_what_one_gpu_does(monkeypatch: pytest.MonkeyPatch, t
     assert "ulysses: ArgumentError: heads" in done.output
 
 
-def test_what_several_rows_lack_for_one_reason_is_said_once() -> None:
+def test_a_common_reason_for_missing_rows_is_printed_once() -> None:
     shapes = [context.Shape(tokens, window=64) for tokens in (8192, 32768, 131072)]
     problems = [{"torch": "no window"}, {"torch": "no window", "ring": "other"}, {"torch": "no window"}]
     made = [
@@ -81,7 +81,7 @@ def test_what_several_rows_lack_for_one_reason_is_said_once() -> None:
 
 
 @pytest.mark.parametrize(("given", "shards"), [((), ["zigzag", "plain"]), (("--shards", "zigzag"), ["zigzag"])])
-def test_windows_are_measured_as_they_may_be_sharded(
+def test_windows_are_measured_with_each_kind_of_shards(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: tuple[str, ...], shards: list[str]
 ) -> None:
     asked: list[Any] = []
@@ -112,7 +112,7 @@ def test_windows_are_measured_as_they_may_be_sharded(
         (["--shards", "striped"], "'striped'"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(
+def test_requests_that_cannot_be_measured_are_refused(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     monkeypatch.setattr(context, "gpus_here", lambda: 4)
@@ -121,7 +121,7 @@ def test_what_cannot_be_measured_is_refused(
     assert done.exit_code == 2 and message in done.stderr, done.output
 
 
-def test_ranks_that_end_too_early_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_end_early_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(LaunchError, match="a rank of 2 has ended"):
         list(ranks.answers_of_ranks(2, [{"shape": {"tokens": 64}}]))

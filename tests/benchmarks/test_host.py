@@ -1,4 +1,4 @@
-"""The benchmark of host time: its arithmetic, by a clock that the tests move, and the parts of a call."""
+"""The benchmark of host time: its arithmetic with a mock clock, and the parts of a call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SMALL = (2, 2, 64)
 
 
 class Clock:
-    """A clock that moves when it is told, and by `look` nanoseconds whenever somebody looks."""
+    """A clock that is advanced explicitly, and by `look` nanoseconds at each reading."""
 
     def __init__(self, look: int = 0) -> None:
         self.now, self.look = 0, look
@@ -43,7 +43,7 @@ class Clock:
         return self.now
 
     def working(self, nanoseconds: int, *inner: Callable[[], Any]) -> Callable[[], None]:
-        """A function that takes so long, without what it calls."""
+        """Returns a function that takes a given time, not counting its callees."""
 
         def work() -> None:
             self.now += nanoseconds
@@ -53,7 +53,7 @@ class Clock:
         return work
 
 
-def test_a_part_s_time_is_its_own() -> None:
+def test_the_time_of_a_part_excludes_its_callees() -> None:
     clock = Clock()
     meter = Meter(clock)
     inner = meter.of("launch", clock.working(5_000))
@@ -65,7 +65,7 @@ def test_a_part_s_time_is_its_own() -> None:
     assert meter.nanoseconds() == {} == meter.calls
 
 
-def test_looking_at_the_clock_is_left_out() -> None:
+def test_the_time_to_read_the_clock_is_subtracted() -> None:
     clock = Clock(look=40)
     meter = Meter(clock)
     inner = meter.of("launch", clock.working(5_000))
@@ -76,7 +76,7 @@ def test_looking_at_the_clock_is_left_out() -> None:
     assert found["lists"] == pytest.approx(700, abs=0.2 * 100)  # of 40 for each of 100 calls
 
 
-def test_an_error_of_a_call_is_its_own() -> None:
+def test_errors_of_a_call_are_passed_on() -> None:
     meter = Meter()
 
     def fails() -> None:
@@ -88,8 +88,8 @@ def test_an_error_of_a_call_is_its_own() -> None:
     assert meter.calls == {"outer": 2, "inner": 2} and not meter._inner
 
 
-def test_groups_give_medians_and_the_least_and_are_warm() -> None:
-    """Calls of a group get dearer, and so do groups; the first groups, which warm up, cost most."""
+def test_groups_report_medians_and_minima_after_warmup() -> None:
+    """Calls become slower within a group and from group to group; the first groups, which warm up, are the slowest."""
     clock, waited = Clock(), []
     durations = [
         *[9_000_000] * 5 * host.WARM_GROUPS,
@@ -102,8 +102,8 @@ def test_groups_give_medians_and_the_least_and_are_warm() -> None:
     assert {part: cost.parts[part] for part in PARTS} == dict.fromkeys(PARTS, 0.0)
 
 
-def test_calls_of_several_kinds_take_turns() -> None:
-    """A host that gets slower does so for all: each group of one follows a group of the other."""
+def test_kinds_of_calls_alternate() -> None:
+    """A host that becomes slower does so for all: groups of each kind alternate."""
     clock, seen = Clock(), []
 
     def call(name: str, nanoseconds: int) -> None:
@@ -118,15 +118,15 @@ def test_calls_of_several_kinds_take_turns() -> None:
 
 
 def functions() -> dict[str, Any]:
-    """What stands in the places of PARTS now."""
+    """Returns the current functions at the positions of PARTS."""
     owners = {place: owner_of(place) for places in PARTS.values() for place in places}
     return {place: getattr(owner, name, None) for place, (owner, name) in owners.items()}
 
 
-def test_every_part_is_somewhere_in_flashgen_and_is_put_back() -> None:
+def test_every_part_exists_and_is_restored() -> None:
     before, meter = functions(), Meter()
     with meter.installed() as found:
-        assert found == tuple(PARTS), "a part of PARTS has moved: say in benchmarks/host.py where it stands now"
+        assert found == tuple(PARTS), "a part of PARTS has moved: update benchmarks/host.py"
         assert functions() != before
     assert functions() == before
 
@@ -155,7 +155,7 @@ def test_which_parts_a_call_has(name: str) -> None:
             run()
         assert meter.calls["numbers"] == 1 and meter.calls["checks"] == 1 + listed
         assert meter.calls["launch"] == launches + listed and meter.calls.get("lists", 0) == listed
-        assert "counter" in meter.calls  # Hopper's kernels count the tiles that they have taken
+        assert "counter" in meter.calls  # Hopper's kernels count their tiles
         assert ("allocation" in meter.calls) is not (case.given and timed == "forward")
 
 
@@ -195,8 +195,8 @@ def test_a_start_is_measured_in_new_processes(monkeypatch: pytest.MonkeyPatch, t
     assert len(rows) == start.STARTS and len(set(started)) == 3
 
 
-def test_the_file_runs_beside_another_checkout() -> None:
-    """It takes of flashgen only what users import, and of the folder that it stands in nothing."""
+def test_the_file_runs_with_another_checkout() -> None:
+    """It uses only flashgen's public names, and nothing from its own folder."""
     path = Path(host.__file__)
     program = f"import runpy, sys; runpy.run_path({str(path)!r}); print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
@@ -204,7 +204,7 @@ def test_the_file_runs_beside_another_checkout() -> None:
 
 
 def test_rows_of_torchs_operator() -> None:
-    """Beside the attention itself, torch's own, and what autograd takes for nothing."""
+    """Compared with the attention itself, torch's own, and autograd around a function that computes nothing."""
     pytest.importorskip("torch", reason="the operator is torch's")
     rows = list(host_torch.operator_rows(groups=1, calls=1, chain=2, emulate=True, target="sm_90a"))
     assert [row.name for row in rows] == host_torch.operator_names()
@@ -212,10 +212,12 @@ def test_rows_of_torchs_operator() -> None:
     assert all(row.library == "torch" and row.target == "sm_90a" for row in rows)
     by_name = {(row.name, row.timed): row.parts for row in rows}
     for (name, _), parts in by_name.items():
-        assert (parts["launch"] > 0) == (name.startswith(("attention", "flashgen"))), "peers launch nothing of ours"
+        assert (parts["launch"] > 0) == (name.startswith(("attention", "flashgen"))), (
+            "peers launch no kernel of flashgen"
+        )
 
 
-def test_the_backward_of_the_operator_is_a_call_s_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backward_of_the_operator_is_a_fraction_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="the operator is torch's")
     fixed = host.Cost(60.0, 30.0, {"launch": 12.0})
     monkeypatch.setattr("benchmarks.host_torch.costs_in_turns", lambda runs, *given: [fixed] * len(runs))
@@ -224,7 +226,7 @@ def test_the_backward_of_the_operator_is_a_call_s_share(monkeypatch: pytest.Monk
     assert all((row.median, row.minimum, row.parts["launch"]) == (20.0, 10.0, 4.0) for row in rest)
 
 
-def test_the_summary_compares_what_ran_in_the_same_thread() -> None:
+def test_the_summary_compares_within_a_thread() -> None:
     operator, function = "flashgen.torch.attention", "an empty function"
     autograds, callers = ", in autograd's thread", ", in the caller's thread"
 
@@ -240,5 +242,5 @@ def test_the_summary_compares_what_ran_in_the_same_thread() -> None:
     assert f"gradients{autograds}: " in own and "takes +8.0 us" in own and own.endswith("takes 14.0")
     assert f"gradients{callers}: " in called and "takes +6.0 us" in called and called.endswith("takes 7.2")
     del both[f"attention(...){autograds}"]
-    assert len(host_torch.operator_summary(rows("backward", both))) == 1, "nothing is compared across threads"
+    assert len(host_torch.operator_summary(rows("backward", both))) == 1, "threads are not compared with each other"
     assert not host_torch.operator_summary(rows("forward", graph)[:3])

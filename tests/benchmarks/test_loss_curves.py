@@ -1,4 +1,4 @@
-"""Loss curves: what is compared, and that a wrong attention is told from another rounding."""
+"""Loss curves: comparison, and detection of a wrong attention among rounding differences."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def test_curves_are_smoothed_by_trailing_means() -> None:
     assert smoothed([5.0] * 100) == [5.0] * 100
 
 
-def test_curves_are_compared_smoothed_and_at_the_begin_as_they_are() -> None:
-    """One leap counts a thirtieth, unless it is among the first steps; a trend counts as it is."""
+def test_curves_are_compared_smoothed_and_at_the_start_as_they_are() -> None:
+    """An outlier counts a thirtieth, except among the first steps; a trend counts in full."""
     flat = [2.0] * 90
     leap = [*flat[:60], 2.6, *flat[61:]]
     early = [2.0, 2.02, *flat[2:]]
@@ -30,11 +30,11 @@ def test_curves_are_compared_smoothed_and_at_the_begin_as_they_are() -> None:
     assert apart(leap, flat) == pytest.approx(0.3) and SMOOTHED == 30
 
 
-def test_nothing_is_compared_without_standard_attention() -> None:
+def test_without_standard_attention_nothing_is_compared() -> None:
     assert compared({"flashgen": [1.0]}) == [] == compared({"standard": [1.0]})
 
 
-def test_a_rate_rises_and_falls() -> None:
+def test_the_learning_rate_rises_and_falls() -> None:
     pytest.importorskip("torch")
     from benchmarks.gpt2 import rate_of
 
@@ -46,8 +46,8 @@ def test_a_rate_rises_and_falls() -> None:
     assert rate_of(0, 1, 2**19) == pytest.approx(6e-4)
 
 
-def test_a_wrong_attention_is_beyond_the_floor() -> None:
-    """A mask that lets each token see the next, in a model small enough for a CPU."""
+def test_a_wrong_attention_exceeds_the_floor() -> None:
+    """A mask that lets each token see the next one, in a model that is small enough for a CPU."""
     torch = pytest.importorskip("torch")
     from benchmarks import gpt2, train
 
@@ -63,7 +63,7 @@ def test_a_wrong_attention_is_beyond_the_floor() -> None:
         return [float(step(*of_step(number), number)) for number in range(steps)]
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so small a model is slower by several
+    torch.set_num_threads(1)  # so small a model is slower with several threads
     try:
         standard, exact, wrong = (losses(attend) for attend in (train._standard, train._standard_in_float32, peeking))
     finally:

@@ -1,4 +1,4 @@
-"""The benchmark of the FlashAttention paper's problem: its counts, its table and its summary."""
+"""The benchmark of the FlashAttention paper's problem: counts, table and summary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashgen.cli import bench_tables
 
 
 def test_the_paper_s_counts() -> None:
-    """GFLOPs: 6 and 7 products of 1024 heads, flash's over a little more than half. Bytes: 11 N^2 + 12 N d."""
+    """GFLOPs: 6 and 7 products for 1024 heads, flash's over slightly more than half. Bytes: 11 N^2 + 12 N d."""
     problem = paper_case()
     heads, scores, features = problem.batch * problem.heads, 1024**2, 1024 * 64
     attention = compile(problem.spec, target="sm_90", emulate=True)

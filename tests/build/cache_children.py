@@ -1,4 +1,4 @@
-"""Programs that the tests of the cache run as processes of their own: `python cache_children.py ROLE ROOT ...`."""
+"""Programs that the cache tests run as separate processes: `python cache_children.py ROLE ROOT ...`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ KEYS = {f"kernel-{number}": content_key("test", {"number": str(number)}) for num
 
 
 def make_files() -> Artifacts:
-    """Files whose writing takes long enough to be killed in."""
+    """Files that take long enough to write to be killed meanwhile."""
     return Artifacts({"kernel.cu": b"source\n" * 2000, "kernel.cubin": os.urandom(300_000)}, {"registers": 7})
 
 
 def build_for_ever(root: Path) -> None:
-    """Build entries, damage some and remove some, until killed."""
+    """Builds, damages and removes entries until killed."""
     cache, chance = KernelCache(root), random.Random(os.getpid())
     while True:
         for name, key in KEYS.items():
@@ -35,7 +35,7 @@ def build_for_ever(root: Path) -> None:
 
 
 def compile_for_ever(root: Path) -> None:
-    """Compile kernels with NVRTC, each another, until killed."""
+    """Compiles distinct kernels with NVRTC until killed."""
     cache, number = KernelCache(root), 0
     while True:
         number += 1
@@ -44,10 +44,10 @@ def compile_for_ever(root: Path) -> None:
 
 
 def kill_often(root: Path, role: Callable[[Path], None], kills: int, longest: float, least_torn: int) -> None:
-    """Kill pairs of builders at random moments; after each time all that is in the cache must be whole.
+    """Kills pairs of builders at random moments and checks each time that the cache only has complete entries.
 
-    Goes on until there were `kills` kills, `least_torn` of them in the middle of writing, and 10 whole entries were
-    seen. Prints the three numbers.
+    Continues until there were `kills` kills, `least_torn` of them in the middle of writing, and 10 complete entries
+    were seen. Prints the three numbers.
     """
     chance, done, whole, torn = random.Random(1), 0, 0, 0
     while done < kills or whole < 10 or torn < least_torn:
@@ -63,7 +63,7 @@ def kill_often(root: Path, role: Callable[[Path], None], kills: int, longest: fl
 
 
 def check_all(root: Path) -> int:
-    """How many entries there are; an error if one is damaged."""
+    """Returns the number of entries. Raises an error if one is damaged."""
     entries = KernelCache(root).list()
     for entry in entries:
         meta = json.loads((entry.path / "meta.json").read_text())
@@ -75,7 +75,7 @@ def check_all(root: Path) -> int:
 
 
 def ask_once(root: Path, gate: Path, marker: Path) -> None:
-    """Once the gate opens, ask for one kernel; whoever compiles it adds a line to the marker."""
+    """Requests one kernel once the gate opens; a process that compiles it appends a line to the marker."""
 
     def counted(source: str, architecture: str, name: str) -> nvrtc.Compiled:
         with marker.open("a") as file:
@@ -92,7 +92,7 @@ def ask_once(root: Path, gate: Path, marker: Path) -> None:
 
 
 def hold_lock(root: Path) -> None:
-    """Begin to build and never end."""
+    """Begins to build and never ends."""
 
     def never() -> Artifacts:
         print("building", flush=True)
@@ -117,7 +117,7 @@ if __name__ == "__main__":
     if role == "kill_builders":
         kill_often(Path(root), build_for_ever, int(rest[0]), longest=0.03, least_torn=5)
     elif role == "kill_compilers":
-        nvrtc.version()  # loaded once, so that the children compile from their first moment on
+        nvrtc.version()  # imported in advance, so that the children compile from the start
         kill_often(Path(root), compile_for_ever, int(rest[0]), longest=0.2, least_torn=0)
     elif role == "ask_once":
         ask_once(Path(root), Path(rest[0]), Path(rest[1]))

@@ -1,4 +1,4 @@
-"""NVRTC 12 beside the NVRTC that CuPy uses: its library by ctypes, with the functions of CuPy's binding."""
+"""NVRTC 12 in addition to CuPy's NVRTC: the library through ctypes, with the interface of CuPy's binding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashgen.build.tools import cuda_roots, wheel_roots
 
 
 def library_path() -> Path | None:
-    """libnvrtc.so.12 of the wheel nvidia-cuda-nvrtc-cu12, or of a toolkit; None where there is none."""
+    """Returns libnvrtc.so.12 of the wheel nvidia-cuda-nvrtc-cu12, or of a toolkit; None if there is none."""
     places = (
         root / folder / "libnvrtc.so.12" for root in (*wheel_roots(), *cuda_roots()) for folder in ("lib", "lib64")
     )
@@ -20,7 +20,7 @@ def library_path() -> Path | None:
 
 
 class NVRTCError(RuntimeError):
-    """As CuPy's: a call that failed, by the name that the library has for it."""
+    """A failed call, with the library's name for the error, as in CuPy."""
 
 
 class Binding:
@@ -83,7 +83,7 @@ class Binding:
 
 @cache
 def loaded() -> tuple[Binding, tuple[int, int]]:
-    """In place of `flashgen.build.nvrtc._load`."""
+    """Replaces `flashgen.build.nvrtc._load`."""
     path = library_path()
     assert path is not None
     binding = Binding(path)

@@ -1,4 +1,4 @@
-"""The cache in one process: hits, damage, settings, and folders that cannot be used."""
+"""The cache in one process: hits, damage, settings, and unusable folders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RESOURCES = Resources(registers=64, spill_stores=0, static_shared=128)
 
 
 class Compiler:
-    """Stands for NVRTC and counts what it compiles."""
+    """A mock of NVRTC that counts its compilations."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[tuple[str, str]] = []
@@ -58,7 +58,7 @@ def test_an_entry_is_readable_and_found_again(tmp_path: Path, compiler: Compiler
     assert again.meta["log"] == "a log"
 
 
-def test_source_architecture_and_compiler_version_are_told_apart(tmp_path: Path, compiler: Compiler) -> None:
+def test_source_architecture_and_compiler_version_are_distinguished(tmp_path: Path, compiler: Compiler) -> None:
     cache = KernelCache(tmp_path)
     folders = {cache.load_or_compile("k", source, arch).path for source in ("a", "b") for arch in ("sm_80", "sm_90")}
     compiler.version = (13, 1)
@@ -87,7 +87,7 @@ def become_folder(path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["kernel.cu", "kernel.cubin", "meta.json"])
 @pytest.mark.parametrize("harm", [cut, alter, empty, Path.unlink, become_folder])
-def test_a_damaged_entry_is_said_and_built_again(
+def test_a_damaged_entry_warns_and_is_rebuilt(
     tmp_path: Path, compiler: Compiler, caplog: pytest.LogCaptureFixture, file: str, harm: object
 ) -> None:
     good = KernelCache(tmp_path).load_or_compile("k", "source", "sm_80")
@@ -106,7 +106,7 @@ def test_a_damaged_entry_is_said_and_built_again(
     assert [path.name for path in tmp_path.iterdir()] == [good.path.name]
 
 
-def test_a_fact_changed_in_meta_is_damage(tmp_path: Path, compiler: Compiler) -> None:
+def test_a_modified_meta_file_is_damage(tmp_path: Path, compiler: Compiler) -> None:
     path = KernelCache(tmp_path).load_or_compile("k", "source", "sm_80").path / META
     meta = json.loads(path.read_text())
     meta["resources"]["registers"] = 32
@@ -116,7 +116,7 @@ def test_a_fact_changed_in_meta_is_damage(tmp_path: Path, compiler: Compiler) ->
 
 
 def seal(folder: Path, **changes: object) -> None:
-    """Changes an entry's facts as somebody would who knows how they are sealed."""
+    """Changes the facts of an entry and renews their seal."""
     meta = json.loads((folder / META).read_text()) | changes
     (folder / META).write_bytes(canonical_json(_sealed(meta)))
 
@@ -148,7 +148,7 @@ def test_meta_cannot_name_a_file_elsewhere(tmp_path: Path, name: str) -> None:
     ],
     ids=lambda meta: str(meta[-30:]),
 )
-def test_a_hostile_meta_is_damage(tmp_path: Path, meta: bytes) -> None:
+def test_malicious_meta_is_damage(tmp_path: Path, meta: bytes) -> None:
     folder = KernelCache(tmp_path).get_or_build("k", KEY, lambda: {"a": b"1"})
     (folder / META).write_bytes(meta)
     with pytest.warns(FlashgenWarning, match=r"is damaged: meta\.json"):
@@ -157,7 +157,7 @@ def test_a_hostile_meta_is_damage(tmp_path: Path, meta: bytes) -> None:
 
 
 @pytest.mark.parametrize("files", [{"a": 3}, {"a": {}}, {"a": {"bytes": "1", "sha256": ""}}, {"a": {"bytes": -1}}])
-def test_a_meta_that_describes_no_file_is_damage(tmp_path: Path, files: dict[str, object]) -> None:
+def test_meta_that_describes_no_file_is_damage(tmp_path: Path, files: dict[str, object]) -> None:
     folder = KernelCache(tmp_path).get_or_build("k", KEY, lambda: {"a": b"1"})
     seal(folder, files=files)
     with pytest.warns(FlashgenWarning, match="is damaged: "):
@@ -167,7 +167,7 @@ def test_a_meta_that_describes_no_file_is_damage(tmp_path: Path, files: dict[str
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("name", [META, "a"])
 @pytest.mark.parametrize("what", ["pipe", "device", "socket"])
-def test_what_is_no_file_is_damage_and_waited_for_by_nobody(tmp_path: Path, name: str, what: str) -> None:
+def test_special_files_are_damage_and_do_not_block(tmp_path: Path, name: str, what: str) -> None:
     folder = KernelCache(tmp_path).get_or_build("k", KEY, lambda: {"a": b"1"})
     (folder / name).unlink()
     if what == "pipe":
@@ -191,7 +191,7 @@ def test_a_file_that_grew_is_not_read(tmp_path: Path) -> None:
         KernelCache(tmp_path).get_or_build("k", KEY, lambda: {"a": b"2"})
 
 
-def test_a_file_in_the_place_of_an_entry(tmp_path: Path) -> None:
+def test_a_file_at_the_path_of_an_entry(tmp_path: Path) -> None:
     folder = KernelCache(tmp_path).get_or_build("k", KEY, lambda: {"a": b"1"})
     KernelCache(tmp_path).clear()
     folder.write_text("not a folder")
@@ -200,7 +200,7 @@ def test_a_file_in_the_place_of_an_entry(tmp_path: Path) -> None:
     assert (folder / "a").read_bytes() == b"2"
 
 
-def test_programs_can_be_run(tmp_path: Path) -> None:
+def test_programs_are_executable(tmp_path: Path) -> None:
     def build() -> Artifacts:
         return Artifacts({"main": b"#!/bin/sh\n", "kernel.cu": b""}, executables=frozenset({"main"}))
 
@@ -209,7 +209,7 @@ def test_programs_can_be_run(tmp_path: Path) -> None:
     assert not (folder / "kernel.cu").stat().st_mode & 0o111
 
 
-def test_a_failing_build_leaves_nothing_and_is_itself(tmp_path: Path) -> None:
+def test_a_failing_build_leaves_nothing_and_raises_its_error(tmp_path: Path) -> None:
     def fail() -> Artifacts:
         raise FileNotFoundError(2, "No such file", "g++")
 
@@ -218,7 +218,7 @@ def test_a_failing_build_leaves_nothing_and_is_itself(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_jit_off_refuses_and_says_what_to_do(tmp_path: Path, compiler: Compiler) -> None:
+def test_without_jit_an_error_names_the_remedy(tmp_path: Path, compiler: Compiler) -> None:
     cache = KernelCache(tmp_path, jit=False)
     with pytest.raises(
         BuildError, match=r"kernel fwd for sm_80 is not in the cache .*FLASHGEN_JIT=0.*flashgen release"
@@ -234,13 +234,13 @@ def test_jit_off_refuses_and_says_what_to_do(tmp_path: Path, compiler: Compiler)
     assert cache.load_or_compile("fwd", "source", "sm_80").hit
 
 
-def test_jit_off_does_not_use_a_damaged_entry(tmp_path: Path, compiler: Compiler) -> None:
+def test_without_jit_a_damaged_entry_is_not_used(tmp_path: Path, compiler: Compiler) -> None:
     cut(KernelCache(tmp_path).load_or_compile("fwd", "source", "sm_80").cubin_path)
     with pytest.warns(FlashgenWarning, match="it is not used"), pytest.raises(BuildError, match="FLASHGEN_JIT=0"):
         KernelCache(tmp_path, jit=False).load_or_compile("fwd", "source", "sm_80")
 
 
-def test_the_environment_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "here"))
     monkeypatch.setenv("FLASHGEN_JIT", "0")
     monkeypatch.setenv("FLASHGEN_RELEASE", str(tmp_path / "release"))
@@ -252,7 +252,7 @@ def test_the_environment_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("variable", ["FLASHGEN_CACHE_DIR", "XDG_CACHE_HOME", "FLASHGEN_RELEASE"])
-def test_a_home_that_there_is_not_is_named_by_its_variable(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_home_is_named_by_its_variable(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if variable == "XDG_CACHE_HOME":
         monkeypatch.delenv("FLASHGEN_CACHE_DIR")
     monkeypatch.setenv(variable, "~nosuch/x")
@@ -264,7 +264,7 @@ def test_a_home_that_there_is_not_is_named_by_its_variable(variable: str, monkey
 
 
 @pytest.mark.parametrize("argument", ["root", "release"])
-def test_a_home_that_there_is_not_is_named_by_its_argument(tmp_path: Path, argument: str) -> None:
+def test_a_missing_home_is_named_by_its_argument(tmp_path: Path, argument: str) -> None:
     with pytest.raises(BuildError, match=f"{argument}='~nosuch' names no folder"):
         KernelCache(**{"root": tmp_path, argument: "~nosuch"})
 
@@ -298,10 +298,10 @@ def test_list_and_clear(tmp_path: Path, compiler: Compiler) -> None:
 
 
 def test_only_entries_are_listed_and_cleared(tmp_path: Path) -> None:
-    """Whatever else stands in the folder stays, also where its name looks like an entry's or a lock's."""
+    """Everything else in the folder is kept, even if its name looks like an entry's or a lock's."""
     cache = KernelCache(tmp_path / "cache")
     entry = cache.get_or_build("k", KEY, lambda: {"a": b"1"})
-    (entry / "a").write_bytes(b"damaged")  # which is an entry still
+    (entry / "a").write_bytes(b"damaged")  # which is still an entry
     short = KEY[:16]
     foreign = cache.root / f"thesis.{short}"
     foreign.mkdir()
@@ -323,8 +323,8 @@ def test_only_entries_are_listed_and_cleared(tmp_path: Path) -> None:
     assert (foreign / "chapter.tex").read_text() == "years of work"
 
 
-def test_an_entry_is_on_the_disk_before_it_is_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each file, then their folder; the rename; the folder around it. Else a crash of the machine may leave half."""
+def test_an_entry_is_flushed_to_disk_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file, then their folder, the rename, and the parent folder; otherwise a crash may leave a partial entry."""
     events: list[str] = []
     fsync, rename = os.fsync, Path.rename
 
@@ -342,4 +342,4 @@ def test_an_entry_is_on_the_disk_before_it_is_in_its_place(tmp_path: Path, monke
     monkeypatch.setattr(Path, "rename", renamed)
     folder = KernelCache(tmp_path / "cache").get_or_build("k", KEY, lambda: {"a": b"1", "b": b"22"})
     assert sorted(events[:3]) == ["a: 1", "b: 2", f"meta.json: {(folder / META).stat().st_size}"]
-    assert events[3:] == ["staging", "rename", "rename", "cache"]  # the first looks for an entry that is to be replaced
+    assert events[3:] == ["staging", "rename", "rename", "cache"]  # the first moves an existing entry away

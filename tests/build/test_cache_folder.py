@@ -1,4 +1,4 @@
-"""A cache folder that cannot be used, or is not to be trusted, is said once, and stops nobody."""
+"""A cache folder that cannot be used or trusted causes one warning and stops nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0,
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Stands for NVRTC; the names of what it compiled."""
+    """A mock of NVRTC that records the names of its programs."""
     names: list[str] = []
 
     def compile(source: str, architecture: str, name: str) -> nvrtc.Compiled:
@@ -54,7 +54,7 @@ def nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def as_nobody() -> Iterator[None]:
-    """As an ordinary user, whom the modes of folders bind."""
+    """Acts as an ordinary user, to whom file modes apply."""
     if os.geteuid() != 0:
         yield
         return
@@ -67,7 +67,7 @@ def as_nobody() -> Iterator[None]:
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder that an ordinary user can reach, which pytest's own need not be."""
+    """A folder that an ordinary user can reach, unlike some of pytest's own."""
     with tempfile.TemporaryDirectory(prefix="flashgen-test-") as folder:
         os.chmod(folder, 0o755)
         yield Path(folder)
@@ -75,17 +75,7 @@ def open_folder() -> Iterator[Path]:
             path.chmod(0o755)
 
 
-@pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that takes names and no bytes."""
-
-    def refuse(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", refuse)
-
-
-# ---- what cannot be used
+# ---- unusable folders
 
 
 def serves_from_memory(root: Path, compiled: list[str], said: str) -> None:
@@ -106,14 +96,14 @@ def test_a_full_disk(tmp_path: Path, compiled: list[str], full_disk: None) -> No
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_cache_under_a_file(tmp_path: Path, compiled: list[str]) -> None:
+def test_a_cache_path_below_a_file(tmp_path: Path, compiled: list[str]) -> None:
     (tmp_path / "file").touch()
     serves_from_memory(
         tmp_path / "file" / "cache", compiled, r"cannot be used \(Not a directory.*set FLASHGEN_CACHE_DIR"
     )
 
 
-def test_a_folder_that_cannot_be_written(open_folder: Path, compiled: list[str]) -> None:
+def test_a_read_only_folder(open_folder: Path, compiled: list[str]) -> None:
     root = open_folder / "cache"
     root.mkdir(mode=0o755)
     KernelCache(root).load_or_compile("there", "source 3", "sm_80")
@@ -126,7 +116,7 @@ def test_a_folder_that_cannot_be_written(open_folder: Path, compiled: list[str])
         serves_from_memory(root / "deeper", compiled, "Permission denied")
 
 
-def test_an_entry_that_cannot_be_read(open_folder: Path, compiled: list[str]) -> None:
+def test_an_unreadable_entry(open_folder: Path, compiled: list[str]) -> None:
     (open_folder / "cache").mkdir(mode=0o755)
     entry = KernelCache(open_folder / "cache").load_or_compile("k", "source", "sm_80")
     assert entry.cubin_path is not None
@@ -153,11 +143,11 @@ def test_a_lock_that_cannot_be_removed_is_left(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Path, "unlink", refuse)
     with exclusive(tmp_path / "lock") as held:
         assert held
-    with exclusive(tmp_path / "lock", wait=False) as held:  # and holds nobody up
+    with exclusive(tmp_path / "lock", wait=False) as held:  # and blocks nobody
         assert held
 
 
-def test_where_nothing_may_be_compiled_the_folder_is_the_reason(tmp_path: Path, compiled: list[str]) -> None:
+def test_without_jit_the_folder_is_the_reason(tmp_path: Path, compiled: list[str]) -> None:
     (tmp_path / "file").touch()
     cache = KernelCache(tmp_path / "file" / "cache", jit=False)
     with pytest.raises(BuildError, match=r"FLASHGEN_JIT=0 forbids building it now.*cannot be used \(Not a directory"):
@@ -165,7 +155,7 @@ def test_where_nothing_may_be_compiled_the_folder_is_the_reason(tmp_path: Path, 
     assert compiled == []
 
 
-def test_what_must_be_kept_is_an_error_and_what_is_looked_for_is_not_there(tmp_path: Path, full_disk: None) -> None:
+def test_storing_raises_and_looking_up_finds_nothing(tmp_path: Path, full_disk: None) -> None:
     with pytest.raises(BuildError, match="No space left"):
         KernelCache(tmp_path / "cache").put("k", KEY, Artifacts({"a": b"1"}))
     (tmp_path / "file").touch()
@@ -193,10 +183,10 @@ for sanitize in (None, "address"):
 
 
 def test_the_emulator_without_a_cache(tmp_path: Path) -> None:
-    """Kernels stand in a temporary folder of the process, wherever the emulator's libraries stand, and go with it."""
+    """Kernels and the emulator's libraries are kept in a temporary folder of the process, which is removed with it."""
     temporary, cache = tmp_path / "temporary", default_root()
     temporary.mkdir()
-    for sanitize in (None, "address"):  # another kernel's, whose libraries the cache keeps
+    for sanitize in (None, "address"):  # of another kernel, whose libraries the cache keeps
         compile_host(EMULATED.replace("7", "8"), "store", sanitize)
     refuse = (
         "import os\ndef refuse(path, *more, real=os.mkdir, **named):\n"
@@ -214,7 +204,7 @@ def test_the_emulator_without_a_cache(tmp_path: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
-# ---- what is not to be trusted
+# ---- untrusted folders
 
 
 @pytest.mark.parametrize(
@@ -227,7 +217,7 @@ def test_the_emulator_without_a_cache(tmp_path: Path) -> None:
         (0o2770, "its group may write"),
     ],
 )
-def test_a_folder_that_others_can_write_to_runs_nothing_of_theirs(
+def test_nothing_in_a_folder_that_others_can_write_to_is_run(
     tmp_path: Path, compiled: list[str], mode: int, problem: str
 ) -> None:
     root = tmp_path / "cache"
@@ -254,7 +244,7 @@ def test_a_folder_of_another_user(open_folder: Path, compiled: list[str], monkey
 
 
 @needs_root
-def test_a_folder_of_root_is_trusted_by_all(open_folder: Path, compiled: list[str]) -> None:
+def test_a_folder_of_root_is_trusted(open_folder: Path, compiled: list[str]) -> None:
     root = open_folder / "cache"
     root.mkdir(mode=0o755)
     KernelCache(root).load_or_compile("k", "source", "sm_80")
@@ -262,7 +252,7 @@ def test_a_folder_of_root_is_trusted_by_all(open_folder: Path, compiled: list[st
         assert KernelCache(root).load_or_compile("k", "source", "sm_80").path is not None
 
 
-def test_a_shared_folder_is_shared_on_purpose(
+def test_a_shared_folder_needs_the_variable(
     tmp_path: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "cache"
@@ -274,7 +264,7 @@ def test_a_shared_folder_is_shared_on_purpose(
         entry = KernelCache(root).load_or_compile("k", "source", "sm_80")
     finally:
         os.umask(umask)
-    assert entry.path is not None and entry.path.stat().st_mode & 0o777 == 0o770  # whoever may write there, here too
+    assert entry.path is not None and entry.path.stat().st_mode & 0o777 == 0o770  # group-writable here, too
     assert KernelCache(root).load_or_compile("k", "source", "sm_80").hit
     root.chmod(0o2777)
     compiled.clear()
@@ -284,8 +274,8 @@ def test_a_shared_folder_is_shared_on_purpose(
         KernelCache(root).load_or_compile("k", "source", "sm_80")
 
 
-def test_what_is_made_is_for_its_user_alone(tmp_path: Path, compiled: list[str]) -> None:
-    """Also where new files are everybody's, as in containers without a umask."""
+def test_created_files_are_only_for_their_user(tmp_path: Path, compiled: list[str]) -> None:
+    """Also where new files are readable and writable by all, as in containers without a umask."""
     umask = os.umask(0)
     try:
         entry = KernelCache(tmp_path / "a" / "cache").load_or_compile("k", "source", "sm_80")
@@ -297,7 +287,7 @@ def test_what_is_made_is_for_its_user_alone(tmp_path: Path, compiled: list[str])
     assert KernelCache(tmp_path / "a" / "cache").load_or_compile("k", "source", "sm_80").hit
 
 
-def test_an_entry_that_more_can_write_to_than_the_folder_is_damage(tmp_path: Path, compiled: list[str]) -> None:
+def test_an_entry_more_writable_than_the_folder_is_damage(tmp_path: Path, compiled: list[str]) -> None:
     entry = KernelCache(tmp_path / "cache").load_or_compile("k", "source", "sm_80")
     assert entry.path is not None
     entry.path.chmod(0o777)
@@ -306,13 +296,13 @@ def test_an_entry_that_more_can_write_to_than_the_folder_is_damage(tmp_path: Pat
     assert not again.hit and entry.path.stat().st_mode & 0o777 == 0o700
 
 
-def test_what_can_be_used_is_told(tmp_path: Path, full_disk: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_usable_folder_is_described(tmp_path: Path, full_disk: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "No space left" in (why_unusable(tmp_path / "cache") or "")
     monkeypatch.undo()
     assert why_unusable(tmp_path / "cache") is None and list((tmp_path / "cache").iterdir()) == []
 
 
-# ---- what a process keeps
+# ---- per process
 
 
 def test_threads_build_once_in_memory() -> None:
@@ -347,7 +337,7 @@ def test_a_build_that_fails_is_tried_again() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs POSIX processes")
-def test_a_forked_child_leaves_its_parents_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_keeps_its_parents_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = (
         "import os, sys, pathlib\nfrom flashgen.build import Artifacts\nfrom flashgen.build.memory import MEMORY\n"
         "place = (pathlib.Path('k'), 'a' * 64)\n"

@@ -1,4 +1,4 @@
-"""The cache under many processes, under kills, and under removal while it is used."""
+"""The cache with many processes, with kills, and with removal during use."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs POSIX pro
 
 
 def start(role: str, *arguments: object) -> subprocess.Popen[str]:
-    """One child program, which imports the flashgen that is tested."""
+    """Returns a child program, which imports the flashgen under test."""
     environment = {**os.environ, "PYTHONPATH": str(Path(flashgen.__file__).parents[1])}
     command = [sys.executable, str(CHILDREN), role, *map(str, arguments)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def hidden(root: Path) -> list[str]:
-    """What is in a cache beside its entries."""
+    """Returns what is in a cache besides its entries."""
     return [path.name for path in root.iterdir() if path.name.startswith(".")]
 
 
-def test_killed_builders_leave_whole_entries_or_none(tmp_path: Path) -> None:
+def test_killed_builders_leave_complete_entries_or_none(tmp_path: Path) -> None:
     root = tmp_path / "cache"
     out, errors = start("kill_builders", root, 150).communicate(timeout=120)
     assert errors == ""
@@ -47,7 +47,7 @@ def test_killed_builders_leave_whole_entries_or_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
-def test_killed_compilers_leave_whole_kernels_or_none(tmp_path: Path) -> None:
+def test_killed_compilers_leave_complete_kernels_or_none(tmp_path: Path) -> None:
     out, errors = start("kill_compilers", tmp_path / "cache", 20).communicate(timeout=120)
     assert errors == ""
     kills, whole, _ = map(int, out.split())
@@ -124,8 +124,8 @@ def test_threads_build_once(tmp_path: Path) -> None:
     assert built["times"] == 1
 
 
-def test_clear_beside_builders(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    """Whoever asks while others clear gets its entry, and nothing is ever called damaged."""
+def test_clearing_during_builds(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """Requests during clearing get their entries, and nothing is reported as damaged."""
     failures: list[BaseException] = []
     stop = time.monotonic() + 1.5
 

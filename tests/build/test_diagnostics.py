@@ -1,4 +1,4 @@
-"""The source lines beside a compiler's errors."""
+"""Source lines printed with a compiler's errors."""
 
 from __future__ import annotations
 

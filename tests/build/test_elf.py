@@ -1,4 +1,4 @@
-"""A cubin is taken as whole only when its own tables say so."""
+"""A cubin is accepted as complete only if its own tables agree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashgen.errors import BuildError
 
 
 def image(table_last: bool = True, extra: bytes = b"") -> bytes:
-    """A small ELF file: 64 bytes of header, a section header table of one, 16 bytes of section, one program header."""
+    """A small ELF file: 64 bytes of header, one section header, 16 bytes of section, one program header."""
     section_at, data_at = 64, 128
     program_at = data_at + 16 if table_last else 0
     header = (
@@ -24,13 +24,13 @@ def image(table_last: bool = True, extra: bytes = b"") -> bytes:
     return header + section + bytes(range(1, 17)) + program + extra
 
 
-def test_a_whole_image_is_left_alone() -> None:
+def test_a_complete_image_is_unchanged() -> None:
     assert complete_image(image()) == image()
     assert complete_image(image(table_last=False)) == image(table_last=False)
     assert complete_image(image(extra=b"more")) == image(extra=b"more")
 
 
-def test_the_dropped_last_byte_is_put_back() -> None:
+def test_a_dropped_last_byte_is_restored() -> None:
     assert complete_image(image()[:-1]) == image()
 
 

@@ -1,4 +1,4 @@
-"""A key is made from what a binary is made from, and from nothing else."""
+"""A key depends on the inputs of a binary, and on nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_each_part_changes_the_key() -> None:
     assert all(len(key) == 64 for key in keys)
 
 
-def test_absolute_paths_do_not() -> None:
+def test_absolute_paths_do_not_change_it() -> None:
     here = ("--std=c++17", "-I/home/one/include", "--include-path=/usr/include", "-isystem/opt/x", "/one/file")
     there = ("--std=c++17", "-I/elsewhere", r"--include-path=C:\cuda", "-isystem/y", "/two/file")
     assert portable_options(here) == portable_options(there) == ("--std=c++17",)
@@ -29,13 +29,13 @@ def test_absolute_paths_do_not() -> None:
     assert portable_options(options("sm_90a")) == options("sm_90a")
 
 
-def test_the_order_of_parts_does_not() -> None:
+def test_the_order_of_parts_does_not_change_it() -> None:
     assert content_key("host", {"a": "1", "b": "2"}) == content_key("host", {"b": "2", "a": "1"})
     assert content_key("host", {"a": "1"}) != content_key("cubin", {"a": "1"})
 
 
 def test_another_process_agrees() -> None:
-    """Neither hash randomisation nor anything else of a run goes into a key. The value itself is kept for ever."""
+    """Hash randomization and other per-process state have no effect. The value itself must never change."""
     expected = "c3cd77913f659a2c"
     script = "from flashgen.build.keys import kernel_key; print(kernel_key('s', 'sm_80', ('-x',), (13, 0)))"
     keys = {

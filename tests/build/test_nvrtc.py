@@ -1,4 +1,4 @@
-"""NVRTC itself, where it is installed: no GPU and no driver are needed."""
+"""NVRTC itself, where it is installed; needs no GPU and no driver."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_compiles_for(architecture: str) -> None:
 
 
 @needs_nvrtc
-def test_the_same_source_makes_the_same_bytes_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_sources_give_equal_bytes_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = nvrtc.compile(SOURCE, "sm_80", "shift")
     monkeypatch.chdir(tmp_path)
     there = nvrtc.compile(SOURCE, "sm_80", "shift")
@@ -68,20 +68,20 @@ def test_an_error_shows_log_and_lines() -> None:
 
 
 @needs_nvrtc
-def test_an_error_of_the_assembler_is_shown() -> None:
+def test_an_error_of_ptxas_is_shown() -> None:
     with pytest.raises(BuildError, match="bogus"):
         nvrtc.compile('extern "C" __global__ void k() { asm volatile("bogus.f32 %r0;"); }', "sm_80", "k")
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("architecture", ["sm_52", "sm_80a", "sm_90b", "90", "compute_80", ""])
-def test_an_unknown_architecture_lists_the_known(architecture: str) -> None:
+def test_an_unknown_architecture_lists_the_known_ones(architecture: str) -> None:
     with pytest.raises(BuildError, match=f"architecture '{architecture}' is not one .* sm_80"):
         nvrtc.compile(SOURCE, architecture, "shift")
 
 
 class MadeUpCompiler:
-    """Stands for CuPy's binding; `compile` is what happens while a program is compiled."""
+    """A mock of CuPy's binding; `compile` runs while a program is compiled."""
 
     NVRTCError = RuntimeError
 
@@ -95,10 +95,10 @@ class MadeUpCompiler:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("filter", ["always", "error"])
-def test_a_compilation_that_takes_long_is_announced(
+def test_a_slow_compilation_is_announced(
     filter: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """While it runs: it does not end before the announcement. Where warnings are errors, only the log has it."""
+    """It ends only after the announcement. If warnings are errors, only the log has it."""
     announced = threading.Event()
 
     def announce(name: str, announce: Callable[[str], None] = nvrtc._announce) -> None:
@@ -117,8 +117,8 @@ def test_a_compilation_that_takes_long_is_announced(
     )
 
 
-def test_a_compilation_that_ends_soon_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it fails or not, nothing is left to announce it later."""
+def test_a_fast_compilation_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it fails or not, no announcement follows later."""
     timers: list[threading.Timer] = []
 
     def timer(*arguments: object) -> threading.Timer:
@@ -154,7 +154,7 @@ def test_machine_instructions(tmp_path: Path) -> None:
 
 
 @needs_disassembler
-def test_what_is_no_cubin_is_refused() -> None:
+def test_data_that_is_no_cubin_is_refused() -> None:
     with pytest.raises(BuildError, match="could not disassemble the cubin"):
         inspect.sass(b"not a cubin")
 
@@ -178,7 +178,7 @@ def test_tools_are_found_in_cuda_home(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 @pytest.mark.parametrize("missing", ["cupy", "NVRTC"])
 def test_a_missing_compiler_names_the_remedy(missing: str, tmp_path: Path) -> None:
-    """In a process of its own, as an import cannot be undone."""
+    """In a separate process, because an import cannot be undone."""
     binding = tmp_path / "cupy" / "cuda"
     binding.mkdir(parents=True)
     (tmp_path / "cupy" / "__init__.py").write_text("raise ImportError('no CuPy')" if missing == "cupy" else "")

@@ -1,23 +1,19 @@
-"""Emitted kernels of every family by NVRTC 12, whichever NVRTC CuPy has: what the extra cuda12 compiles with."""
+"""Emitted kernels of every family with NVRTC 12, whichever NVRTC CuPy has; the extra cuda12 compiles with it."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 import flashgen.language as fg
+import nvrtc_12
 from flashgen.build import nvrtc
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import kernels_of
 from flashgen.codegen.targets import TARGETS
 from flashgen.errors import BuildError
 from flashgen.language import AttentionSpec
-
-sys.path.insert(0, str(Path(__file__).parent))
-import nvrtc_12  # beside this file, which importlib does not put on the path
 
 pytestmark = pytest.mark.skipif(
     nvrtc_12.library_path() is None, reason="there is no libnvrtc.so.12: pip install nvidia-cuda-nvrtc-cu12"
@@ -26,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def of_version_12(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All of `flashgen.build.nvrtc` with that library; only CuPy's binding is left out."""
+    """`flashgen.build.nvrtc` with that library; only CuPy's binding is replaced."""
     monkeypatch.setattr(nvrtc, "_load", nvrtc_12.loaded)
     yield
     monkeypatch.undo()
@@ -76,10 +72,10 @@ def test_forward_kernels_compile_without_spills(name: str, target: str) -> None:
 @pytest.mark.parametrize(("name", "target"), BACKWARDS)
 def test_backward_kernels_compile(name: str, target: str, deterministic: bool) -> None:
     for kernel in kernels_of(SPECS[name], TARGETS[target], ("backward",), deterministic=deterministic).values():
-        assert_compiles(kernel, most_spilled=96)  # what test_backward_compiles.py allows NVRTC 13
+        assert_compiles(kernel, most_spilled=96)  # the allowance of test_backward_compiles.py for NVRTC 13
 
 
-def test_errors_and_unknown_architectures_are_told_as_by_any_other() -> None:
+def test_errors_and_unknown_architectures_are_reported() -> None:
     with pytest.raises(BuildError, match=r"k\.cu\(1\): error: identifier \"missing\" is undefined"):
         nvrtc.compile('extern "C" __global__ void k() { missing(); }', "sm_90a", "k")
     with pytest.raises(BuildError, match=r"architecture 'sm_33' is not one that NVRTC 12\.\d+ compiles for"):

@@ -1,4 +1,4 @@
-"""Registers, spills and shared memory are read from the assembler's log as several CUDA versions write it."""
+"""Registers, spills and shared memory are parsed from ptxas logs of several CUDA versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ptxas info    : Compile time = 3.438 ms
 """
 
 
-def test_both_ways_of_writing() -> None:
+def test_both_log_formats() -> None:
     assert parse_resources(CUDA_12) == {"forward": Resources(255, 16, 24, 48, 1024)}
     assert parse_resources(CUDA_13) == {"lists": Resources(23, 0, 0, 0, 132)}
     assert parse_resources(CUDA_12)["forward"].spills == 40
@@ -32,7 +32,7 @@ def test_several_kernels_in_one_log() -> None:
     assert combined({}) == Resources(0)
 
 
-def test_a_function_that_is_called_counts_for_its_kernel() -> None:
+def test_a_called_function_counts_for_its_kernel() -> None:
     called = "Function properties for helper\n    8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads\n"
     assert parse_resources(CUDA_13 + called)["lists"].spills == 8
 
@@ -41,11 +41,11 @@ def test_no_shared_memory_is_zero() -> None:
     assert parse_resources(CUDA_13.replace(", 132 bytes smem", ""))["lists"].static_shared == 0
 
 
-def test_a_log_without_timings_is_the_same_each_time() -> None:
+def test_a_log_without_timings_is_reproducible() -> None:
     assert without_timings(CUDA_13) == without_timings(CUDA_13.replace("3.438", "9.1"))
     assert "registers" in without_timings(CUDA_13)
 
 
-def test_json_both_ways() -> None:
+def test_json_round_trip() -> None:
     resources = Resources(1, 2, 3, 4, 5)
     assert Resources.from_dict(resources.to_dict()) == resources

@@ -1,4 +1,4 @@
-"""Owner, mode and links of a cache folder, of its entries, their files and its locks: what others may have written."""
+"""Owners, modes and links of a cache folder, its entries, files and locks: data that others may have written."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def cache(tmp_path: Path) -> KernelCache:
 
 
 def stored(cache: KernelCache) -> Path:
-    """The folder of an entry, built where there is none that may be used."""
+    """Returns the folder of an entry, which is built if there is no usable one."""
     return cache.get_or_build("k", KEY, lambda: {"a": b"good"})
 
 
 def is_built_again(cache: KernelCache, problem: str) -> None:
-    """The entry that is there is not used: a warning says so, and another takes its place."""
+    """Asserts that the existing entry is not used: a warning says so, and another one replaces it."""
     with pytest.warns(FlashgenWarning, match=rf"is damaged: .*{problem}.*; it is built again") as caught:
         folder = stored(cache)
     assert len(caught) == 1
     assert (folder / "a").read_bytes() == b"good" and not folder.is_symlink()
     assert {path.lstat().st_uid for path in (folder, *folder.iterdir())} == {ME}
-    assert stored(cache) == folder  # which says nothing
+    assert stored(cache) == folder  # without a warning
 
 
 # ---- entries and files
@@ -57,8 +57,8 @@ def is_built_again(cache: KernelCache, problem: str) -> None:
 
 @needs_root
 @pytest.mark.parametrize("name", ["", "a", META])
-def test_what_somebody_planted_is_built_again(cache: KernelCache, name: str) -> None:
-    """Somebody else's entry, or a file in one, stays theirs when the folder's mode is mended as the message says."""
+def test_planted_entries_are_rebuilt(cache: KernelCache, name: str) -> None:
+    """An entry or file of another user keeps its owner when the folder's mode is changed as the message advises."""
     folder = stored(cache)
     os.chown(folder / name, NOBODY, -1)
     cache.root.chmod(0o777)
@@ -69,7 +69,7 @@ def test_what_somebody_planted_is_built_again(cache: KernelCache, name: str) -> 
 
 
 @needs_root
-def test_an_entry_of_root_may_be_used_by_all(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_of_root_is_used(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = stored(cache)
     monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
     assert stored(cache) == folder
@@ -77,7 +77,7 @@ def test_an_entry_of_root_may_be_used_by_all(cache: KernelCache, monkeypatch: py
 
 @pytest.mark.parametrize("name", ["", "a", META])
 @pytest.mark.parametrize("mode", [0o722, 0o720, 0o702])
-def test_what_others_may_write_to_is_built_again(cache: KernelCache, name: str, mode: int) -> None:
+def test_entries_that_others_can_write_to_are_rebuilt(cache: KernelCache, name: str, mode: int) -> None:
     (stored(cache) / name).chmod(mode)
     is_built_again(cache, rf"others may write to {name or 'it'} \(mode {mode:04o}\)")
 
@@ -109,14 +109,14 @@ def test_an_entry_that_is_a_link_is_not_followed(cache: KernelCache, tmp_path: P
     assert (tmp_path / "elsewhere" / "a").read_bytes() == b"good"
 
 
-def test_a_link_is_no_entry_to_be_listed_or_cleared(cache: KernelCache, tmp_path: Path) -> None:
+def test_a_link_is_neither_listed_nor_cleared(cache: KernelCache, tmp_path: Path) -> None:
     folder = stored(cache)
     (folder / META).rename(tmp_path / META)
     (folder / META).symlink_to(tmp_path / META)
     assert cache.list() == () and cache.clear() == 0
 
 
-def test_nothing_untrusted_is_used_where_nothing_is_built(cache: KernelCache) -> None:
+def test_without_jit_nothing_untrusted_is_used(cache: KernelCache) -> None:
     stored(cache).chmod(0o777)
     with (
         pytest.warns(FlashgenWarning, match=r"others may write to it \(mode 0777\); it is not used"),
@@ -140,7 +140,7 @@ SHARED = status(group=7, mode=stat.S_IFDIR | 0o2770)
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder is shared. User 3 is a member of group 7, user 4 is none, and user 5 has no name."""
+    """A shared folder. User 3 is a member of group 7, user 4 is not, and user 5 has no name."""
     import pwd
 
     people = {3: "member", 4: "stranger"}
@@ -149,7 +149,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getgrouplist", lambda name, group: [group, 7] if name == "member" else [group])
 
 
-def test_a_shared_folder_s_owner_and_group_are_trusted(shared: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owner_and_group_of_a_shared_folder_are_trusted(shared: None, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {user: why_file_not_trusted(status(user, mode=FILE), SHARED, "a") for user in (ME, 0, 3, 4, 5)}
     assert found == {ME: None, 0: None, 3: None, 4: "a belongs to stranger", 5: "a belongs to user 5"}
     assert may_own(4, status(user=4)) and not may_own(4, SHARED)
@@ -165,18 +165,18 @@ def test_a_shared_folder_s_owner_and_group_are_trusted(shared: None, monkeypatch
         (status(mode=FILE | 0o060, group=8), SHARED, r"others may write to a (mode 0660)"),
         (status(mode=FILE | 0o006), SHARED, r"others may write to a (mode 0606)"),
         (status(mode=FILE, links=2), SHARED, "a is a hard link, so it may also be written to under another name"),
-        (status(links=3), SHARED, None),  # folders count those within
+        (status(links=3), SHARED, None),  # folders count the folders within them
     ],
 )
-def test_a_shared_folder_s_group_alone_may_write(
+def test_only_the_group_of_a_shared_folder_may_write(
     shared: None, inner: os.stat_result, outer: os.stat_result, problem: str | None
 ) -> None:
     assert why_file_not_trusted(inner, outer, "a") == problem
 
 
 @needs_root
-def test_entries_of_another_group_are_not_writable_by_it(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder whose group new files do not get: else they would count as written by anybody, each time."""
+def test_entries_of_another_group_are_not_group_writable(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder whose group new files do not inherit; otherwise each entry would count as writable by others."""
     cache.root.mkdir()
     os.chown(cache.root, -1, NOBODY)
     cache.root.chmod(0o770)
@@ -190,11 +190,11 @@ def test_entries_of_another_group_are_not_writable_by_it(cache: KernelCache, mon
     assert cache.find("k", KEY) is not None
 
 
-# ---- the folder, and what is advised
+# ---- the folder, and advice
 
 
 def warning_of(root: Path) -> str:
-    """The one warning of a folder that cannot be used."""
+    """Returns the single warning of an unusable folder."""
     with pytest.warns(FlashgenWarning) as caught:
         stored(KernelCache(root))
     (warning,) = caught
@@ -202,7 +202,7 @@ def warning_of(root: Path) -> str:
 
 
 @pytest.mark.parametrize("path", ["/dev/null", "/dev/zero"])
-def test_a_device_is_no_folder_and_stays_as_it_is(path: str) -> None:
+def test_a_device_is_no_folder_and_is_unchanged(path: str) -> None:
     before = os.stat(path).st_mode
     message = warning_of(Path(path))
     assert f"the kernel cache {path} cannot be used (File exists" in message and "set FLASHGEN_CACHE_DIR to" in message
@@ -211,7 +211,7 @@ def test_a_device_is_no_folder_and_stays_as_it_is(path: str) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
-def test_chmod_is_advised_for_a_cache_alone(tmp_path: Path, mode: int) -> None:
+def test_chmod_is_only_advised_for_a_cache(tmp_path: Path, mode: int) -> None:
     root = tmp_path / "cache and more"
     stored(KernelCache(root))
     lock_path(root, KEY).touch()
@@ -224,7 +224,7 @@ def test_chmod_is_advised_for_a_cache_alone(tmp_path: Path, mode: int) -> None:
 
 
 @needs_root
-def test_chmod_is_not_advised_to_those_who_may_not(cache: KernelCache) -> None:
+def test_chmod_is_not_advised_without_permission(cache: KernelCache) -> None:
     stored(cache)
     os.chown(cache.root, NOBODY, -1)
     cache.root.chmod(0o777)
@@ -232,7 +232,7 @@ def test_chmod_is_not_advised_to_those_who_may_not(cache: KernelCache) -> None:
 
 
 @needs_root
-def test_a_link_to_the_folder_is_its_user_s(cache: KernelCache, tmp_path: Path) -> None:
+def test_a_link_to_the_folder_is_trusted(cache: KernelCache, tmp_path: Path) -> None:
     stored(cache)
     link = tmp_path / "link"
     link.symlink_to(cache.root)
@@ -258,7 +258,7 @@ def test_a_lock_that_is_a_link_is_removed(cache: KernelCache, tmp_path: Path, th
 
 @needs_root
 @pytest.mark.timeout(60)
-def test_nobody_else_holds_a_lock(cache: KernelCache) -> None:
+def test_locks_of_others_are_not_used(cache: KernelCache) -> None:
     cache.root.mkdir(mode=0o700)
     lock = lock_path(cache.root, KEY)
     lock.touch()
@@ -270,13 +270,11 @@ def test_nobody_else_holds_a_lock(cache: KernelCache) -> None:
     assert not lock.exists()
 
 
-# ---- beside others
+# ---- concurrency
 
 
-def test_an_entry_that_is_replaced_while_it_is_read_is_read_again(
-    cache: KernelCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever number its new folder has: that is no damage, and there is no warning."""
+def test_an_entry_replaced_during_reading_is_read_again(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its new inode: that is no damage, and there is no warning."""
     from flashgen.build import entries
 
     open_file: Callable[..., object] = entries.open_file

@@ -1,4 +1,4 @@
-"""Named arrays in files: both formats, both ways, bfloat16, and damaged files."""
+"""Named arrays in files: both formats in both directions, bfloat16, and damaged files."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "minilm_qkv.npz"
 
 
 def safetensors(header: str | bytes) -> bytes:
-    """A file with a header and no more."""
+    """Returns a file with a header and no data."""
     text = header.encode() if isinstance(header, str) else header
     return len(text).to_bytes(8, "little") + text
 
 
 def npy(shape: tuple[int, ...]) -> bytes:
-    """A member of an .npz that claims a shape of float16 and holds four of them."""
+    """Returns a member of an .npz that declares a float16 shape but has four elements."""
     file = io.BytesIO()
     np.lib.format.write_array_header_1_0(file, {"descr": "<f2", "fortran_order": False, "shape": shape})
     return file.getvalue() + bytes(8)
@@ -49,7 +49,7 @@ def arrays() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
-def test_what_is_written_is_read(tmp_path: Path, arrays: dict[str, np.ndarray], suffix: str) -> None:
+def test_written_arrays_are_read_back(tmp_path: Path, arrays: dict[str, np.ndarray], suffix: str) -> None:
     path = tmp_path / f"arrays{suffix}"
     save_arrays(path, arrays)
     found = load_arrays(path)
@@ -59,7 +59,7 @@ def test_what_is_written_is_read(tmp_path: Path, arrays: dict[str, np.ndarray], 
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_what_numpy_writes_is_read(tmp_path: Path, arrays: dict[str, np.ndarray], save: Any) -> None:
+def test_files_of_numpy_are_read(tmp_path: Path, arrays: dict[str, np.ndarray], save: Any) -> None:
     arrays |= {"columns": np.asfortranarray(np.arange(12.0).reshape(3, 4)), "tokens": np.array(["a", "été"])}
     save(tmp_path / "a.npz", **arrays)
     found = load_arrays(tmp_path / "a.npz")
@@ -93,13 +93,13 @@ def test_npz_keeps_bfloat16_as_words(tmp_path: Path) -> None:
     assert words.dtype == np.uint16 and np.array_equal(as_bfloat16(words), values)
 
 
-def test_what_numpy_makes_of_bfloat16_is_read_too(tmp_path: Path) -> None:
+def test_bfloat16_written_by_numpy_is_read(tmp_path: Path) -> None:
     values = np.array([[1.5, -2.0]], dtype=ml_dtypes.bfloat16)
     np.savez(tmp_path / "a.npz", q=values)
     assert np.array_equal(as_bfloat16(load_arrays(tmp_path / "a.npz")["q"]), values)
 
 
-def test_other_arrays_are_no_words() -> None:
+def test_other_arrays_are_not_stored_as_words() -> None:
     array = np.zeros(3, np.float16)
     assert as_bfloat16(array) is array
 
@@ -139,15 +139,15 @@ def test_damaged_safetensors_are_refused(tmp_path: Path, content: bytes) -> None
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and no more", b"\x80\x05]q\x00."])
-def test_what_is_no_zip_is_told_so(tmp_path: Path, content: bytes) -> None:
-    """And not advised to be read as a pickle, which is NumPy's word for everything that it does not know."""
+def test_a_file_that_is_no_zip_is_reported(tmp_path: Path, content: bytes) -> None:
+    """The message does not advise to read it as a pickle, as NumPy's does for unknown formats."""
     (tmp_path / "a.npz").write_bytes(content)
     with pytest.raises(ArgumentError, match=r"a\.npz is not a sound \.npz file: it is no zip archive") as caught:
         load_arrays(tmp_path / "a.npz")
     assert "pickle" not in str(caught.value)
 
 
-def test_one_array_is_told_from_several(tmp_path: Path) -> None:
+def test_one_array_is_distinguished_from_several(tmp_path: Path) -> None:
     with (tmp_path / "a.npz").open("wb") as file:
         np.save(file, np.zeros(3))
     with pytest.raises(ArgumentError, match="it is a single array"):
@@ -169,7 +169,7 @@ def test_one_array_is_told_from_several(tmp_path: Path) -> None:
     ],
     ids=["tebibytes", "fewer", "negative", "objects", "empty", "no magic", "nested", "no size"],
 )
-def test_arrays_are_believed_as_far_as_their_bytes_go(
+def test_declared_sizes_are_limited_by_the_bytes_of_the_file(
     tmp_path: Path, member: bytes, message: str, compression: int
 ) -> None:
     with zipfile.ZipFile(tmp_path / "a.npz", "w", compression) as archive:
@@ -178,8 +178,8 @@ def test_arrays_are_believed_as_far_as_their_bytes_go(
         load_arrays(tmp_path / "a.npz")
 
 
-def test_an_npz_that_lies_about_its_size_is_refused(tmp_path: Path) -> None:
-    """The archive's own directory claims 2.9 TiB, too: no more memory is touched than there are bytes."""
+def test_an_npz_with_a_false_size_is_refused(tmp_path: Path) -> None:
+    """The directory of the archive also claims 2.9 TiB; no more memory is touched than there are bytes."""
     path = tmp_path / "a.npz"
     claimed = 1600 * 10**9 * 2
     member = npy((1600, 1000, 1000, 1000))
@@ -190,8 +190,8 @@ def test_an_npz_that_lies_about_its_size_is_refused(tmp_path: Path) -> None:
         load_arrays(path)
 
 
-def test_every_cut_of_a_file_is_refused_or_read(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """A file that is cut or altered anywhere gives arrays or an error of ours, and nothing else."""
+def test_truncated_or_altered_files_are_refused_or_read(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """A file that is truncated or altered anywhere gives arrays or a flashgen error, and nothing else."""
     chance = np.random.default_rng(1)
     for suffix in (".npz", ".safetensors"):
         save_arrays(tmp_path / f"whole{suffix}", arrays)
@@ -207,7 +207,7 @@ def test_every_cut_of_a_file_is_refused_or_read(tmp_path: Path, arrays: dict[str
 
 
 @pytest.mark.parametrize("name", ["a.npz", "a.safetensors"])
-def test_a_full_disk_leaves_the_file_that_was_there(
+def test_a_full_disk_keeps_the_previous_file(
     tmp_path: Path, arrays: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     path = tmp_path / name
@@ -223,7 +223,7 @@ def test_a_full_disk_leaves_the_file_that_was_there(
     assert path.read_bytes() == before and [entry.name for entry in tmp_path.iterdir()] == [name]
 
 
-def test_other_files_and_places_are_refused(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
+def test_other_file_types_and_paths_are_refused(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
     with pytest.raises(ArgumentError, match=r"\.npz and \.safetensors are supported"):
         load_arrays(tmp_path / "a.pt")
     with pytest.raises(ArgumentError, match="cannot be read"):
@@ -234,7 +234,7 @@ def test_other_files_and_places_are_refused(tmp_path: Path, arrays: dict[str, np
         save_arrays(tmp_path / "a.safetensors", {"tokens": np.array(["a"])})
 
 
-def test_the_example_is_what_its_script_says() -> None:
+def test_the_example_data_equals_its_scripts_output() -> None:
     assert EXAMPLE.stat().st_size < 400_000
     example = load_arrays(EXAMPLE)
     tokens = len(example["tokens"])

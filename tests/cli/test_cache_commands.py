@@ -1,4 +1,4 @@
-"""What the commands say of the cache's folder: doctor's row, and kernels where it cannot be used."""
+"""Output of commands about the cache folder: doctor's row, and kernels when the folder is unusable."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_doctor_describes_the_folder(folder: Path) -> None:
     assert row.found == f"{folder}: 2 entries, 0.6 MiB, of {owner}, mode 0700, writable"
 
 
-def test_doctor_names_what_is_wrong_with_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_an_unusable_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir()
     folder.chmod(0o777)
     row = doctor.examine_cache()
@@ -59,7 +59,7 @@ def test_doctor_names_what_is_wrong_with_the_folder(folder: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("command", [("cache", "path"), ("cache", "list"), ("cache", "clear", "--yes"), ("doctor",)])
-def test_a_home_that_there_is_not(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_home(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", "~nosuch/x")
     result = CliRunner().invoke(app, command)
     assert result.exit_code == (0 if command == ("doctor",) else 2)
@@ -78,7 +78,7 @@ def test_show_without_a_cache(folder: Path) -> None:
     not sys.platform.startswith("linux") or os.geteuid() != 0, reason="only root can mount a small disk"
 )
 def test_a_really_full_disk(tmp_path: Path) -> None:
-    """A disk of 128 KiB: the emulator is kept in memory, an output that does not fit leaves the one before."""
+    """A disk of 128 KiB: the emulator works in memory, and an output that does not fit leaves the previous one."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k,mode=0700", "none", str(disk)], check=False)

@@ -1,4 +1,4 @@
-"""The commands through typer's runner: what they print, write and exit with."""
+"""Commands run by typer's runner: output, files and exit status."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def invoke(*arguments: object, expect: int = 0, input: str | None = None) -> Res
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_says_what_a_command_is_for(command: str) -> None:
+def test_help_describes_each_command(command: str) -> None:
     assert "Usage" in invoke(command, "--help").output
 
 
@@ -52,7 +52,7 @@ def test_help_says_what_a_command_is_for(command: str) -> None:
         ("bench ragged", "bfloat16", "128", "thd"),
     ],
 )
-def test_help_tells_the_defaults_of_its_own_command(command: str, dtype: str, head_dim: str, layout: str) -> None:
+def test_help_shows_the_defaults_of_the_command(command: str, dtype: str, head_dim: str, layout: str) -> None:
     shown = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"}).stdout
     for option, default in (("--dtype", dtype), ("--head-dim", head_dim), ("--layout", layout)):
         found = re.search(rf"{option}\s+<str>|{option}\s+<int>", shown)
@@ -68,14 +68,14 @@ def test_an_error_is_one_message_and_exit_2() -> None:
     assert "did you mean causal" in result.stderr and "Traceback" not in result.output and not result.stdout
 
 
-def test_debug_shows_where_an_error_came_from() -> None:
+def test_debug_shows_the_traceback() -> None:
     assert isinstance(invoke("--debug", "show", "casual()", expect=1).exception, SpecError)
 
 
 # ---- show
 
 
-def test_show_cuda_is_the_kernel_s_source() -> None:
+def test_show_cuda_is_the_kernels_source() -> None:
     spec = fg.AttentionSpec(128, "bfloat16", mask=fg.causal() & fg.sliding_window(64))
     result = invoke(
         "show", "causal() & sliding_window(64)", "--head-dim", 128, "--dtype", "bfloat16", "--target", "sm_86"
@@ -92,7 +92,7 @@ def test_show_both_kernels_of_a_mask_that_needs_lists() -> None:
     assert "needs none" in invoke("show", "causal()", "--target", "sm_80", "--kernel", "lists", expect=2).stderr
 
 
-def test_show_the_backward_s_kernels() -> None:
+def test_show_backward_kernels() -> None:
     spec = fg.AttentionSpec(64, mask=fg.causal() & fg.document("ids"))
     arguments = ("show", "causal() & document('ids')", "--target", "sm_80", "--pass", "backward")
     every = invoke(*arguments)
@@ -111,8 +111,8 @@ def test_show_the_backward_s_kernels() -> None:
     assert "its kernels are query_lists, preprocess" in invoke(*arguments, "--kernel", "forward", expect=2).stderr
 
 
-def test_show_writes_each_kernel_to_a_file_of_its_own(tmp_path: Path) -> None:
-    """Named and filled as in a release; the forward with the kernel that lists its tiles."""
+def test_show_writes_one_file_per_kernel(tmp_path: Path) -> None:
+    """With names and contents as in a release; the forward includes the kernel that lists its tiles."""
     text = "[[kernels]]\nmask = \"causal() & document('ids')\"\nhead_dim = 64\ntarget = 'sm_80'\n"
     (tmp_path / "release.toml").write_text(f"{text}passes = ['forward', 'backward']\ndeterministic = [false, true]\n")
     release.build(tmp_path / "release.toml", tmp_path / "released", sources_only=True)
@@ -126,14 +126,14 @@ def test_show_writes_each_kernel_to_a_file_of_its_own(tmp_path: Path) -> None:
 
 
 @needs_nvrtc
-def test_show_writes_one_kernel_or_what_it_compiles_to(tmp_path: Path) -> None:
+def test_show_writes_one_kernel_or_its_compiled_form(tmp_path: Path) -> None:
     arguments = ("show", "causal()", "--target", "sm_80", "--pass", "backward", "--kernel", "postprocess")
     invoke(*arguments, "--what", "ptx", "--output", tmp_path)
     (path,) = tmp_path.iterdir()
     assert path.name.startswith("bwd-postprocess-") and path.suffix == ".ptx" and ".target sm_80" in path.read_text()
 
 
-def test_show_writes_into_a_folder_or_says_why_not(tmp_path: Path) -> None:
+def test_show_writes_into_a_folder_or_reports_why_not(tmp_path: Path) -> None:
     arguments = ("show", "causal()", "--target", "sm_80", "--output")
     assert "must be a folder" in invoke(*arguments, tmp_path / "causal.cu", expect=2).stderr
     (tmp_path / "file").write_text("mine")
@@ -144,14 +144,14 @@ def test_show_writes_into_a_folder_or_says_why_not(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_show_the_tiles_of_the_backward() -> None:
+def test_show_tiles_of_the_backward() -> None:
     arguments = ("show", "causal()", "--target", "sm_80", "--what", "tiles", "--len-q", 512, "--pass", "backward")
     plan = compile(fg.AttentionSpec(64, mask=fg.causal()), target="sm_80", emulate=True).backward_plan
     assert json.loads(invoke(*arguments, "--json").stdout)["tile"] == [plan.tile_q, plan.tile_k]
 
 
-def test_show_hopper_s_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an H200 without --target what `compile` takes there; the command that a kernel names shows that kernel."""
+def test_show_hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an H200 without --target: the target that `compile` selects; the command in a kernel shows that kernel."""
     monkeypatch.setattr("flashgen.cli.machine.gpus", lambda: (Gpu("NVIDIA H200", "sm_90", 150 * 2**30),))
     spec = fg.AttentionSpec(64, mask=fg.causal() & fg.document("ids"))
     compiled = compile(spec, target="sm_90a", emulate=True)
@@ -181,13 +181,13 @@ def test_show_packed_heads() -> None:
     assert "only the forward packs heads" in refused.stderr
 
 
-def test_show_spec_is_a_spec_again(tmp_path: Path) -> None:
+def test_shown_spec_can_be_parsed_again(tmp_path: Path) -> None:
     text = invoke("show", "causal()", "--score", "softcap(30)", "--head-dim", 96, "--what", "spec").stdout
     assert fg.AttentionSpec.from_json(text) == fg.AttentionSpec(96, score=fg.softcap(30), mask=fg.causal())
 
 
 @needs_nvrtc
-def test_show_what_it_compiles_to() -> None:
+def test_show_compiled_forms() -> None:
     assert ".target sm_80" in invoke("show", "causal()", "--target", "sm_80", "--what", "ptx").stdout
     facts = json.loads(invoke("show", "causal()", "--target", "sm_80", "--what", "resources", "--json").stdout)
     assert facts["target"] == "sm_80" and facts["spill_stores"] == 0 and 0 < facts["registers"] <= 255
@@ -196,11 +196,11 @@ def test_show_what_it_compiles_to() -> None:
 
 
 @needs_nvrtc
-def test_show_what_the_backward_compiles_to_and_costs() -> None:
+def test_show_compiled_forms_and_costs_of_the_backward() -> None:
     arguments = ("show", "causal()", "--target", "sm_80", "--pass", "backward", "--what", "resources")
     facts = {row["part"]: row for row in json.loads(invoke(*arguments, "--json").stdout)}
     assert list(facts) == ["preprocess", "dkdv", "postprocess"] and 0 < facts["dkdv"]["registers"] <= 255
-    assert facts["dkdv"]["flops"].startswith("640 * batch * heads_q * len_q * len_k")  # 5 products to the forward's 2
+    assert facts["dkdv"]["flops"].startswith("640 * batch * heads_q * len_q * len_k")  # 5 products, 2 in the forward
     assert all("batch" in row["hbm_bytes"] for row in facts.values())
     assert re.search(r"^dkdv\t\d+\t", invoke(*arguments).stdout, re.MULTILINE)
     forward = json.loads(invoke(*arguments[:4], "--what", "resources", "--json").stdout)
@@ -250,7 +250,7 @@ def test_show_the_tiles_of_a_sequence(tmp_path: Path) -> None:
     assert "--batch, --head: only" in invoke("show", mask, "--batch", 0, "--head", 1, expect=2).stderr
 
 
-def test_show_writes_pictures(tmp_path: Path) -> None:
+def test_show_writes_images(tmp_path: Path) -> None:
     arguments = ("show", "causal()", "--target", "sm_80", "--what", "tiles", "--len-q", 512, "--output")
     svg = tmp_path / "map.svg"
     assert "of the work: 512 queries" in invoke(*arguments, svg).stdout
@@ -260,7 +260,7 @@ def test_show_writes_pictures(tmp_path: Path) -> None:
     assert "cannot be written" in invoke(*arguments, tmp_path / "nowhere" / "map.svg", expect=2).stderr
 
 
-def test_show_the_elements_of_a_tile(tmp_path: Path) -> None:
+def test_show_elements_of_a_tile(tmp_path: Path) -> None:
     arguments = ("show", "sliding_window(9)", "--target", "sm_80", "--what", "tiles", "--len-q", 300, "--zoom")
     drawn = invoke(*arguments, "0,0").stdout
     assert "tile 0,0, partial" in drawn and "█ kept" in drawn and "of the work: 300 queries" in drawn
@@ -282,12 +282,12 @@ def test_show_names_the_missing_capture(tmp_path: Path) -> None:
     assert "--captures" in invoke(*arguments, "--captures", tmp_path / "c.pt", expect=2).stderr
 
 
-def test_show_refuses_options_of_pictures_elsewhere(tmp_path: Path) -> None:
+def test_show_refuses_image_options_elsewhere(tmp_path: Path) -> None:
     assert "--zoom, --captures: only" in invoke("show", "causal()", "--zoom", "0,0", "-i", "a.npz", expect=2).stderr
     assert "must be a folder" in invoke("show", "causal()", "--output", "a.svg", expect=2).stderr
 
 
-def test_a_shell_completes_what_an_option_takes() -> None:
+def test_shell_completion_of_options() -> None:
     for option, said in (("--target", "sm_9"), ("--dtype", "bf"), ("--layout", "t"), ("--scheme", "ulysses_")):
         words = f"flashgen show full() {option} {said}"
         environment = {"_FLASHGEN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "4"}
@@ -329,14 +329,14 @@ def test_run_on_bfloat16(tmp_path: Path, suffix: str) -> None:
     assert found["out"].dtype == (np.uint16 if suffix == ".npz" else ml_dtypes.bfloat16)
 
 
-def test_run_a_complete_spec_and_a_file_s_function(tmp_path: Path) -> None:
+def test_run_a_full_spec_and_a_function_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "variants.py").write_text("def near(b, h, q, k):\n    return abs(q - k) <= 9\n")
     spec = fg.AttentionSpec(32, mask=fg.causal()).to_json()
     for text in (spec, f"{tmp_path}/variants.py:near"):
         invoke("run", text, "--input", EXAMPLE, "--output", tmp_path / "o.npz", "--check", "--emulate")
 
 
-def test_run_says_what_is_missing(tmp_path: Path) -> None:
+def test_run_names_missing_arrays(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", q=np.zeros((1, 1, 8, 8), np.float32))
     np.savez(tmp_path / "b.npz", **{name: np.zeros((1, 1, 8, 8), np.float32) for name in "qkv"})
     common = ("--output", tmp_path / "o.npz", "--emulate")
@@ -364,7 +364,7 @@ def test_verify_a_spec() -> None:
     assert list(rows["results"][1]["outputs"]) == ["dq", "dk", "dv"]
 
 
-def test_verify_the_backward_alone() -> None:
+def test_verify_only_the_backward() -> None:
     arguments = ("verify", "full()", "--head-dim", 8, "--emulate", "--pass", "backward", "--deterministic")
     result = invoke(*arguments, "--schedules", 2)
     assert result.stderr.endswith("\n20 of 20 passed\n") and "forward" not in result.stdout
@@ -379,7 +379,7 @@ def test_verify_under_a_sanitizer() -> None:
     assert "engine: emulator, address" in result.stderr and "FAILED" not in result.stdout
 
 
-def test_verify_without_a_compiler_is_an_error_and_no_failure_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_without_a_compiler_is_an_error_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/no/such/compiler")
     refused = invoke("verify", "full()", "--emulate", expect=2)
     assert "error: CXX names '/no/such/compiler'" in refused.stderr and not refused.stdout
@@ -388,7 +388,7 @@ def test_verify_without_a_compiler_is_an_error_and_no_failure_of_kernels(monkeyp
 def test_verify_exits_1_on_a_failure() -> None:
     refused = invoke("verify", "full()", "--dtype", "bfloat16", "--target", "sm_75", "--emulate", expect=1)
     assert "0 of 20 passed, 20 failed" in refused.stderr
-    row, why = refused.stdout.splitlines()[1:]  # all for one reason
+    row, why = refused.stdout.splitlines()[1:]  # all for the same reason
     assert row.endswith("\tFAILED") and why.startswith("  2x2x113x203 forward and 19 more\t")
     assert "UnsupportedError" in why and "use float16 there (emulator, sm_75, in_order, " in why
     overflowing = invoke("verify", "full()", "--head-dim", 8, "--scale", 1e5, "--emulate", expect=1)
@@ -396,8 +396,8 @@ def test_verify_exits_1_on_a_failure() -> None:
     assert "\t0 of 20\t" in row and "forward and 9 more\t\tout" in forward and "dq, dk, dv beyond" in backward
 
 
-def test_verify_says_what_of_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One run of six, in the second of two specs; and the row shows that run's numbers, not a passing one's."""
+def test_verify_names_the_failed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run of six fails, in the second of two specs; the row has the numbers of that run, not of a passing one."""
     from flashgen import verify
     from flashgen.reference import Verdict
 
@@ -439,7 +439,7 @@ late = Variant(mask, fg.alibi(2), equal=True, captures=ordered, scale=0.5)
 """
 
 
-def test_verify_a_variant_of_a_file_with_its_own_captures(tmp_path: Path) -> None:
+def test_verify_a_variant_of_a_file_with_custom_captures(tmp_path: Path) -> None:
     (tmp_path / "variants.py").write_text(VARIANTS_FILE)
     result = invoke("verify", f"{tmp_path}/variants.py:late", "--head-dim", 16, "--emulate")
     assert "made for 2x2x65x65" in result.stdout and "\t8 of 8\t" in result.stdout
@@ -448,14 +448,14 @@ def test_verify_a_variant_of_a_file_with_its_own_captures(tmp_path: Path) -> Non
     assert "is a Variant, so --dropout, --scale cannot change it" in refused
 
 
-def test_verify_the_suite_s_variants_by_name() -> None:
+def test_verify_named_variants_of_the_suite() -> None:
     suite = Path(__file__).parents[1] / "gym" / "suite.py"
     found = json.loads(invoke("verify", f"{suite}:flamingo", "--head-dim", 16, "--emulate", "--json").stdout)
     assert found["ok"] and [result["shape"] for result in found["results"]][2].endswith("203x315")
     assert "document_causal_with_alibi" in invoke("verify", f"{suite}:unheard_of", "--emulate", expect=2).stderr
 
 
-def test_verify_takes_options_only_with_a_spec() -> None:
+def test_verify_refuses_options_without_a_spec() -> None:
     assert "need a SPEC" in invoke("verify", "--head-dim", 32, expect=2).output
 
 
@@ -481,7 +481,7 @@ def test_demo(tmp_path: Path) -> None:
         assert f"{100 * variant['share_of_tiles_visited']:.1f}% of the work" in index
 
 
-def test_demo_shows_maps_and_what_the_layer_looks_at(tmp_path: Path) -> None:
+def test_demo_shows_tile_maps_and_attention_weights(tmp_path: Path) -> None:
     shown = invoke("demo", "--output", tmp_path, "--emulate").stdout
     summary = json.loads((tmp_path / "summary.json").read_text())
     told = re.findall(r"^ +tiles +(\S+)% visited: 176 × 176 scores in tiles of (\d+) × (\d+)$", shown, re.MULTILINE)
@@ -515,9 +515,7 @@ def test_doctor() -> None:
 @pytest.mark.parametrize(
     ("architecture", "runs"), [("sm_90", {"sm_90", "sm_90a"}), ("sm_86", {"sm_80", "sm_86"}), ("sm_120", {"sm_120"})]
 )
-def test_doctor_knows_which_targets_run_here(
-    architecture: str, runs: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_lists_targets_that_run_here(architecture: str, runs: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "gpus", lambda: (Gpu("a GPU", architecture, 2**35),))
     found = {finding.name: finding.found for finding in doctor.examine_targets()}
     assert {name for name, what in found.items() if what == "compiles and runs"} == runs
@@ -533,7 +531,7 @@ def test_doctor_knows_which_targets_run_here(
         (None, "cupy-cuda13x", "none is needed"),
     ],
 )
-def test_doctor_sees_a_driver_that_is_too_old(
+def test_doctor_reports_an_old_driver(
     driver: str | None, cupy: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "gpus", tuple)
@@ -551,17 +549,15 @@ def test_bench_needs_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("name", ["context", "host", "paper", "plot", "train"])
-def test_a_command_of_bench_that_has_moved_names_its_successor(name: str) -> None:
+def test_a_moved_bench_command_names_its_successor(name: str) -> None:
     for more in ("--help",), ("--output", "a b.json"):
         refused = invoke("bench", name, *more, expect=2)
         assert f"`python -m benchmarks {name} {shlex.join(more)}`" in refused.stderr and not refused.stdout
     assert name not in invoke("bench", "--help").stdout
 
 
-def test_bench_hands_its_choices_on_and_saves_what_the_rows_come_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Runs with made-up measurements."""
+def test_bench_passes_its_options_on_and_saves_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements are mocked."""
     asked: dict[str, Any] = {}
 
     def speed_rows(specs: Any, lengths: Any, *choices: Any) -> Iterator[bench.Row]:
@@ -598,8 +594,8 @@ def test_bench_hands_its_choices_on_and_saves_what_the_rows_come_to(
 
 
 @pytest.mark.parametrize(("broken", "said"), [(None, "[torch]"), ("torch", "Error")])
-def test_doctor_says_what_frameworks_find(broken: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With frameworks that are not there, and with one that does not import."""
+def test_doctor_reports_frameworks(broken: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With frameworks that are missing, and with one whose import fails."""
     monkeypatch.setattr(doctor, "package_version", lambda *names: "9.9" if broken in names else None)
     if broken:
         monkeypatch.setitem(sys.modules, broken, None)
@@ -611,7 +607,7 @@ def test_doctor_says_what_frameworks_find(broken: str | None, said: str, monkeyp
     assert said in found["flashgen.torch"].remedy
 
 
-def test_bench_prints_rows_as_they_come_and_what_there_is_at_a_ctrl_c(
+def test_bench_prints_rows_immediately_and_keeps_them_at_ctrl_c(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = bench.Row("full", "sm_90", "forward", 4096, 4, 16, {"flashgen": 1, "FA4": 2}, {"flashgen": 9, "FA4": 4})
@@ -636,7 +632,7 @@ def test_bench_prints_rows_as_they_come_and_what_there_is_at_a_ctrl_c(
     before = output.read_text()
     measured.clear()
     assert "after 0 of 18 rows" in invoke("bench", "--output", output, expect=130).stderr
-    assert output.read_text() == before  # nothing was measured that could take its place
+    assert output.read_text() == before  # no measurement that could replace it
 
 
 @pytest.mark.gpu
@@ -676,7 +672,7 @@ def test_bench_grouped_heads(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_bench_checks_its_numbers() -> None:
+def test_bench_checks_its_results() -> None:
     assert "1024,4096" in invoke("bench", "--lengths", "many", expect=2).stderr
     assert "positive" in invoke("bench", "--lengths", "0", expect=2).stderr
 
@@ -720,7 +716,7 @@ def test_release(tmp_path: Path) -> None:
 
 
 @needs_nvrtc
-def test_a_release_serves_a_machine_that_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_serves_a_machine_without_jit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, folder = tmp_path / "release.toml", tmp_path / "kernels"
     manifest.write_text(MANIFEST)
     report = json.loads(invoke("release", "build", manifest, "--out", folder, "--json").stdout)
@@ -735,7 +731,7 @@ def test_a_release_serves_a_machine_that_compiles_nothing(tmp_path: Path, monkey
     assert len(backward) == 3 and all(str(folder) in kernel["cubin"] for kernel in backward)
 
 
-def test_a_mask_that_closes_over_an_array_needs_no_file(tmp_path: Path) -> None:
+def test_a_mask_with_a_closed_over_array_needs_no_file(tmp_path: Path) -> None:
     program = "import numpy as np\nids = np.arange(512) // 256\ndef mask(b, h, q, k):\n    return ids[q] == ids[k]\n"
     (tmp_path / "closed.py").write_text(program)
     drawn = invoke("show", f"{tmp_path / 'closed.py'}:mask", "--what", "tiles", "--len-q", 512, "--target", "sm_80")

@@ -1,4 +1,4 @@
-"""What goes wrong outside of flashgen: output that cannot be written, a file of the user's that raises."""
+"""Failures outside flashgen: output that cannot be written, a user's file that raises."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ needs_dev_full = pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/
 
 
 def refused(*arguments: object) -> str:
-    """What a command that must fail says on stderr."""
+    """Returns what a failing command prints to stderr."""
     result: Result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == 2, f"{result.output}\n{result.exception!r}"
     assert result.stderr.startswith("error: ") or "\nerror: " in result.stderr
@@ -31,8 +31,8 @@ def refused(*arguments: object) -> str:
 @needs_dev_full
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("arguments", [("show", "causal()", "--target", "sm_80"), ("cache", "path"), ("--help",)])
-def test_a_full_standard_output_is_said(arguments: tuple[str, ...], unbuffered: str) -> None:
-    """A text that is longer than Python's buffer and one that is not, and no buffer."""
+def test_a_full_standard_output_is_reported(arguments: tuple[str, ...], unbuffered: str) -> None:
+    """With text that is longer than Python's buffer, shorter, and unbuffered."""
     with FULL.open("wb") as full:
         command = [sys.executable, "-m", "flashgen", *arguments]
         environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
@@ -41,7 +41,7 @@ def test_a_full_standard_output_is_said(arguments: tuple[str, ...], unbuffered: 
     assert done.stderr == "error: the output cannot be written: No space left on device\n"
 
 
-def test_the_demo_refuses_a_file_for_its_folder(tmp_path: Path) -> None:
+def test_the_demo_refuses_a_file_as_folder(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("mine")
     said = refused("demo", "--emulate", "--output", tmp_path / "taken")
     assert (
@@ -53,7 +53,7 @@ def test_the_demo_refuses_a_file_for_its_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_the_demo_into_a_folder_of_somebody_else(tmp_path: Path) -> None:
+def test_the_demo_into_a_folder_without_permission(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     try:
         assert "cannot be written: Permission denied" in refused("demo", "--emulate", "--output", tmp_path / "demo")
@@ -72,13 +72,13 @@ def test_the_demo_on_a_full_disk(tmp_path: Path) -> None:
 
 
 @needs_dev_full
-def test_a_picture_on_a_full_disk(tmp_path: Path) -> None:
+def test_an_image_on_a_full_disk(tmp_path: Path) -> None:
     (tmp_path / "map.svg").symlink_to(FULL)
     said = refused("show", "causal()", "--target", "sm_80", "--what", "tiles", "--output", tmp_path / "map.svg")
     assert said == f"error: --output {tmp_path / 'map.svg'} cannot be written: No space left on device\n"
 
 
-# ---- a user's file
+# ---- files of the user
 
 VARIANTS = """\
 import numpy as np
@@ -98,14 +98,14 @@ wrong = Variant(fg.document("ids"), captures=captures, lengths=((9, 9),))
 """
 
 
-def test_a_function_that_raises_is_told_by_the_user_s_own_lines(tmp_path: Path) -> None:
+def test_a_function_that_raises_is_reported_by_its_own_lines(tmp_path: Path) -> None:
     path = tmp_path / "variants.py"
     path.write_text(VARIANTS)
     (line,) = refused("show", f"{path}:near").splitlines()
     assert line.startswith("error: mask 'near' (variants.py:6) raised ZeroDivisionError: division by zero; it computes")
 
 
-def test_captures_that_raise_within_numpy_end_at_the_user_s_line(tmp_path: Path) -> None:
+def test_captures_that_raise_in_numpy_are_reported_by_the_users_line(tmp_path: Path) -> None:
     path = tmp_path / "variants.py"
     path.write_text(VARIANTS)
     lines = refused("verify", f"{path}:wrong", "--emulate").splitlines()
@@ -129,13 +129,13 @@ def test_a_file_that_cannot_be_imported(tmp_path: Path, text: str, said: str) ->
     assert said in told and str(tmp_path / "bad.py") in told and "importlib" not in told and len(told) < 600
 
 
-def test_debug_shows_the_whole_traceback(tmp_path: Path) -> None:
+def test_debug_shows_the_full_traceback(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("1 / 0\n")
     result = CliRunner().invoke(app, ["--debug", "show", f"{tmp_path / 'bad.py'}:w"])
     assert isinstance(result.exception, ZeroDivisionError)
 
 
-def test_an_error_of_flashgen_s_own_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_arguments: object) -> None:
         raise ZeroDivisionError
 

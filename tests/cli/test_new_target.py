@@ -1,4 +1,4 @@
-"""A target is one record: an entry more in `TARGETS`, and every command works for it."""
+"""A target is one record: with another entry in `TARGETS`, every command supports it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from flashgen.codegen.targets import TARGETS, ReferenceGpu, Target
 
 GPU = ReferenceGpu("a new GPU", tflops=500, gb_per_second=250)
 NEW = {
-    # Known to NVRTC 13 and not among the targets: of the families of plain instructions.
+    # Supported by NVRTC 13 and not among the targets: of the families without generation-specific instructions.
     "sm_110": replace(TARGETS["sm_100"], name="sm_110", compute_capability=110, reference_gpu=GPU),
-    # A capability of one generation's own instructions, which no compiler knows.
+    # A capability with generation-specific instructions, which no compiler supports.
     "sm_99a": replace(TARGETS["sm_90a"], name="sm_99a", compute_capability=99, tensor_multiply_adds=64),
 }
 
@@ -30,7 +30,7 @@ def compiles(target: Target) -> bool:
 
 @pytest.fixture(params=NEW)
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
-    """A target that only its entry in the table makes known."""
+    """Adds a target that is only known by its entry in the table."""
     monkeypatch.setitem(TARGETS, request.param, NEW[request.param])
     return NEW[request.param]
 
@@ -69,8 +69,8 @@ def test_report(target: Target) -> None:
         assert kernels["forward"]["occupancy"]["blocks"] > 0
 
 
-def test_the_timeline_follows_the_rates_of_the_target(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slower tensor cores make a longer timeline: the model asks the record for its rates."""
+def test_the_timeline_uses_the_rates_of_the_target(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slower tensor cores lengthen the timeline: the model reads the rates from the record."""
     words = f'show "full()" --target {target.name} --what timeline'
     slow = replace(target, tensor_multiply_adds=target.tensor_multiply_adds // 8)
     usual = cycles(invoke(words))
@@ -83,7 +83,7 @@ def cycles(svg: str) -> float:
 
 
 def test_doctor(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashgen.cli.doctor.examine_emulator", lambda: iter(()))  # which takes long
+    monkeypatch.setattr("flashgen.cli.doctor.examine_emulator", lambda: iter(()))  # takes long
     found = {each["name"]: each for each in invoke_json("doctor") if each["area"] == "target"}
     assert found[target.name]["ok"] == compiles(target) and found.keys() >= {"sm_80", target.name}
 
@@ -99,8 +99,8 @@ def test_release(target: Target, tmp_path: Path) -> None:
     assert any(kernel["name"].startswith(f"fwd-{target.name.replace('_', '')}-") for kernel in manifest["kernels"])
 
 
-def test_its_limits_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans and occupancy follow the limits of the record, not those of the target that it was made from."""
+def test_its_limits_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans and occupancy follow the record's limits, not those of the target from which it was copied."""
     small = replace(TARGETS["sm_80"], name="sm_88", shared_per_block=24 * 1024, shared_per_multiprocessor=25 * 1024)
     monkeypatch.setitem(TARGETS, small.name, small)
     usual, less = (invoke(f'show "causal()" --target {name}').splitlines() for name in ("sm_80", small.name))

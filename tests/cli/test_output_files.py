@@ -1,9 +1,7 @@
-"""What commands write where their user says is whole, or what was there before."""
+"""Output files of commands are complete, or keep their previous contents."""
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 
 import pytest
@@ -14,17 +12,7 @@ from flashgen.cli.app import app
 from flashgen.errors import ArgumentError
 
 
-@pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that takes names and no bytes."""
-
-    def refuse(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", refuse)
-
-
-def test_a_picture(tmp_path: Path, full_disk: None) -> None:
+def test_an_image(tmp_path: Path, full_disk: None) -> None:
     path = tmp_path / "tiles.svg"
     path.write_text("before")
     result = CliRunner().invoke(app, ["show", "causal()", "--target", "sm_80", "--what", "tiles", "-o", str(path)])

@@ -1,4 +1,4 @@
-"""The command as a program: plain text in a pipe, colours on a terminal, a reader that goes away."""
+"""The command as a process: plain text in a pipe, colours on a terminal, a reader that closes the pipe."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def test_a_terminal_gets_colours() -> None:
     try:
         while chunk := os.read(ours, 65536):
             chunks.append(chunk)
-    except OSError:  # Linux says so when the other end is closed
+    except OSError:  # Linux reports this when the other end is closed
         pass
     os.close(ours)
     assert process.wait() == 0
     assert b"\x1b[" in b"".join(chunks) and b"attention_forward" in b"".join(chunks)
 
 
-def test_a_reader_that_goes_away_is_no_traceback() -> None:
+def test_a_closed_pipe_causes_no_traceback() -> None:
     process = subprocess.Popen(SHOW, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
@@ -47,7 +47,7 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
     assert b"Traceback" not in errors
 
 
-def test_errors_go_to_stderr_and_the_status_says_so() -> None:
+def test_errors_go_to_stderr_with_an_exit_status() -> None:
     done = subprocess.run([*SHOW[:4], "casual()"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: ")
 
@@ -57,7 +57,7 @@ BYTES_OF_COLOUR = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def seen_on_a_terminal(command: list[str], *, stdout_too: bool) -> tuple[bytes, bytes]:
-    """What a terminal gets on stderr, and on stdout or else what a file gets there."""
+    """Returns what a terminal gets on stderr, and what stdout or a file gets."""
     ours, theirs = pty.openpty()
     where: Any = theirs if stdout_too else subprocess.PIPE
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "160"}
@@ -67,7 +67,7 @@ def seen_on_a_terminal(command: list[str], *, stdout_too: bool) -> tuple[bytes, 
     try:
         while chunk := os.read(ours, 65536):
             chunks.append(chunk)
-    except OSError:  # Linux says so when the other end is closed
+    except OSError:  # Linux reports this when the other end is closed
         pass
     os.close(ours)
     file = process.stdout.read() if process.stdout else b""
@@ -75,13 +75,13 @@ def seen_on_a_terminal(command: list[str], *, stdout_too: bool) -> tuple[bytes, 
     return b"".join(chunks), file
 
 
-def test_a_progress_bar_on_the_terminal_leaves_a_file_its_output() -> None:
+def test_a_progress_bar_on_the_terminal_does_not_disturb_a_file() -> None:
     seen, file = seen_on_a_terminal(VERIFY, stdout_too=False)
     assert file.startswith(b"spec\tpassed\t") and file.count(b"\tok\n") == 2 and b"\x1b" not in file
     assert b"fp16-d8-full-" in seen and b"fp16-d8-causal-" in seen and b" left " in seen and b"passed\t" not in seen
 
 
-def test_rows_stand_above_the_progress_bar_on_a_terminal() -> None:
+def test_rows_are_above_the_progress_bar_on_a_terminal() -> None:
     seen, _ = seen_on_a_terminal(VERIFY, stdout_too=True)
     lines = re.split(rb"[\r\n]+", BYTES_OF_COLOUR.sub(b"", seen))
     for name in (b"fp16-d8-full-", b"fp16-d8-causal-"):
@@ -91,12 +91,12 @@ def test_rows_stand_above_the_progress_bar_on_a_terminal() -> None:
 
 
 def heeds_ctrl_c() -> None:
-    """Also where the tests run behind a shell, which has its background ignore the signal."""
+    """Restores the signal, which shells ignore for background processes."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def test_rows_of_verify_come_as_its_runs_end_and_outlive_a_ctrl_c() -> None:
-    later = [f"sliding_window({width})" for width in range(1, 20)]  # so that the signal comes long before the end
+def test_rows_of_verify_are_printed_immediately_and_kept_at_ctrl_c() -> None:
+    later = [f"sliding_window({width})" for width in range(1, 20)]  # so that the signal arrives long before the end
     command = [*VERIFY, *later]
     total = 20 * (2 + len(later))
     process = subprocess.Popen(
@@ -104,7 +104,7 @@ def test_rows_of_verify_come_as_its_runs_end_and_outlive_a_ctrl_c() -> None:
     )
     assert process.stdout is not None
     heading, row = process.stdout.readline(), process.stdout.readline()
-    assert process.poll() is None, "the other specs' runs are still to come"
+    assert process.poll() is None, "runs of the other specs have not finished"
     process.send_signal(signal.SIGINT)
     rest, errors = process.communicate()
     assert heading.startswith("spec\tpassed\t") and "\t20 of 20\t" in row and process.returncode == 130

@@ -1,4 +1,4 @@
-"""`flashgen verify --random` is deprecated: it names the command that took its place."""
+"""`flashgen verify --random` is deprecated and names its replacement."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flashgen.cli.app import app
         ),
     ],
 )
-def test_the_command_is_named(arguments: list[str], command: str, request: pytest.FixtureRequest) -> None:
+def test_the_replacement_is_named(arguments: list[str], command: str, request: pytest.FixtureRequest) -> None:
     done = CliRunner().invoke(app, ["verify", *arguments])
     assert done.exit_code == 2 and "--random is deprecated" in done.stderr
     assert done.stdout.strip() == f"pytest tests/random_variants/test_search.py -m 'not gpu' {command}"

@@ -1,4 +1,4 @@
-"""`flashgen show --ranks`: who computes what, and what is sent, before anything runs."""
+"""`flashgen show --ranks` prints the plan of each rank before anything runs."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def test_a_causal_ring_is_drawn() -> None:
     assert shown[-2].startswith("balance 100.0%")
 
 
-def test_nothing_is_drawn_where_nothing_is_sent() -> None:
+def test_blocks_without_messages_are_not_drawn() -> None:
     shown = show("sliding_window(1024)", "--ranks", 4, "--shards", "plain", "--length", 32768).stdout.splitlines()
     assert shown[3] == " 2 · ▒ ▒ ·"
     rows = [line.split("\t") for line in shown[6:11]]
-    assert rows[0][2:5] == ["step 0", "step 1", "share of work"], "neighbours alone are read"
+    assert rows[0][2:5] == ["step 0", "step 1", "share of work"], "only neighbours are read"
     assert rows[1][2:4] == ["own ▒", "·"] and rows[3][2:4] == ["own ▒", "1 ▒ 2.1 MB"]
     assert rows[1][5:] == ["2.1 MB", "0 B"] and rows[4][5:] == ["0 B", "2.1 MB"]
 
@@ -48,7 +48,7 @@ def test_the_plan_as_json() -> None:
     assert plan["by_rank"][0]["exchanged_forward"] == 1024 * (8 + 4) * 128 * 2 // 2
 
 
-def test_captures_that_are_known_are_counted_on(tmp_path: Path) -> None:
+def test_known_captures_are_used(tmp_path: Path) -> None:
     np.savez(tmp_path / "ids.npz", ids=(np.arange(4096) // 1024).astype(np.int32))
     arguments = ("document('ids')", "--ranks", 4, "--length", 4096, "--shards", "plain", "--json")
     known = json.loads(show(*arguments, "--captures", tmp_path / "ids.npz").stdout)
@@ -57,12 +57,12 @@ def test_captures_that_are_known_are_counted_on(tmp_path: Path) -> None:
     assert all(sum(rank["sent_forward"]) > 0 for rank in unknown["by_rank"])
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_impossible_plans_are_refused() -> None:
     assert "repeat the heads of k and v" in show("causal()", "--ranks", 16, "--scheme", "ulysses", expect=2).stderr
     assert "--heads '32:5'" in show("causal()", "--ranks", 2, "--heads", "32:5", expect=2).stderr
 
 
-def test_options_that_mean_nothing_are_refused() -> None:
+def test_meaningless_options_are_refused() -> None:
     alone = show("causal()", "--length", 4096, "--scheme", "ring", "--what", "spec", expect=2).stderr
     assert "--length, --scheme: only the plan for several GPUs takes this, add --ranks N" in alone
     beside = show("causal()", "--ranks", 2, "--zoom", "0,0", "--what", "tiles", expect=2).stderr

@@ -1,4 +1,4 @@
-"""`flashgen run` and the files that it reads and writes."""
+"""`flashgen run` and its input and output files."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def qkv(**more: np.ndarray) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
-def test_numbers_are_arrays_of_no_dimension(tmp_path: Path, suffix: str) -> None:
-    """Of any type that holds the number, as `numpy.savez(path, window=5)` makes them."""
+def test_numbers_are_zero_dimensional_arrays(tmp_path: Path, suffix: str) -> None:
+    """Of any type that represents the number, as written by `numpy.savez(path, window=5)`."""
     variants = tmp_path / "variants.py"
     variants.write_text(
         "import flashgen as fg\n"
@@ -57,7 +57,7 @@ def test_a_number_with_dimensions_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("spec", ["causal()", '{"head_dim": 16, "mask": "causal()"}'])
-def test_an_input_of_no_dimension_is_refused_by_name(tmp_path: Path, spec: str, name: str) -> None:
+def test_a_zero_dimensional_input_is_refused_by_name(tmp_path: Path, spec: str, name: str) -> None:
     np.savez(tmp_path / "in.npz", **qkv(**{name: np.array(1, np.float16)}))
     result = run(spec, "-i", tmp_path / "in.npz", "-o", tmp_path / "out.npz", expect=2)
     said = (f"{name} is an array without dimensions; give", f"{name} has shape (); give")
@@ -89,7 +89,7 @@ def test_another_file_is_replaced(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.npz", "y.npz"]
 
 
-def test_what_cannot_be_written_is_said_before_anything_is_computed(tmp_path: Path) -> None:
+def test_an_unwritable_output_is_reported_before_computing(tmp_path: Path) -> None:
     assert "suffix '.pt'" in run("causal()", "-i", "nowhere.npz", "-o", tmp_path / "y.pt", expect=2).stderr
     result = run("causal()", "-i", "nowhere.npz", "-o", tmp_path / "no" / "y.npz", expect=2)
     assert f"there is no folder {tmp_path / 'no'}" in " ".join(result.stderr.split())
@@ -108,7 +108,7 @@ def test_a_spec_that_is_no_text_is_an_error(tmp_path: Path) -> None:
     assert "nested too deep" in result.stderr
 
 
-def test_wide_captures_as_numpy_makes_them_are_read_where_they_fit(tmp_path: Path) -> None:
+def test_wide_captures_of_numpy_are_converted_where_they_fit(tmp_path: Path) -> None:
     wide = {"ids": np.arange(40) // 9, "slopes": np.array([0.5, 0.25])}
     files = {name: tmp_path / f"{name}.npz" for name in ("in", "large")}
     np.savez(files["in"], **qkv(**wide))
@@ -118,7 +118,7 @@ def test_wide_captures_as_numpy_makes_them_are_read_where_they_fit(tmp_path: Pat
     assert "capture 'ids' has dtype int64; it was declared int32" in run(*common, files["large"], expect=2).stderr
 
 
-def test_pages_and_ragged_batches_by_the_names_of_calls(tmp_path: Path) -> None:
+def test_pages_and_varlen_batches_by_argument_names(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     rows = lambda *shape: random.standard_normal(shape).astype(np.float16)
     paged = {"q": rows(2, 2, 1, 16), "k": rows(3, 16, 1, 16), "v": rows(3, 16, 1, 16)}

@@ -1,4 +1,4 @@
-"""Pipes and devices in the place of a file that a user names: refused by name, neither read nor waited for."""
+"""Pipes and devices in place of a user's file are refused by name, and neither read nor waited for."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_what_is_no_file_is_refused(tmp_path: Path, name: str, kind: str) -> None:
+def test_special_files_are_refused(tmp_path: Path, name: str, kind: str) -> None:
     path = tmp_path / name
     if kind == "pipe":
         os.mkfifo(path)
@@ -51,7 +51,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path, name: str, kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_a_manifest_of_a_release_that_is_no_file(tmp_path: Path, kind: str) -> None:
+def test_a_release_manifest_that_is_no_file(tmp_path: Path, kind: str) -> None:
     if kind == "pipe":
         os.mkfifo(tmp_path / "manifest.json")
     else:

@@ -1,4 +1,4 @@
-"""SPEC on the command line: expressions, names in files, JSON, and what is refused."""
+"""SPEC on the command line: expressions, names in files, JSON, and refusals."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def test_json_as_text_and_file(tmp_path: Path) -> None:
     assert load_spec(str(path), SpecOptions()) == spec
 
 
-def test_what_is_complete(user_file: Path) -> None:
+def test_full_specs(user_file: Path) -> None:
     assert is_complete("{}") and is_complete("a.json") and is_complete(f"{user_file}:complete")
     assert not is_complete("causal()") and not is_complete(f"{user_file}:near")
 
 
-def test_a_complete_spec_takes_no_options(user_file: Path) -> None:
+def test_a_full_spec_takes_no_options(user_file: Path) -> None:
     with pytest.raises(SpecError, match="--head-dim, --dtype cannot change it"):
         load_spec(f"{user_file}:complete", SpecOptions(head_dim=32, dtype="float16"))
 
@@ -92,12 +92,12 @@ def test_a_complete_spec_takes_no_options(user_file: Path) -> None:
         ("", "1 to"),
     ],
 )
-def test_errors_say_what_is_wrong(text: str, message: str) -> None:
+def test_error_messages(text: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         load_spec(text, SpecOptions())
 
 
-def test_a_file_needs_a_name_that_it_has(user_file: Path) -> None:
+def test_a_file_needs_an_existing_name(user_file: Path) -> None:
     with pytest.raises(SpecError, match="give a name in it"):
         load_spec(str(user_file), SpecOptions())
     with pytest.raises(SpecError, match=r"has no 'far'; it has .*near"):

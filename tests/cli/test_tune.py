@@ -1,4 +1,4 @@
-"""`flashgen tune`: its options, errors and tables, without a GPU; on one, the whole of it."""
+"""`flashgen tune`: options, errors and tables without a GPU; the full command with one."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_help_has_examples() -> None:
 
 
 @pytest.mark.skipif(bool(gpus()), reason="there is a GPU")
-def test_there_must_be_a_gpu() -> None:
+def test_a_gpu_is_required() -> None:
     result = invoke("tune", "causal()", expect=2)
     assert "there is no GPU here to measure on" in result.stderr and not result.stdout
 
@@ -74,7 +74,7 @@ def test_options_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert "suffix '.pt'" in invoke("tune", "causal()", "--captures", "ids.pt", expect=2).stderr
 
 
-def test_sizes_are_those_of_the_benchmark_unless_options_say_otherwise() -> None:
+def test_default_sizes_are_those_of_the_benchmark() -> None:
     assert tune.shape_of(SPEC, 4096, 4096, None, None, None) == SHAPE
     assert tune.shape_of(SPEC, 1, 65536, None, None, None) == Shape(1, 65536, 1, 16, 16)
     assert tune.shape_of(SPEC, 64, 128, 3, 32, 8) == Shape(64, 128, 3, 32, 8)
@@ -82,7 +82,7 @@ def test_sizes_are_those_of_the_benchmark_unless_options_say_otherwise() -> None
         tune.shape_of(SPEC, 64, 64, 1, 8, 16)
 
 
-def test_captures_come_from_the_file_where_it_has_them(tmp_path: Path) -> None:
+def test_captures_come_from_the_file(tmp_path: Path) -> None:
     window, ids = fg.Scalar("window"), np.arange(40, dtype=np.int32) // 10
     spec = fg.AttentionSpec(16, mask=fg.document("ids") & fg.sliding_window(window))
     found = tune.inputs_of("document('ids')", spec, Shape(40, 40), 0, {"ids": ids, "window": np.array(7), "x": ids})
@@ -91,7 +91,7 @@ def test_captures_come_from_the_file_where_it_has_them(tmp_path: Path) -> None:
     assert tune.inputs_of("document('ids')", spec, Shape(40, 40), 0, {}).captures["ids"].shape == (40,)
 
 
-def test_the_table_says_which_is_fastest_and_why_others_are_left_out() -> None:
+def test_the_table_shows_the_fastest_and_why_others_are_dropped() -> None:
     heading, cells = tune.table(FOUND, SPEC, SHAPE)
     assert [cell[0] for cell in cells] == [
         "128 x 160, consumers 2, stages 2", "128 x 128, consumers 2, stages 2, takes_turns",
@@ -103,7 +103,7 @@ def test_the_table_says_which_is_fastest_and_why_others_are_left_out() -> None:
     assert tune.plan_text(ForwardPlan(64, 32, 4)) == "64 x 32, warps 4, stages 1, blocks 1"
 
 
-def test_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(tune, "require_gpu", lambda: None)
     monkeypatch.setattr(tune, "inputs_of", lambda *given: given)
@@ -135,14 +135,14 @@ def test_both_passes_are_tuned_one_after_the_other(monkeypatch: pytest.MonkeyPat
     assert asked[2:] == [("backward", True)]
 
 
-def test_a_plan_of_the_backward_in_few_words() -> None:
+def test_short_descriptions_of_backward_plans() -> None:
     assert (
         tune.plan_text(HopperBackwardPlan(64, 3, heads_apart=True)) == "64 x 128, stages 3, early_scores, heads_apart"
     )
     assert tune.plan_text(HopperWidePlan(32)) == "32 x 64, stages 2"
 
 
-def test_the_backward_of_a_call_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backward_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(attention, "compile", partial(attention.compile, emulate=True))
     monkeypatch.setattr(backward_tuning, "tune_backward", lambda *given, progress: asked.append(given) or FOUND)

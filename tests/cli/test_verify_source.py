@@ -1,4 +1,4 @@
-"""`flashgen verify SPEC --source`: what `flashgen show --output` wrote and somebody edited, against NumPy."""
+"""`flashgen verify SPEC --source` compares edited files of `flashgen show --output` with NumPy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def invoke(*arguments: object, expect: int = 0) -> Result:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The kernels of both passes, as emitted."""
+    """Returns the kernels of both passes as emitted."""
     for of in ("forward", "backward"):
         invoke("show", *SPEC, "--pass", of, "--output", tmp_path)
     return tmp_path
@@ -42,7 +42,7 @@ def verified(source: Path, *more: object, expect: int = 0) -> tuple[Any, str]:
     return json.loads(result.stdout)["results"], result.stderr
 
 
-def test_a_right_edit_passes_and_a_wrong_one_fails(folder: Path) -> None:
+def test_a_correct_edit_passes_and_a_wrong_one_fails(folder: Path) -> None:
     path = edit(folder, "fwd", "return k <= q;", "return q >= k;")
     results, said = verified(path, "--pass", "forward")
     assert all(result["ok"] and result["engine"].endswith(", edited forward") for result in results)
@@ -65,7 +65,7 @@ def test_a_folder_of_both_passes(folder: Path) -> None:
     assert "edits postprocess, a kernel of the backward pass: add --pass backward" in refused.stderr
 
 
-def test_a_mistake_is_one_message_before_anything_runs(folder: Path) -> None:
+def test_a_syntax_error_is_one_message_before_anything_runs(folder: Path) -> None:
     path = edit(folder, "bwd-dkdv", "return k <= q;", "return k <= qq;")
     refused = invoke("verify", *SPEC, "--source", folder, "--emulate", expect=2)
     assert re.search(r"kernel\.cu:\d+:\d+: error: ", refused.stderr) and str(path) in refused.stderr
@@ -73,7 +73,7 @@ def test_a_mistake_is_one_message_before_anything_runs(folder: Path) -> None:
     invoke("verify", *SPEC, "--source", folder, "--emulate", "--pass", "forward", expect=2)
 
 
-def test_a_source_is_of_one_spec(folder: Path) -> None:
+def test_a_source_belongs_to_one_spec(folder: Path) -> None:
     refused = invoke("verify", "--source", folder, "--emulate", expect=2)
     assert "holds kernels of one SPEC: name it" in refused.stderr
     refused = invoke("verify", *SPEC, "full()", "--source", folder, "--emulate", expect=2)

@@ -1,4 +1,4 @@
-"""Printed expressions, compiled by the host's compiler and run beside their NumPy meaning."""
+"""Compiles printed expressions with the host's compiler and compares them with NumPy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Arrays = dict[str, Any]
 
 
 def sample_values() -> dict[sympy.Basic, Any]:
-    """A value of each symbol for each row: indices from 0 on, scores of either sign that float32 holds exactly."""
+    """Returns a value of each symbol per row: indices from 0 on, scores of both signs that are exact in float32."""
     random = np.random.default_rng(5)
     values: dict[sympy.Basic, Any] = {symbol: random.integers(0, 150, ROWS).astype(np.int32) for symbol in INDICES}
     values[BATCH] %= 3
@@ -48,7 +48,7 @@ def sample_values() -> dict[sympy.Basic, Any]:
 
 
 def run_expressions(nodes: Sequence[sympy.Basic], captures: Arrays) -> list[np.ndarray[Any, Any]]:
-    """The value of each expression at each row of `sample_values`, as one kernel computes them."""
+    """Returns the value of each expression at each row of `sample_values`, as computed by one kernel."""
     values, used = sample_values(), captures_of(*nodes)
     names = {BATCH: "b_at", HEAD: "h_at", QUERY: "q_at", KEY: "k_at"}
     fields = [Field("const int*", name) for name in names.values()]
@@ -111,7 +111,7 @@ def values() -> dict[sympy.Basic, Any]:
 
 @pytest.fixture(scope="session")
 def captures() -> Arrays:
-    """Arrays and numbers for the captures of random expressions, by name."""
+    """Returns arrays and numbers for the captures of random expressions, by name."""
     random = np.random.default_rng(6)
     return {
         "ids": random.integers(-9, 9, 40).astype(np.int32),

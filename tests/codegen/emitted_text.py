@@ -1,4 +1,4 @@
-"""What is asked of the text of every emitted kernel, of whatever pass."""
+"""Checks of the text of emitted kernels, for every pass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from flashgen.codegen.environment import _primitive_templates
 from flashgen.codegen.rendered_kernel import RenderedKernel
 
-LONGEST_FUNCTION, LONGEST_KERNEL, LONGEST_FILE = 55, 90, 391  # lines; of a file, lines of code beside primitives
+LONGEST_FUNCTION, LONGEST_KERNEL, LONGEST_FILE = 55, 90, 391  # lines; of a file, without primitives
 _NAME = re.compile(r"(operator\W+|\w+)\(")
 
 
@@ -16,7 +16,7 @@ def without_comments(source: str) -> str:
 
 
 def functions(source: str) -> dict[str, str]:
-    """Text of each function by name."""
+    """Returns the text of each function by name."""
     found, lines, inside = {}, [], False
     for line in source.splitlines():
         if not inside and line.startswith(("template", "__device__ ", 'extern "C"')) and not line.endswith(";"):
@@ -34,7 +34,7 @@ def functions(source: str) -> dict[str, str]:
 
 def tidy(source: str) -> None:
     assert source.endswith("}\n") and not source.startswith("\n")
-    assert not re.search(r"[ \t]\n", source), "blanks at the end of a line"
+    assert not re.search(r"[ \t]\n", source), "trailing blanks"
     assert "\n\n\n" not in source and "\t" not in source
     assert "{{" not in source.replace("{{}}", "") and "{%" not in source and "{#" not in source
     assert not re.search(r"\{\n\n|\n\n +\}", source), "an empty line after { or before }"
@@ -54,12 +54,12 @@ def functions_fit(
 
 
 def of_one_element(source: str) -> int:
-    """Lines that a kernel has more where it finds out which tiles read one element of an array."""
+    """Returns the extra lines of a kernel that determines which tiles read one element of an array."""
     return 12 if "reads_uniform" in source else 0
 
 
 def of_diagonals(source: str) -> int:
-    """And where gradients of an array's elements are sums along a tile's diagonals."""
+    """Returns the extra lines for gradients that are sums along the diagonals of a tile."""
     return 37 if "sum_diagonals" in source else 0
 
 
@@ -76,17 +76,17 @@ def all_used(kernel: RenderedKernel) -> None:
     words = re.findall(r"[A-Za-z_]\w*", source)
     defined = [name for name in functions(source) if name != kernel.entry]
     unused = [name for name in defined if words.count(name) < 2 and not name.startswith("operator")]
-    assert not unused, f"functions that nobody calls: {unused}"
+    assert not unused, f"functions without callers: {unused}"
     constants = re.findall(r"^ *(?:static )?constexpr \w+ (k\w+) =", source, re.MULTILINE)
     unread = [name for name in constants if words.count(name) < 2]
-    assert not unread, f"constants that nobody reads: {unread}"
+    assert not unread, f"unused constants: {unread}"
 
 
 def all_called(kernel: RenderedKernel) -> None:
     source = without_comments(kernel.source)
     words, defined = set(re.findall(r"[A-Za-z_]\w*", source)), functions(source)
     lacking = [name for name in _primitive_templates() if name in words and name not in defined]
-    assert not lacking, f"primitives that are called and not there: {lacking}"
+    assert not lacking, f"primitives that are called but missing: {lacking}"
 
 
 def members_read(kernel: RenderedKernel) -> None:

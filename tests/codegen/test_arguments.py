@@ -1,4 +1,4 @@
-"""The argument struct: Python packs it as C++ lays it out, whatever the captures are and are called."""
+"""The argument struct: Python packs it as C++ lays it out, for all captures and their names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SM_80 = TARGETS["sm_80"]
 
 
 def captured(*tensors: Tensor, dropout: float = 0.0, scalar: Scalar | None = None) -> fg.AttentionSpec:
-    """A spec whose mask, which wants lists, reads each tensor."""
+    """Returns a spec whose mask, which needs lists, reads each tensor."""
 
     def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
         result = q >= k
@@ -48,7 +48,7 @@ SPECS = {
 
 
 def offsets_checked(source: str, struct_name: str, layout: ArgumentLayout) -> str:
-    """The source with a static_assert of each member's offset, and of the size."""
+    """Returns the source with a static_assert for the offset of each member and for the size."""
     lines = [
         f'static_assert(__builtin_offsetof({struct_name}, {name}) == {layout.offset(name)}, "{name}");'
         for name in (field.name for field in layout.fields)
@@ -58,7 +58,7 @@ def offsets_checked(source: str, struct_name: str, layout: ArgumentLayout) -> st
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_offsets_are_those_of_the_struct(name: str) -> None:
+def test_offsets_equal_those_of_the_struct(name: str) -> None:
     spec = SPECS[name]
     kernel = render_forward(spec, SM_80)
     assert kernel.layout == forward_layout(spec, kernel.reads is not None)
@@ -69,14 +69,14 @@ def test_offsets_are_those_of_the_struct(name: str) -> None:
         compile_host(offsets_checked(lists.source, "ListArguments", lists.layout), lists.entry)
 
 
-def test_an_offset_that_is_wrong_does_not_compile() -> None:
+def test_a_wrong_offset_does_not_compile() -> None:
     kernel = render_forward(SPECS["plain"], SM_80)
     shuffled = ArgumentLayout(tuple(reversed(kernel.layout.fields)))
     with pytest.raises(Exception, match="static assertion failed"):
         compile_host(offsets_checked(kernel.source, "ForwardArguments", shuffled), kernel.entry)
 
 
-def test_fields_stand_by_decreasing_alignment_and_pointers_first() -> None:
+def test_fields_are_sorted_by_alignment_with_pointers_first() -> None:
     fields = [
         Field("int", "a"),
         Field("float*", "p"),
@@ -92,7 +92,7 @@ def test_fields_stand_by_decreasing_alignment_and_pointers_first() -> None:
         layout.offset("missing")
 
 
-def test_the_writer_puts_each_value_in_its_place() -> None:
+def test_the_writer_puts_each_value_at_its_offset() -> None:
     layout = ordered(
         [Field("int*", "p"), Field("Strides", "s"), Field("int", "n"), Field("float", "x"), Field("int", "z", 2)]
     )
@@ -100,7 +100,7 @@ def test_the_writer_puts_each_value_in_its_place() -> None:
     assert writer.pointer_names == ["p"]
     packed = struct.unpack(layout.format, writer.write({"p": 2**63 + 5}, {"x": 0.5}))
     assert packed == (2**63 + 5, 1, 2, 3, 4, 0.5, 7, 8)
-    assert struct.unpack(layout.format, writer.write({}, {"x": -1.0}))[0] == 0, "a pointer that is not given is null"
+    assert struct.unpack(layout.format, writer.write({}, {"x": -1.0}))[0] == 0, "a missing pointer is null"
     with pytest.raises(KeyError):
         writer.write({}, {})
 
@@ -113,8 +113,8 @@ NAMES = (
 )  # fmt: skip
 
 
-def test_a_capture_may_have_any_name() -> None:
-    """All at once: those that the language allows neither hide nor are hidden by what the kernel calls its own."""
+def test_any_capture_name_compiles() -> None:
+    """All at once: allowed names neither hide the kernel's names nor are hidden by them."""
     for some in (NAMES[::2], NAMES[1::2]):
         spec = captured(
             *(Tensor(name, "int32", 1) for name in some), Tensor("ids", "int32", 2), scalar=Scalar("zs_size")

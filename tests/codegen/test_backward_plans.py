@@ -1,4 +1,4 @@
-"""Backward plans: what contradicts itself or does not fit is refused by name; the chosen ones fit wherever chosen."""
+"""Backward plans: contradictory or unsuitable plans are refused by name; default plans fit everywhere."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ DIMS = range(8, 264, 8)
 MODES = (False, True)
 every_target = pytest.mark.parametrize("target", TARGETS.values(), ids=lambda target: target.name)
 
-# Of `keys`, whose warps divide tile_k, and of `queries`, whose warps divide tile_q: (tile_q, tile_k, warps, ...).
+# For the dkdv kernel, whose warps divide tile_k, and the dq kernel, whose warps divide tile_q: (tile_q, tile_k, warps,
+# ...).
 KEYS_PROBLEMS: list[tuple[BackwardPlan, str, str]] = [
     (BackwardPlan(64, 100, 4), "sm_80", "tile_k=100 must be a multiple of 16 x warps=4 / split=1"),
     (BackwardPlan(64, 64, 8), "sm_80", "tile_k=64 must be a multiple of 16 x warps=8 / split=1"),
@@ -60,7 +61,7 @@ QUERIES_PROBLEMS: list[tuple[QueriesPlan, AttentionSpec, str, str]] = [
 
 
 @pytest.mark.parametrize(("plan", "target", "message"), KEYS_PROBLEMS, ids=lambda value: str(value))
-def test_an_impossible_plan_is_refused(plan: BackwardPlan, target: str, message: str) -> None:
+def test_impossible_plans_are_refused(plan: BackwardPlan, target: str, message: str) -> None:
     problem = plan.problem(SPEC, TARGETS[target])
     assert problem is not None and message in problem
     with pytest.raises(UnsupportedError) as error:
@@ -69,20 +70,18 @@ def test_an_impossible_plan_is_refused(plan: BackwardPlan, target: str, message:
 
 
 @pytest.mark.parametrize(("plan", "spec", "target", "message"), QUERIES_PROBLEMS, ids=lambda value: str(value))
-def test_an_impossible_plan_of_queries_has_a_problem(
-    plan: QueriesPlan, spec: AttentionSpec, target: str, message: str
-) -> None:
+def test_impossible_dq_plans_have_a_problem(plan: QueriesPlan, spec: AttentionSpec, target: str, message: str) -> None:
     problem = plan.problem(spec, TARGETS[target])
     assert problem is not None and message in problem
 
 
-def test_what_only_one_kernel_cannot_do_is_no_problem_of_the_other() -> None:
-    """`keys` makes random bytes for 16 x 32 blocks held by keys: any whole mma tiles of queries will do."""
+def test_limits_of_the_dkdv_kernel_do_not_apply_to_the_dq_kernel() -> None:
+    """The dkdv kernel draws random bytes for blocks of 16 x 32 keys; any number of full mma tiles of queries works."""
     assert BackwardPlan(16, 48, 3).problem(DROPOUT, TARGETS["sm_80"]) is None
     assert QueriesPlan(64, 48, 4).problem(SPEC, TARGETS["sm_80"]) is None
 
 
-def test_shared_memory_is_what_the_tiles_take() -> None:
+def test_shared_memory_is_the_size_of_the_tiles() -> None:
     spec = AttentionSpec(40, value_dim=64)  # 48 and 64 columns
     tiles = 2 * 64 * (48 + 64) + 2 * (2 * 32 * (48 + 64) + 8 * 32)
     assert BackwardPlan(32, 64, 4).shared_bytes(spec, deterministic=True) == tiles
@@ -93,7 +92,7 @@ def test_shared_memory_is_what_the_tiles_take() -> None:
     assert QueriesPlan(64, 32, 4, split=2).shared_bytes(spec) == 2 * ((64 + 2 * 32) * (48 + 64) + 64 * 32)
 
 
-def test_warps_divide_a_tile_of_dq_into_whole_mma_tiles() -> None:
+def test_warps_divide_a_dq_tile_into_full_mma_tiles() -> None:
     for tile_q, warps, head_dim in product((16, 32, 48, 64, 128), (1, 2, 3, 4, 8, 12), DIMS):
         spec = AttentionSpec(head_dim)
         rows, columns = BackwardPlan(tile_q, 64, warps).gradient_warps(spec)
@@ -102,7 +101,7 @@ def test_warps_divide_a_tile_of_dq_into_whole_mma_tiles() -> None:
             assert rows * columns == warps, (tile_q, warps, head_dim)
     of = lambda tile_q, head_dim, warps: BackwardPlan(tile_q, 64, warps).gradient_warps(AttentionSpec(head_dim))
     assert of(64, 64, 4) == (2, 2) and of(64, 128, 8) == (2, 4) and of(16, 8, 4) == (1, 1) and of(128, 16, 8) == (8, 1)
-    assert of(16, 48, 8) == (1, 3)  # as many as find a tile
+    assert of(16, 48, 8) == (1, 3)  # as many warps as find a tile
 
 
 def fits(plan: Any, shared: int, target: Target) -> None:
@@ -114,7 +113,7 @@ def fits(plan: Any, shared: int, target: Target) -> None:
 
 @every_target
 @pytest.mark.parametrize("deterministic", MODES, ids=["default", "deterministic"])
-def test_chosen_plans_fit(target: Target, deterministic: bool) -> None:
+def test_default_plans_fit(target: Target, deterministic: bool) -> None:
     for head_dim, value_dim in product(DIMS, (8, 40, 64, 128, 192, 256)):
         for spec in (AttentionSpec(head_dim, value_dim=value_dim), AttentionSpec(value_dim, value_dim=head_dim)):
             plan = choose_backward_plan(spec, target, deterministic)
@@ -127,7 +126,7 @@ def test_chosen_plans_fit(target: Target, deterministic: bool) -> None:
 
 
 @every_target
-def test_chosen_plans_fit_every_variant(target: Target) -> None:
+def test_default_plans_fit_every_variant(target: Target) -> None:
     for variant, dim in product(variants(), (8, 64, 128, 160, 256)):
         spec = spec_of(variant, dim, "float16")
         for deterministic in MODES:
@@ -139,21 +138,21 @@ def test_chosen_plans_fit_every_variant(target: Target) -> None:
         fits(queries, queries.shared_bytes(spec), target)
 
 
-def test_every_split_is_chosen_somewhere() -> None:
-    """So that what tests of default plans say holds for each kind of kernel."""
+def test_every_division_is_the_default_of_some_spec() -> None:
+    """Tests of default plans therefore cover each kind of kernel."""
     keys = {choose_backward_plan(AttentionSpec(dim), target).split for dim in DIMS for target in TARGETS.values()}
     queries = {choose_queries_plan(AttentionSpec(dim), target).split for dim in DIMS for target in TARGETS.values()}
     assert keys >= {2, 4} and queries >= {1, 2}
 
 
-def test_a_plan_follows_from_the_spec_alone() -> None:
+def test_a_plan_depends_only_on_the_spec() -> None:
     spec, target = AttentionSpec(128, mask=fg.causal()), TARGETS["sm_80"]
     same = AttentionSpec.from_json(spec.to_json())
     assert choose_backward_plan(spec, target) == choose_backward_plan(same, target)
     assert choose_queries_plan(spec, target) == choose_queries_plan(same, target)
 
 
-def test_a_given_plan_is_kept() -> None:
+def test_a_plan_of_the_caller_is_kept() -> None:
     plan = replace(choose_backward_plan(SPEC, TARGETS["sm_80"]), stages=1, blocks=1)
     rendered = render_backward_kernels(SPEC, TARGETS["sm_80"], plan)
     keys = next(kernel for kernel in rendered if kernel.role == "dkdv")

@@ -1,4 +1,4 @@
-"""The emitted backward kernels as a reader meets them: tidy, small, nothing unused, and the same bytes everywhere."""
+"""The text of emitted backward kernels: tidy, short, without unused names, and reproducible."""
 
 from __future__ import annotations
 
@@ -10,20 +10,10 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 import flashgen.language as fg
-from flashgen.codegen.dispatch import render_backward_kernels
-from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
-from flashgen.codegen.rendered_kernel import RenderedKernel
-from flashgen.codegen.stages import backward_kernels, kernels_of
-from flashgen.codegen.targets import TARGETS
-from flashgen.errors import UnsupportedError
-from flashgen.verify import learned, spec_of, variants
-
-sys.path.insert(0, str(Path(__file__).parent))
 from emitted_text import (
     LONGEST_FILE,
     LONGEST_KERNEL,
@@ -36,9 +26,16 @@ from emitted_text import (
     unconditional,
     without_comments,
 )
+from flashgen.codegen.dispatch import render_backward_kernels
+from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
+from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.stages import backward_kernels, kernels_of
+from flashgen.codegen.targets import TARGETS
+from flashgen.errors import UnsupportedError
+from flashgen.verify import learned, spec_of, variants
 
 SM_80 = TARGETS["sm_80"]
-# Of `keys`, which has all that `queries` has, dK, dV, and the gradients of captures.
+# The dkdv kernel, which has everything that the dq kernel has, and also dK, dV and gradients of captures.
 LONGEST_KEYS, LONGEST_KEYS_FILE = 100, 455
 MODES, VARIANTS = (False, True), variants()
 modes = pytest.mark.parametrize("deterministic", MODES, ids=["default", "deterministic"])
@@ -46,7 +43,7 @@ modes = pytest.mark.parametrize("deterministic", MODES, ids=["default", "determi
 
 @cache
 def kernels_of_variant(number: int) -> list[RenderedKernel]:
-    """The kernels of a variant of `flashgen verify` in either mode, for GPUs with and without asynchronous copies."""
+    """Returns kernels of a variant in both modes, for GPUs with and without asynchronous copies."""
     found: dict[str, RenderedKernel] = {}
     spec = spec_of(VARIANTS[number], (64, 256, 40, 128)[number % 4], "float16", ("bhsd", "bshd")[number % 2])
     for target in (("sm_80", "sm_90", "sm_86")[number % 3], "sm_75"):
@@ -62,7 +59,7 @@ every_variant = pytest.mark.parametrize(
 
 
 def parts(spec: fg.AttentionSpec, deterministic: bool = False, target: str = "sm_80") -> dict[str, str]:
-    """The texts of the backward's kernels by their parts, without comments."""
+    """Returns the texts of the backward's kernels by part, without comments."""
     found = kernels_of(spec, TARGETS[target], ("backward",), deterministic=deterministic)
     return {part: without_comments(kernel.source) for part, kernel in found.items()}
 
@@ -74,20 +71,20 @@ def test_lines_are_tidy(number: int) -> None:
 
 
 @every_variant
-def test_functions_and_kernels_fit_a_screen_and_a_few(number: int) -> None:
+def test_functions_and_kernels_are_short(number: int) -> None:
     for kernel in kernels_of_variant(number):
         longest = (LONGEST_KEYS, LONGEST_KEYS_FILE) if "bwd-dkdv" in kernel.name else (LONGEST_KERNEL, LONGEST_FILE)
         functions_fit(kernel, *longest)
 
 
 @every_variant
-def test_nothing_is_conditional_but_the_primitives(number: int) -> None:
+def test_only_primitives_have_conditional_compilation(number: int) -> None:
     for kernel in kernels_of_variant(number):
         unconditional(kernel.source)
 
 
 @every_variant
-def test_nothing_stands_in_it_that_is_not_used(number: int) -> None:
+def test_nothing_is_unused(number: int) -> None:
     for kernel in kernels_of_variant(number):
         all_used(kernel)
         all_called(kernel)
@@ -100,7 +97,7 @@ def test_members_of_the_struct_are_read(number: int) -> None:
 
 
 def test_entries_are_unique() -> None:
-    """Of the kernels of a mode: two modes have kernels of one entry, under two names."""
+    """Within the kernels of a mode; kernels of two modes may share an entry point under two names."""
     for of_mode in (True, False):
         entries = [
             (kernel.entry, kernel.target.name)
@@ -111,7 +108,7 @@ def test_entries_are_unique() -> None:
         assert len(set(entries)) == len(entries)
 
 
-def test_a_kernel_names_its_spec_and_its_maker() -> None:
+def test_a_kernel_names_its_spec_and_its_command() -> None:
     mask = fg.causal() & fg.sliding_window(128)
     spec = fg.AttentionSpec(64, mask=mask, score=fg.softcap(30), dropout=0.1)
     for deterministic in MODES:
@@ -135,8 +132,8 @@ def test_a_full_mask_needs_no_mask(deterministic: bool) -> None:
 
 
 @modes
-def test_only_products_are_recomputed_where_the_scores_are_(deterministic: bool) -> None:
-    """What goes over rows or sums alone has nothing of the mask, the score or the dropout."""
+def test_only_kernels_with_scores_contain_mask_score_and_dropout(deterministic: bool) -> None:
+    """Kernels that only process rows or sums contain neither mask nor score nor dropout."""
     spec = fg.AttentionSpec(64, mask=fg.causal(), score=fg.softcap(30), dropout=0.1)
     for part, source in parts(spec, deterministic).items():
         looks_at_scores = part in ("dkdv", "dq")
@@ -146,13 +143,13 @@ def test_only_products_are_recomputed_where_the_scores_are_(deterministic: bool)
 
 @modes
 @pytest.mark.parametrize("score", [fg.alibi(4), fg.alibi("slopes"), fg.relative_bias("table", 24)], ids=str)
-def test_a_score_plus_a_bias_has_no_slope(score: fg.Score, deterministic: bool) -> None:
+def test_an_added_bias_has_no_slope(score: fg.Score, deterministic: bool) -> None:
     for source in parts(fg.AttentionSpec(64, score=score), deterministic).values():
         assert not re.search(r"\bslope\b", source)
 
 
 @modes
-def test_a_softcap_takes_one_tanh_for_both_the_score_and_its_slope(deterministic: bool) -> None:
+def test_softcap_computes_one_tanh_for_score_and_slope(deterministic: bool) -> None:
     found = parts(fg.AttentionSpec(64, score=fg.softcap(30)), deterministic)
     for part in ("dkdv", "dq") if deterministic else ("dkdv",):
         body = functions(found[part])["score_mod"]
@@ -162,7 +159,7 @@ def test_a_softcap_takes_one_tanh_for_both_the_score_and_its_slope(deterministic
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
-def test_tiles_that_read_one_element_have_scores_of_their_own(target: str) -> None:
+def test_tiles_that_read_one_element_have_separate_scores(target: str) -> None:
     clipped, endless = fg.relative_bias("table", 24), fg.alibi("slopes")
     for score, alike in ((clipped, True), (endless, False)):
         text = keys_of(fg.AttentionSpec(64, score=score), target)
@@ -171,8 +168,8 @@ def test_tiles_that_read_one_element_have_scores_of_their_own(target: str) -> No
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize(("width", "divides"), [(128, True), (256, True), (100, False)])
-def test_quotients_of_a_tile_are_found_once(width: int, divides: bool, target: str) -> None:
-    """By |, of which the compiler sees that it leaves upper bits alone."""
+def test_quotients_of_a_tile_are_computed_once(width: int, divides: bool, target: str) -> None:
+    """The | shows the compiler that upper bits are unchanged."""
     rows = fg.trace_mask(lambda b, h, q, k: abs(q // width - k // width) <= 1)
     assert ("first_query | (position.query + " in keys_of(fg.AttentionSpec(64, mask=rows), target)) == divides
     assert "first_query | (" not in keys_of(fg.AttentionSpec(64, mask=fg.causal()), target)
@@ -182,7 +179,7 @@ def keys_of(spec: fg.AttentionSpec, target: str) -> str:
     return backward_kernels(spec, TARGETS[target])["dkdv"].source
 
 
-def test_only_the_default_adds_to_what_others_add_to() -> None:
+def test_only_the_default_mode_uses_atomic_additions() -> None:
     score = learned(fg.alibi("slopes"))
     spec = fg.AttentionSpec(64, mask=fg.causal(), score=score)
     default, exact = parts(spec), parts(spec, deterministic=True)
@@ -195,8 +192,8 @@ def test_only_the_default_adds_to_what_others_add_to() -> None:
 
 
 @pytest.mark.parametrize(("target", "addition"), [("sm_80", "atomicAdd("), ("sm_90", "reduce_add_4(")])
-def test_shares_of_dq_are_added_in_one_piece(target: str, addition: str) -> None:
-    """Blocks race for them, which the emulator's ThreadSanitizer does not see: so nothing else may touch them."""
+def test_partial_dq_is_only_accessed_by_vector_reductions(target: str, addition: str) -> None:
+    """Blocks add concurrently, which ThreadSanitizer does not see in the emulator; no other access is allowed."""
     source = parts(fg.AttentionSpec(64), target=target)["dkdv"]
     body = functions(source)["add_query_gradients"]
     touching = [line.strip() for line in body.splitlines() if re.search(r"\b(sums|tile)\b", line)][1:]
@@ -207,10 +204,8 @@ def test_shares_of_dq_are_added_in_one_piece(target: str, addition: str) -> None
     assert "dq_accum + (first_row + first_query) * kHeadDimPadded" in source
 
 
-def test_gradients_of_captures_are_where_the_sums_are() -> None:
-    """What all scores of a head read is summed in registers, and what some read as long as they follow each other; what
-    each reads for itself is added as it comes.
-    """
+def test_gradients_of_captures_are_accumulated_in_the_dkdv_kernel() -> None:
+    """Gradients of an element that all scores of a head, or several in a row, read are summed in registers."""
     of_heads = parts(fg.AttentionSpec(64, score=learned(fg.alibi("slopes"))))["dkdv"]
     whole = fg.Tensor("bias", "float32", 4, grad=True)
     of_scores = parts(fg.AttentionSpec(64, score=lambda s, b, h, q, k: s + whole[b, h, q, k]))["dkdv"]
@@ -226,7 +221,7 @@ def test_gradients_of_captures_are_where_the_sums_are() -> None:
 @pytest.mark.parametrize("split", [1, 2, 4])
 @pytest.mark.parametrize("stages", [1, 2])
 @modes
-def test_every_kind_of_plan_renders_a_tidy_text(split: int, stages: int, deterministic: bool) -> None:
+def test_every_kind_of_plan_has_a_tidy_text(split: int, stages: int, deterministic: bool) -> None:
     spec = fg.AttentionSpec(64, mask=fg.causal(), score=learned(fg.alibi("slopes")), dropout=0.1)
     plan = BackwardPlan(64, 64, 4, split, stages)
     kernel = backward_kernels(spec, SM_80, deterministic, plan=plan)["dkdv"]
@@ -273,7 +268,7 @@ def test_rendering_is_deterministic_across_processes() -> None:
     assert answers[0] == own
 
 
-def test_what_the_target_or_float32_has_not_is_refused() -> None:
+def test_unsupported_dtypes_and_scales_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="scale="):
         render_backward_kernels(fg.AttentionSpec(64, scale=3e38), SM_80)
     with pytest.raises(UnsupportedError, match="dtype='bfloat16' is not supported on sm_75"):

@@ -1,4 +1,4 @@
-"""Candidates of tuning: each can be built, the default one comes first, the list is short and the same everywhere."""
+"""Candidates of tuning: feasible, the default first, few, and reproducible."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOPPER, AMPERE = TARGETS["sm_90a"], TARGETS["sm_80"]
 
 
 @pytest.mark.parametrize("name", ["sm_75", "sm_80", "sm_86", "sm_90a"])
-def test_every_candidate_is_feasible_and_the_default_one_is_first(name: str) -> None:
+def test_candidates_are_feasible_and_the_default_is_first(name: str) -> None:
     target = TARGETS[name]
     for variant, dim in product(variants(), (64, 256)):
         spec = spec_of(variant, dim, "float16")
@@ -38,14 +38,14 @@ def test_every_candidate_is_feasible_and_the_default_one_is_first(name: str) -> 
 
 
 @pytest.mark.parametrize("workload", [LONG, DECODING, Workload(1000, 3, 1, 1), Workload(5, 0, 2, 132)], ids=str)
-def test_the_others_come_by_their_cost(workload: Workload) -> None:
+def test_candidates_are_sorted_by_cost(workload: Workload) -> None:
     for target, dim in product((HOPPER, AMPERE), (64, 128)):
         spec = AttentionSpec(dim, mask=fg.sliding_window(300))
         costs = [cost(plan, spec, workload) for plan in candidates(spec, target, workload)[1:]]
         assert costs == sorted(costs) and min(costs) > 0
 
 
-def test_a_list_is_of_several_shapes_and_as_short_as_asked_for() -> None:
+def test_candidates_have_several_shapes_and_the_requested_number() -> None:
     spec = AttentionSpec(64)
     plans = candidates(spec, HOPPER, LONG)
     assert (
@@ -57,14 +57,14 @@ def test_a_list_is_of_several_shapes_and_as_short_as_asked_for() -> None:
     assert len(candidates(spec, HOPPER, LONG, limit=3)) == 3 and len(candidates(spec, HOPPER, LONG, limit=1)) == 1
 
 
-def test_a_list_follows_from_spec_target_and_workload() -> None:
+def test_candidates_depend_only_on_spec_target_and_workload() -> None:
     spec = AttentionSpec(128, "bfloat16", mask=fg.causal())
     again = AttentionSpec.from_json(spec.to_json())
     assert candidates(spec, HOPPER, LONG) == candidates(again, HOPPER, replace(LONG))
     assert candidates(spec, HOPPER, LONG) != candidates(spec, HOPPER, DECODING)
 
 
-def test_short_queries_want_small_tiles_and_long_ones_large_tiles() -> None:
+def test_short_queries_prefer_small_tiles_and_long_ones_large_tiles() -> None:
     spec = AttentionSpec(128)
     assert candidates(spec, HOPPER, DECODING)[1].tile_q == 64
     assert candidates(spec, HOPPER, LONG)[1].tile_q >= 128
@@ -72,7 +72,7 @@ def test_short_queries_want_small_tiles_and_long_ones_large_tiles() -> None:
     assert cost(one, spec, DECODING) < cost(two, spec, DECODING) and cost(two, spec, LONG) < cost(one, spec, LONG)
 
 
-def test_only_tiles_that_the_mask_visits_cost() -> None:
+def test_only_visited_tiles_cost() -> None:
     plan = HopperPlan(2, 128)
     full, causal, near = (AttentionSpec(64, mask=mask) for mask in (fg.full(), fg.causal(), fg.sliding_window(100)))
     lists = AttentionSpec(64, mask=fg.document("ids"))
@@ -80,13 +80,13 @@ def test_only_tiles_that_the_mask_visits_cost() -> None:
     assert cost(plan, near, LONG) < 0.05 * cost(plan, full, LONG) < cost(plan, lists, LONG)
 
 
-def test_blocks_of_a_layout_are_not_cut() -> None:
+def test_tiles_do_not_cut_blocks_of_a_layout() -> None:
     spec = AttentionSpec(64, mask=fg.block_sparse("layout", 64, 64))
     for target in (HOPPER, AMPERE):
         assert all(plan.tile_k in (32, 64, 128, 256) for plan in candidates(spec, target, LONG)[1:])
 
 
-def test_registers_are_those_of_scores_probabilities_and_output() -> None:
+def test_registers_hold_scores_probabilities_and_output() -> None:
     spec = AttentionSpec(128)
 
     assert HopperPlan(2, 128).registers(spec) - HopperPlan(2, 64).registers(spec) == (64 + 32) - (32 + 16)
@@ -95,14 +95,14 @@ def test_registers_are_those_of_scores_probabilities_and_output() -> None:
     assert ForwardPlan(64, 64, 4).register_budget == 255
 
 
-def test_what_a_target_cannot_run_is_refused() -> None:
+def test_unsupported_specs_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="bfloat16"):
         candidates(AttentionSpec(64, "bfloat16"), TARGETS["sm_75"], LONG)
 
 
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 def test_the_first_candidates_do_not_spill() -> None:
-    """The estimate of registers, where it matters: most of a list must not be thrown away."""
+    """Tests the estimate of registers: most candidates must be usable."""
     spec = AttentionSpec(64, "bfloat16")
     for plan in candidates(spec, HOPPER, LONG, limit=4)[1:]:
         assert nvrtc.compile(render_forward(spec, HOPPER, plan).source, "sm_90a", "candidate").resources.spills == 0

@@ -1,4 +1,4 @@
-"""Emitted kernels compile for every GPU, without one, and no thread of theirs spills up to head dim 128."""
+"""Emitted kernels compile for every GPU, without having one, and do not spill up to head dim 128."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def dtype_of(target: str, number: int) -> str:
 
 @pytest.mark.parametrize("target", ISSUE_TARGETS)
 @pytest.mark.parametrize("mask", [fg.full(), fg.causal()], ids=str)
-def test_the_common_ones_compile_without_spills_everywhere(mask: fg.Mask, target: str) -> None:
+def test_common_kernels_compile_without_spills_for_every_target(mask: fg.Mask, target: str) -> None:
     assert_no_spills(AttentionSpec(128, dtype_of(target, 0), mask=mask), target)
 
 
@@ -56,14 +56,14 @@ def test_the_largest_head_dims_compile(target: str) -> None:
         nvrtc.compile(kernel.source, target, kernel.name)
 
 
-# Every variant meets every target, both dtypes, and every dim, of which those that are padded alike take turns; every
-# dim meets every target in each dtype. A variant whose captures are learned is no other kernel in the forward.
+# Every variant is compiled for every target, both dtypes and every dim (of dims with equal padding one at a time);
+# every dim for every target in each dtype. Learned captures do not change the forward kernel.
 GIVEN = [variant for variant in variants() if not any(c.grad for c in spec_of(variant, 64, "float16").captures)]
 DIMS = ((8, 16), (40,), (32,), (64,), (72, 80), (96,), (112,), (128,))
 
 
 def met_by(number: int) -> list[tuple[int, str, str]]:
-    """The dims, targets and dtypes that a variant is compiled with."""
+    """Returns the dims, targets and dtypes for which a variant is compiled."""
     dims = [alike[number // 6 % len(alike)] for alike in DIMS]
     targets = [ISSUE_TARGETS[(number + turn) % len(ISSUE_TARGETS)] for turn in range(len(dims))]
     return [
@@ -82,7 +82,7 @@ def test_every_variant_compiles_without_spills(number: int) -> None:
         assert_no_spills(spec, target)
 
 
-def test_variants_dims_targets_and_dtypes_meet() -> None:
+def test_variants_dims_targets_and_dtypes_are_combined() -> None:
     each = [met_by(number) for number in range(len(GIVEN))]
     for met in each:
         dims, targets, dtypes = zip(*met, strict=True)
@@ -105,7 +105,7 @@ OF_64_BITS = (
 @pytest.mark.parametrize("target", ISSUE_TARGETS)
 @pytest.mark.rotated(2)
 def test_integers_of_64_bits_compile_without_spills(target: str) -> None:
-    """In kernels that attend and in those that list; each mask meets each target at one of two head dims."""
+    """In attention kernels and in list kernels; each mask is compiled for each target at one of two head dims."""
     for number, mask in enumerate(OF_64_BITS):
         dim = (64, 96)[(number + ISSUE_TARGETS.index(target)) % 2]
         assert_no_spills(AttentionSpec(dim, dtype_of(target, number), mask=mask), target)
@@ -126,11 +126,11 @@ BESIDE_DROPOUT = (
 @pytest.mark.parametrize("turn", range(2))
 @pytest.mark.parametrize("target", ISSUE_TARGETS)
 @pytest.mark.rotated(12)
-def test_dropout_spills_nothing_beside_masks_and_scores(target: str, turn: int) -> None:
+def test_dropout_with_masks_and_scores_does_not_spill(target: str, turn: int) -> None:
     for number, options in enumerate(BESIDE_DROPOUT, ISSUE_TARGETS.index(target)):
         dim = (96, 64, 128, 80, 112)[(number + 2 * turn) % 5]
         spec = AttentionSpec(dim, dtype_of(target, number), dropout=0.1, **options)
-        assert_kernel_does_not_spill(render_forward(spec, TARGETS[target]))  # lists are made without dropout
+        assert_kernel_does_not_spill(render_forward(spec, TARGETS[target]))  # lists do not depend on dropout
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_unequal_value_dims_compile_without_spills(target: str) -> None:
             assert_no_spills(AttentionSpec(head_dim, dtype_of(target, 0), value_dim=value_dim, mask=mask), target)
 
 
-def test_every_target_that_is_offered_can_be_compiled_for() -> None:
+def test_nvrtc_supports_every_target() -> None:
     supported = nvrtc.supported_architectures()
     assert set(ISSUE_TARGETS) <= set(TARGETS)
     assert {target.base_architecture for target in TARGETS.values()} <= set(supported)

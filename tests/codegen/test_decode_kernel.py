@@ -1,16 +1,15 @@
-"""The decode kernel: its plans, into how many parts it splits keys, its text, and what the assembler makes of it."""
+"""The decode kernel: plans, number of splits, text and assembled code."""
 
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 import flashgen.language as fg
+from emitted_text import all_called, all_used, functions_fit, members_read, tidy, unconditional
 from flashgen.build import nvrtc
 from flashgen.codegen.dispatch import render_forward_kernels
 from flashgen.codegen.mma_sync.decode_plans import (
@@ -32,9 +31,6 @@ from flashgen.language import AttentionSpec
 from flashgen.verify import variants
 from flashgen.verify.variants import spec_of
 
-sys.path.insert(0, str(Path(__file__).parent))
-from emitted_text import all_called, all_used, functions_fit, members_read, tidy, unconditional
-
 SM_90A = target_named("sm_90a")
 FULL, CAUSAL = AttentionSpec(128, "bfloat16"), AttentionSpec(128, "bfloat16", mask=fg.causal())
 WINDOW, LISTED = replace(CAUSAL, mask=fg.sliding_window(1024, 0)), replace(CAUSAL, mask=fg.document("ids"))
@@ -43,7 +39,7 @@ needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy an
 
 
 def sizes(batch: int, heads_q: int, heads_kv: int, len_q: int, len_k: int) -> Sizes:
-    """A call on a GPU of 132 multiprocessors."""
+    """Returns a call on a GPU with 132 multiprocessors."""
     return Sizes(batch, heads_q, heads_kv, len_q, len_k, multiprocessors=132)
 
 
@@ -62,7 +58,7 @@ def test_every_target_has_a_plan_that_fits(name: str, dim: int) -> None:
 
 
 def test_wide_heads_with_dropout_on_turing_have_one_stage() -> None:
-    """Its shared memory holds one tile of 32 keys. Calls that do not ask for it, or for pages, take the forward's."""
+    """The shared memory holds one tile of 32 keys. Calls without num_splits or pages run the forward kernel."""
     for dims in ((256, 256), (224, 256)):
         spec = AttentionSpec(dims[0], value_dim=dims[1], dropout=0.1)
         (plan,) = decode_plans(spec, TARGETS["sm_75"])
@@ -73,8 +69,8 @@ def test_wide_heads_with_dropout_on_turing_have_one_stage() -> None:
     assert all(plan.stages > 1 for plan in decode_plans(AttentionSpec(256), TARGETS["sm_75"]))
 
 
-def test_enough_is_on_its_way_to_a_multiprocessor_of_an_h200() -> None:
-    """40 KB hide a microsecond at the rate of its memory."""
+def test_enough_bytes_are_in_flight_on_an_h200() -> None:
+    """40 KB hide a microsecond at the bandwidth of its memory."""
     for dim in (64, 96, 128, 192, 256):
         spec = AttentionSpec(dim)
         plan = choose_decode_plan(spec, SM_90A)
@@ -92,7 +88,7 @@ def test_enough_is_on_its_way_to_a_multiprocessor_of_an_h200() -> None:
     ],
     ids=str,
 )
-def test_plans_that_cannot_be(change: dict[str, int], said: str) -> None:
+def test_invalid_plans(change: dict[str, int], said: str) -> None:
     plan = replace(DecodePlan(16, 16, 4, 4), **change)
     with pytest.raises(UnsupportedError, match=said):
         render_forward_kernels(CAUSAL, SM_90A, plan)
@@ -100,16 +96,16 @@ def test_plans_that_cannot_be(change: dict[str, int], said: str) -> None:
 
 def test_rows_of_a_tile() -> None:
     assert [plan.tile_q for plan in decode_plans(CAUSAL, SM_90A)] == [16, 16, 16, 32]
-    assert [plan.tile_q for plan in decode_plans(AttentionSpec(256), SM_90A)] == [16], "no registers for more"
-    assert [plan.tile_q for plan in decode_plans(LISTED, SM_90A)] == [16], "lists know no heads of k"
+    assert [plan.tile_q for plan in decode_plans(AttentionSpec(256), SM_90A)] == [16], "more would exceed the registers"
+    assert [plan.tile_q for plan in decode_plans(LISTED, SM_90A)] == [16], "lists do not depend on KV heads"
 
 
 def chosen(spec: AttentionSpec, batch: int, heads: int, heads_kv: int, len_q: int, len_k: int) -> DecodePlan | None:
     return decode_plan_for(spec, SM_90A, Workload(len_q, len_k, batch * heads, 132, heads // heads_kv))
 
 
-def test_calls_of_many_tiles_of_rows_and_long_ones() -> None:
-    """More tiles than places for blocks take more warps, few of very many keys larger tiles; both of few rows each."""
+def test_plans_for_many_tiles_of_rows_and_for_long_sequences() -> None:
+    """More tiles than resident blocks use more warps, few tiles of many keys use larger tiles; both have few rows."""
     few, many, long, rows32 = decode_plans(CAUSAL, SM_90A)
     assert (many.warps, many.stages, many.blocks) == (5, 2, few.blocks) and many.tile_k == few.tile_k
     assert (long.warps, long.stages, long.blocks) == (4, 3, 1) and long.tile_k == 2 * few.tile_k
@@ -122,9 +118,9 @@ def test_calls_of_many_tiles_of_rows_and_long_ones() -> None:
         assert chosen(CAUSAL, batch, 4 * kv, kv, 1, keys) == plan, (batch, kv, keys)
     assert chosen(CAUSAL, 128, 64, 8, 4, 2048) == rows32 and chosen(CAUSAL, 16, 64, 8, 4, 8192) == rows32
     for batch, kv in ((1, 8), (132, 1)):
-        assert chosen(WINDOW, batch, 4 * kv, kv, 1, 131072) == few, "of the keys that are visited"
-    assert plan_of_rows(CAUSAL, SM_90A, 4) == few, "the batch chooses nothing"
-    assert other_few_row_plans(CAUSAL, TARGETS["sm_86"]) == (), "a multiprocessor holds one block"
+        assert chosen(WINDOW, batch, 4 * kv, kv, 1, 131072) == few, "of visited keys"
+    assert plan_of_rows(CAUSAL, SM_90A, 4) == few, "the batch has no effect"
+    assert other_few_row_plans(CAUSAL, TARGETS["sm_86"]) == (), "one block per multiprocessor"
     for other in (LISTED, AttentionSpec(256), AttentionSpec(128, page_size=16), AttentionSpec(128, kv_dtype="int8")):
         assert other_few_row_plans(other, SM_90A) == ()
         assert choose_decode_plan(other, SM_90A).part(other) == "decode"
@@ -150,7 +146,7 @@ def splits(spec: AttentionSpec, *call: int, rows: int = 16) -> int:
 
 
 def test_splits_fill_the_card_once() -> None:
-    """132 multiprocessors have places for 264 blocks."""
+    """132 multiprocessors hold 264 blocks."""
     assert splits(FULL, 1, 32, 8, 1, 131072) == 33
     assert splits(FULL, 4, 32, 8, 1, 32768) == 8
     assert splits(FULL, 16, 32, 8, 1, 8192) == 2
@@ -158,28 +154,28 @@ def test_splits_fill_the_card_once() -> None:
     assert splits(FULL, 64, 32, 8, 1, 8192) == 1
 
 
-def test_few_keys_are_in_fewer_parts_than_fill_the_card() -> None:
-    """Of which each is a share more to be merged."""
+def test_few_keys_have_fewer_splits_than_fill_the_card() -> None:
+    """Each split adds a partial output to merge."""
     assert splits(FULL, 1, 32, 8, 1, 1024) == 8
     assert splits(FULL, 1, 32, 8, 1, 8192) == 16
 
 
-def test_a_window_is_split_by_the_keys_that_it_needs() -> None:
+def test_a_window_is_split_by_its_visited_keys() -> None:
     assert splits(WINDOW, 1, 32, 8, 1, 131072) <= 17 < splits(FULL, 1, 32, 8, 1, 131072)
 
 
-def test_splits_are_within_bounds_for_every_size() -> None:
+def test_numbers_of_splits_are_within_bounds_for_every_size() -> None:
     for call in ((1, 1, 1, 1, 10**9), (65535, 8, 1, 1, 1), (1, 1, 1, 0, 5), (1, 1, 1, 5, 0), (0, 8, 8, 1, 5)):
         assert 1 <= splits(FULL, *call) <= MAX_SPLITS
 
 
-def test_the_multiprocessors_decide_and_not_how_many_splits_there_were() -> None:
+def test_splits_depend_on_multiprocessors_and_not_on_earlier_splits() -> None:
     plan = choose_decode_plan(FULL, SM_90A)
     few = replace(sizes(1, 32, 8, 1, 131072), multiprocessors=4)
     assert choose_splits(FULL, plan, few) == 1 == choose_splits(FULL, plan, replace(few, splits=7))
 
 
-# ---- the text
+# ---- text
 
 
 VARIANTS = variants()
@@ -187,7 +183,7 @@ VARIANTS = variants()
 
 @cache
 def emitted(number: int) -> list[RenderedKernel]:
-    """The kernels of a variant of `flashgen verify`, for a GPU with asynchronous copies and for one without."""
+    """Returns the kernels of a variant of `flashgen verify` for a GPU with asynchronous copies and one without."""
     rendered = []
     for target in (TARGETS["sm_80"], TARGETS["sm_75"]):
         spec = spec_of(VARIANTS[number], (64, 128, 40)[number % 3], "float16", ("bhsd", "bshd")[number % 2])
@@ -197,7 +193,7 @@ def emitted(number: int) -> list[RenderedKernel]:
 
 
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: f"{VARIANTS[number].mask}-{number}")
-def test_the_text_is_as_that_of_all_kernels(number: int) -> None:
+def test_text_follows_the_conventions_of_all_kernels(number: int) -> None:
     for kernel in emitted(number):
         tidy(kernel.source)
         functions_fit(kernel, longest_file=500)
@@ -213,8 +209,8 @@ def test_names_are_unique() -> None:
 
 
 @pytest.mark.parametrize("spec", [CAUSAL, LISTED], ids=lambda spec: spec.name)
-def test_shares_are_seen_before_arrivals_and_arrivals_before_shares_are_read(spec: AttentionSpec) -> None:
-    """What orders blocks behind barriers, no sanitizer sees."""
+def test_fences_order_partial_outputs_and_counters(spec: AttentionSpec) -> None:
+    """No sanitizer checks the order of accesses by blocks that synchronize through counters."""
     source = kernels_of(spec, SM_90A, ("decode",))["decode"].source
     body = re.sub(r"//[^\n]*", "", source)
     order = r"bool arrives_last\([^{]*\{\s+__syncthreads\(\);\s+const bool last = threadIdx\.x == 0 && "
@@ -226,7 +222,7 @@ def test_shares_are_seen_before_arrivals_and_arrivals_before_shares_are_read(spe
     assert source.count("__ldcg(") == 1 and source.count("load_share<kWarpsShares>(") == 3
 
 
-def test_parts_of_a_pass_and_their_commands() -> None:
+def test_parts_of_the_decode_pass_and_their_commands() -> None:
     assert list(kernels_of(CAUSAL, SM_90A, ("decode",))) == ["decode", "decode_many", "decode_long", "decode_rows32"]
     listed = kernels_of(LISTED, SM_90A, ("forward", "decode"), unique_names=True)
     assert list(listed) == ["lists", "forward", "decode_lists", "decode"]
@@ -238,7 +234,7 @@ def test_parts_of_a_pass_and_their_commands() -> None:
         kernels_of(CAUSAL, SM_90A, ("decoding",))  # type: ignore[arg-type]
 
 
-# ---- the assembler
+# ---- assembled code
 
 
 def assert_no_spills(spec: AttentionSpec, name: str) -> None:
@@ -253,7 +249,7 @@ def assert_no_spills(spec: AttentionSpec, name: str) -> None:
 @needs_nvrtc
 @pytest.mark.parametrize("target", COMPILED_FOR)
 @pytest.mark.rotated(3)
-def test_the_common_ones_compile_without_spills_everywhere(target: str) -> None:
+def test_common_kernels_compile_without_spills_for_every_target(target: str) -> None:
     dtype = "float16" if target == "sm_75" else "bfloat16"
     for dim in (64, 128):
         assert_no_spills(AttentionSpec(dim, dtype, mask=fg.causal()), target)
@@ -274,7 +270,7 @@ def test_every_variant_compiles_without_spills(number: int) -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_the_text_over_pages_is_as_that_of_all_kernels(page_size: int) -> None:
+def test_text_over_pages_follows_the_conventions_of_all_kernels(page_size: int) -> None:
     for spec in (
         AttentionSpec(64, mask=fg.causal(), page_size=page_size),
         AttentionSpec(40, value_dim=96, mask=fg.document("ids"), score=fg.alibi("slopes"), page_size=page_size),
@@ -292,8 +288,8 @@ def test_the_text_over_pages_is_as_that_of_all_kernels(page_size: int) -> None:
 @needs_nvrtc
 @pytest.mark.rotated(3)
 @pytest.mark.parametrize("page_size", [1, 16, 256])
-def test_pages_take_no_memory_of_a_thread(page_size: int) -> None:
-    """The arguments with the sequence's own length are no copy in local memory."""
+def test_pages_use_no_local_memory(page_size: int) -> None:
+    """The arguments with the length of a sequence are not copied to local memory."""
     for name in ("sm_80", "sm_90a"):
         spec = AttentionSpec(128, "bfloat16", mask=fg.causal(), score=fg.alibi("slopes"), page_size=page_size)
         for kernel in kernels_of(spec, TARGETS[name], ("decode",)).values():

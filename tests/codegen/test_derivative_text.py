@@ -1,4 +1,4 @@
-"""The device functions of a score function and its derivatives: their text, and what they compute."""
+"""Device functions of score functions and their derivatives: text and values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CAP = fg.Scalar("cap", "float32")
 
 
 def backward_variant(spec: fg.AttentionSpec, with_gathers: bool = True) -> Variant:
-    """The spec's text with the derivatives in place of the score function."""
+    """Returns the spec's text with derivatives in place of the score function."""
     forward = variant_of(spec)
     return Variant(None, forward.mask, forward.arrays, score_gradient(spec, with_gathers))
 
@@ -82,7 +82,7 @@ def test_softcap_computes_tanh_once_and_has_the_scale_in_its_constant() -> None:
     assert gradient_of("softcap").call("scores[i][j][e]", "slope") == "score_mod(scores[i][j][e], arguments, slope)"
 
 
-def test_a_slope_of_one_is_not_emitted() -> None:
+def test_a_slope_of_one_is_omitted() -> None:
     text, gradient = rendered("alibi"), gradient_of("alibi")
     assert gradient.slope is None and "slope:" not in text and "float& slope" not in text
     assert gradient.call("x", "slope") == "score_mod(x * kScale, position.head, q, k, arguments)"
@@ -101,7 +101,7 @@ def test_a_slope_of_one_is_not_emitted() -> None:
         assert line in text.splitlines(), line
 
 
-def test_a_gather_that_is_added_has_a_place_alone() -> None:
+def test_an_added_gather_has_only_a_position() -> None:
     text = rendered("relative bias")
     assert "_factor(" not in text
     for line in (
@@ -115,8 +115,8 @@ def test_a_gather_that_is_added_has_a_place_alone() -> None:
     assert gather.shared == "distance" and gather.addend("ds", "dx", "x") == "ds"
 
 
-def test_a_gather_beside_the_score_has_the_gradient_by_the_score() -> None:
-    """What stands beside the score in softcap needs no derivative of its own, and no tanh."""
+def test_an_added_gather_reuses_the_gradient_of_the_score() -> None:
+    """A term that is added to the score in softcap needs no derivative and no tanh of its own."""
     biased, of_alibi = (score_gradient(fg.AttentionSpec(64, score=score)) for score in (
         lambda s, b, h, q, k: cap_of(s + TABLE[h, k]), fg.softcap(30)(fg.alibi(SLOPES)),
     ))  # fmt: skip
@@ -126,12 +126,12 @@ def test_a_gather_beside_the_score_has_the_gradient_by_the_score() -> None:
     assert "gradient of slopes[h] divided by the gradient of the unmodified score." in rendered("softcap of alibi")
 
 
-def test_indices_below_zero_are_clamped() -> None:
+def test_negative_indices_are_clamped() -> None:
     (first, *_), text = gradient_of("everything").gathers, rendered("everything")
     assert first.shown == "table[h, q - k]" and "static_cast<unsigned>(max(q - k, 0))" in text
 
 
-def test_what_scores_share_an_element() -> None:
+def test_elements_that_several_scores_share() -> None:
     def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         number = fg.to_int(fg.floor(s))
         return s + TABLE[b, h] + TABLE[h, q] + TABLE[h, IDS[k]] + TABLE[q, k % 2] + SLOPES[number] + SLOPES[4]
@@ -142,8 +142,8 @@ def test_what_scores_share_an_element() -> None:
     assert found.gathers[4].offset_call("x") == "gather4_offset(x * kScale, arguments)"
 
 
-def test_what_is_shared_is_printed_once() -> None:
-    """Each magnitude doubles the derivative, seen as a tree."""
+def test_common_subexpressions_are_printed_once() -> None:
+    """Each magnitude doubles the derivative when it is written as a tree."""
 
     def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         for _ in range(40):
@@ -155,7 +155,7 @@ def test_what_is_shared_is_printed_once() -> None:
     assert len(found.function.declarations) < 300 and len(found.gathers[0].factor.declarations) < 300
 
 
-def test_nothing_stands_there_for_what_has_no_gradient() -> None:
+def test_nothing_is_emitted_without_gradients() -> None:
     def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return fg.where(TABLE[h, q] > 0, s, 2 * s) + fg.to_int(SLOPES[h])
 
@@ -165,7 +165,7 @@ def test_nothing_stands_there_for_what_has_no_gradient() -> None:
     assert "gather" not in rendered("everything", with_gathers=False)
 
 
-# ---- What they compute ----------------------------------------------------------------------------------------------
+# ---- Values ---------------------------------------------------------------------------------------------------------
 
 
 def sample() -> dict[str, np.ndarray[Any, Any]]:
@@ -193,13 +193,13 @@ def layout_of(spec: fg.AttentionSpec, gradient: ScoreGradient) -> ArgumentLayout
 
 
 def source_of(spec: fg.AttentionSpec) -> tuple[str, ArgumentLayout]:
-    """A kernel of one thread a row, which writes all that the functions give."""
+    """A kernel with one thread per row, which writes all results of the functions."""
     variant, templates = backward_variant(spec), environment()
     gradient = variant.gradient
     assert gradient is not None
     layout = layout_of(spec, gradient)
     names: dict[sympy.Basic, str] = {symbol: f"arguments.{symbol}_at[i]" for symbol in INDICES}
-    product = f"arguments.score_at[i] * {1 / SCALE}f"  # exact: a power of two
+    product = f"arguments.score_at[i] * {1 / SCALE}f"  # exact, being a power of two
     product = product if gradient.function.operand == "product" else f"({product})"
     lines = ["const int i = blockIdx.x * 32 + threadIdx.x;", "float slope = 1.0f;"]
     lines += [f"arguments.value[i] = {gradient.call(product, 'slope', names)};", "arguments.slope[i] = slope;"]
@@ -246,7 +246,7 @@ def place_in_numpy(gather: Load, values: dict[sympy.Basic, Any], captures: dict[
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_they_compute_what_numpy_says(name: str) -> None:
+def test_values_equal_numpys(name: str) -> None:
     spec = fg.AttentionSpec(64, scale=SCALE, score=SCORES[name])
     assert spec.score is not None
     found, captures, rows = computed(spec), captured(), sample()
@@ -266,6 +266,6 @@ def test_they_compute_what_numpy_says(name: str) -> None:
 
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 @pytest.mark.parametrize("name", SCORES)
-def test_they_compile(name: str) -> None:
+def test_they_compile_with_nvrtc(name: str) -> None:
     source, _ = source_of(fg.AttentionSpec(64, scale=SCALE, score=SCORES[name]))
     assert nvrtc.compile(source, "sm_80", "derivatives").resources.spill_stores == 0

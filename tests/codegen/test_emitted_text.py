@@ -1,4 +1,4 @@
-"""The emitted files as a reader meets them: tidy, small, nothing unused, and the same bytes everywhere."""
+"""The text of emitted kernels: tidy, short, without unused names, and reproducible."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import flashgen.language as fg
+from emitted_text import all_called, all_used, functions_fit, members_read, tidy, unconditional
 from flashgen.codegen.dispatch import render_forward
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import TARGETS
@@ -21,12 +21,9 @@ from flashgen.errors import UnsupportedError
 from flashgen.verify import variants
 from flashgen.verify.variants import spec_of
 
-sys.path.insert(0, str(Path(__file__).parent))
-from emitted_text import all_called, all_used, functions_fit, members_read, tidy, unconditional
-
 
 def kernels() -> list[RenderedKernel]:
-    """Every variant of `flashgen verify`, for a GPU with asynchronous copies and for one without."""
+    """Returns every variant of `flashgen verify`, for a GPU with asynchronous copies and for one without."""
     rendered: list[RenderedKernel] = []
     for number, variant in enumerate(variants()):
         for target in (TARGETS["sm_80"], TARGETS["sm_75"]):
@@ -47,17 +44,17 @@ def test_lines_are_tidy(kernel: RenderedKernel) -> None:
 
 
 @every_kernel
-def test_functions_and_kernels_fit_a_screen_and_a_few(kernel: RenderedKernel) -> None:
+def test_functions_and_kernels_are_short(kernel: RenderedKernel) -> None:
     functions_fit(kernel)
 
 
 @every_kernel
-def test_nothing_is_conditional_but_the_primitives(kernel: RenderedKernel) -> None:
+def test_only_primitives_have_conditional_compilation(kernel: RenderedKernel) -> None:
     unconditional(kernel.source)
 
 
 @every_kernel
-def test_nothing_stands_in_it_that_is_not_used(kernel: RenderedKernel) -> None:
+def test_nothing_is_unused(kernel: RenderedKernel) -> None:
     all_used(kernel)
     all_called(kernel)
 
@@ -67,7 +64,7 @@ def test_members_of_the_struct_are_read(kernel: RenderedKernel) -> None:
     members_read(kernel)
 
 
-def test_a_kernel_names_its_spec_and_its_maker() -> None:
+def test_a_kernel_names_its_spec_and_its_command() -> None:
     spec = fg.AttentionSpec(64, mask=fg.causal() & fg.sliding_window(128), score=fg.softcap(30), dropout=0.1)
     kernel = render_forward(spec, TARGETS["sm_86"])
     head = kernel.source.split("\n\n", 1)[0]
@@ -89,7 +86,7 @@ def test_names_and_entries_are_unique() -> None:
     assert len({(kernel.entry, kernel.target.name) for kernel in KERNELS}) == len(KERNELS)
 
 
-def test_bounds_of_causal_print_as_a_person_writes_them() -> None:
+def test_causal_bounds_print_as_written_by_hand() -> None:
     source = render_forward(fg.AttentionSpec(64, mask=fg.causal()), TARGETS["sm_80"]).source
     for line in (
         "const int q_first = work.first_query;",

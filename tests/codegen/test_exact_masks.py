@@ -1,4 +1,4 @@
-"""What masks decide by, as machine code: no product is fused with a sum, whatever the GPU."""
+"""The machine code of mask decisions: no product is fused with a sum, on any GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sums_of_products(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def instructions(mask: Any, target: str) -> set[str]:
-    """Those of the kernel that lists the mask's tiles, which computes no other floats."""
+    """Returns the instructions of the kernel that lists the mask's tiles, which computes no other floats."""
     spec = fg.AttentionSpec(64, mask=mask)
     kernel = render_lists(spec, TARGETS[target], choose_forward_plan(spec, TARGETS["sm_80"]))
     cubin = nvrtc.compile(kernel.source, TARGETS[target].architecture, kernel.name).cubin

@@ -1,4 +1,4 @@
-"""Sums that no order of additions changes: exact, of any floats, by `add_exactly` and the kernel of captures."""
+"""Exact sums, independent of the order of additions: `add_exactly` and the kernel of captures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ extern "C" __global__ void sums(const __grid_constant__ Arguments arguments) {
 
 @pytest.fixture(scope="module")
 def kernel() -> HostKernel:
-    """One that adds floats, one a thread, by the primitive and the function that the emitted kernels have."""
+    """A kernel that adds one float per thread, with the primitive and the function of emitted kernels."""
     table = fg.Tensor("table", "float32", 1, grad=True)
     spec = fg.AttentionSpec(16, score=fg.trace_score(lambda s, b, h, q, k: s + table[h], "table"))
     source = backward_kernels(spec, TARGETS["sm_80"], deterministic=True)["d_table"].source
@@ -62,26 +62,26 @@ FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 @settings(max_examples=150, deadline=None)
 @given(st.lists(FLOATS, max_size=THREADS))
 def test_any_floats_are_summed_exactly(kernel: HostKernel, values: list[float]) -> None:
-    """From the least denormal to the largest number, whatever cancels in between."""
+    """From the smallest denormal to the largest number, with any cancellation in between."""
     exact = math.fsum(values)
     with np.errstate(over="ignore"):
         rounded = np.float32(exact)
     if np.isinf(rounded):
         assert summed(kernel, values) == rounded
-    else:  # to the nearest float, but for what float64 rounds before
-        spacing = max(math.ulp(float(rounded)) * 2.0**29, 2.0**-149)  # NumPy's overflows at the largest float
+    else:  # to the nearest float, except for earlier rounding in float64
+        spacing = max(math.ulp(float(rounded)) * 2.0**29, 2.0**-149)  # NumPy overflows at the largest float
         assert abs(float(summed(kernel, values)) - exact) <= 0.500001 * spacing
 
 
 @pytest.mark.parametrize("value", [1e30, 3.4e38, 1.2e-38, 1e-40, 1e-45, 1.0, -1e-45, -3.4e38])
-def test_one_float_of_any_size_is_its_own_sum(kernel: HostKernel, value: float) -> None:
+def test_a_single_float_is_its_own_sum(kernel: HostKernel, value: float) -> None:
     assert summed(kernel, [value]) == np.float32(value)
     assert summed(kernel, [value, 1e30, -1e30, 1e-45, -1e-45]) == np.float32(value)
 
 
 @pytest.mark.parametrize("mark", [np.nan, np.inf, -np.inf])
-def test_what_is_no_number_marks_the_sum_however_often_it_comes(kernel: HostKernel, mark: float) -> None:
-    for count in (1, 2, 4, 64):  # 64 marks of 2^58 were 2^64, which is 0
+def test_nan_and_infinity_mark_the_sum(kernel: HostKernel, mark: float) -> None:
+    for count in (1, 2, 4, 64):  # 64 marks of 2^58 would add up to 2^64, which is 0
         values = np.full(THREADS, -3.4e38)
         values[:count] = mark
         assert np.isnan(summed(kernel, values))

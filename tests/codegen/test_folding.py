@@ -1,4 +1,4 @@
-"""The scale in the constants of a score function: where that is possible, and the text that it gives."""
+"""Folding of the scale into the constants of a score function: conditions and resulting text."""
 
 from __future__ import annotations
 
@@ -42,26 +42,26 @@ def test_products(function: Callable[..., Any], expected: set[str]) -> None:
     assert products_of(function) == expected
 
 
-def test_nothing_is_folded_that_float32_cannot_hold() -> None:
+def test_values_beyond_float32_are_not_folded() -> None:
     assert products_of(lambda s, b, h, q, k: s * 1e20, scale=1e5)
     assert not products_of(lambda s, b, h, q, k: s * 1e20, scale=1e15)
     assert not products_of(lambda s, b, h, q, k: s / 1e20, scale=1e-15)
 
 
-def test_softcap_takes_the_product() -> None:
+def test_softcap_applies_to_the_product() -> None:
     source = render_forward(fg.AttentionSpec(64, score=fg.softcap(20)), TARGETS["sm_80"]).source
     assert "score_mod(float product, const" in source
     assert "return 20.0f * tanh_approx(product * (kScale / 20.0f));" in source
     assert "= score_mod(scores[i][j][e], arguments);" in source
 
 
-def test_what_reads_the_score_takes_the_score() -> None:
+def test_functions_that_read_the_score_get_the_score() -> None:
     source = render_forward(fg.AttentionSpec(64, score=fg.alibi(8)), TARGETS["sm_80"]).source
     assert "score_mod(float score, int h" in source
     assert "= score_mod(scores[i][j][e] * kScale, position.head, q, k, arguments);" in source
 
 
-def test_a_product_that_stands_twice_stands_in_a_variable() -> None:
+def test_a_repeated_product_is_stored_in_a_variable() -> None:
     spec = fg.AttentionSpec(64, score=lambda s, b, h, q, k: fg.sin(s / 3) + fg.cos(s / 3))
     score = variant_of(spec).score
     assert score is not None

@@ -1,16 +1,15 @@
-"""Hopper's backward kernels, as far as can be seen without a GPU: their text, and what the assembler makes of it."""
+"""Hopper's backward kernels without a GPU: text and assembled code."""
 
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
 from itertools import cycle
-from pathlib import Path
 
 import pytest
 
 import flashgen.language as fg
+from emitted_text import all_called, all_used, functions, members_read, tidy, unconditional, without_comments
 from flashgen.build import nvrtc
 from flashgen.build.inspect import sass
 from flashgen.codegen.demand import Weight, demand_of
@@ -31,22 +30,19 @@ from flashgen.language import AttentionSpec
 from flashgen.verify import learned, spec_of, variants
 from flashgen.verify.variants import Variant
 
-sys.path.insert(0, str(Path(__file__).parent))
-from emitted_text import all_called, all_used, functions, members_read, tidy, unconditional, without_comments
-
 SM_90A = target_named("sm_90a")
 OWN = (HopperBackwardPlan, HopperWidePlan, HopperQueriesPlan)
 DIMS = (128, 64, 256, 40, 96, 192, 8, 112, 72, 80, 144, 32, 16, 224)
-# Lines; of a file, lines of code behind its primitives: more where it finds out which tiles read one element of an
-# array, and where gradients of captures are summed, or bits drawn.
+# Lines of a function; of a file, lines of code without primitives. Kernels that determine which tiles read one element
+# of an array, that sum gradients of captures, or that draw dropout have more.
 LONGEST_FUNCTION, MOST_CODE, MOST_CODE_OF_ONE_ELEMENT, MOST_CODE_OF_SUMS = 75, 450, 467, 476
 MOST_SPILLED_OF_LOADS = (
-    64  # bytes of a thread: elements for each score are loaded as early as registers allow, and beyond
+    64  # bytes per thread: elements for each score are loaded as early as registers allow, and spilled beyond
 )
 needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 modes = pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 
-# Each variant once, with each head dim in turn.
+# Each variant once, cycling through head dims.
 CASES = list(zip(variants(), cycle(DIMS), cycle(("float16", "bfloat16"))))
 
 WIDE_CASES = [
@@ -57,13 +53,13 @@ WIDE_CASES = [
 
 
 def own_kernels(spec: AttentionSpec, deterministic: bool) -> dict[str, RenderedKernel]:
-    """The kernels of Hopper's own instructions."""
+    """Returns the kernels with Hopper's own instructions."""
     found = backward_kernels(spec, SM_90A, deterministic)
     return {role: kernel for role, kernel in found.items() if role in ("dkdv", "dq") and isinstance(kernel.plan, OWN)}
 
 
 def taking_turns(spec: AttentionSpec) -> list[RenderedKernel]:
-    """Those whose blocks add to dQ in turns, where the default plan may."""
+    """Returns the kernels whose CTAs order their additions to dQ by a semaphore, where the default plan can."""
     plan = choose_hopper_backward_plan(spec, SM_90A)
     if plan is None or (plan := replace(plan, in_turns=True)).problem(spec, SM_90A):
         return []
@@ -74,7 +70,7 @@ def compiled(kernel: RenderedKernel, most_spilled: int = 0) -> nvrtc.Compiled:
     result = nvrtc.compile(kernel.source, "sm_90a", kernel.name)
     used = result.resources
     assert max(used.spill_stores, used.spill_loads) <= most_spilled, f"{kernel.name}, {kernel.plan}: {used}"
-    # C7510 and its like: products that wait for each other; C7508: setmaxnreg without effect.
+    # C7510 and similar: products that wait for each other; C7508: setmaxnreg without effect.
     assert not re.search(r"\(C75\d\d\)", result.log), f"{kernel.name}, {kernel.plan}: {result.log}"
     assert used.registers * kernel.threads <= 65536
     return result
@@ -108,7 +104,7 @@ def test_every_dim_compiles_without_spills_or_serialized_products(dim: int, dete
 @modes
 @pytest.mark.parametrize(("variant", "dim", "dtype"), WIDE_CASES)
 @pytest.mark.rotated(12)
-def test_wide_heads_of_variants_that_need_more_than_p(
+def test_large_heads_of_variants_that_need_more_than_p(
     variant: Variant, dim: int, dtype: str, deterministic: bool
 ) -> None:
     spec = spec_of(variant, dim, dtype)
@@ -126,7 +122,7 @@ def test_unequal_value_dims_compile(dims: tuple[int, int]) -> None:
 
 
 @needs_nvrtc
-def test_machine_code_has_what_only_hopper_has() -> None:
+def test_machine_code_uses_hoppers_instructions() -> None:
     spec = AttentionSpec(128, "bfloat16", mask=fg.causal())
     try:
         text = sass(compiled(own_kernels(spec, False)["dkdv"]).cubin)
@@ -141,7 +137,7 @@ VARIANTS = variants()
 
 
 def kernels_of_variant(number: int, mode: str) -> list[RenderedKernel]:
-    """The kernels of a variant in one of the modes, with one of the head dims."""
+    """Returns the kernels of a variant in one of the modes, with one of the head dims."""
     if mode == "in turns":
         return taking_turns(spec_of(VARIANTS[number], (128, 64, 40)[number % 3], "float16"))
     spec = spec_of(VARIANTS[number], DIMS[number % len(DIMS)], "float16")
@@ -151,7 +147,7 @@ def kernels_of_variant(number: int, mode: str) -> list[RenderedKernel]:
 @pytest.mark.parametrize("mode", ["default", "deterministic", "in turns"])
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: f"{VARIANTS[number].name}-{number}")
 @pytest.mark.rotated(8)
-def test_the_text_is_tidy_small_and_all_used(number: int, mode: str) -> None:
+def test_text_is_tidy_short_and_fully_used(number: int, mode: str) -> None:
     for kernel in kernels_of_variant(number, mode):
         assert_tidy_small_and_all_used(kernel)
 
@@ -171,8 +167,8 @@ def assert_tidy_small_and_all_used(kernel: RenderedKernel) -> None:
     assert lines <= most, f"{lines} lines of code"
 
 
-def test_which_kernels_a_spec_takes() -> None:
-    """One kernel where a warpgroup's registers hold both gradients of 64 keys; two more where they do not."""
+def test_which_kernels_a_spec_uses() -> None:
+    """One kernel where the registers of a warpgroup hold both gradients of 64 keys; otherwise two."""
 
     def plans(dim: int, deterministic: bool = False, mask: fg.Mask | None = None, **more: object) -> list[type]:
         spec = AttentionSpec(dim, mask=fg.causal() if mask is None else mask, **more)  # type: ignore[arg-type]
@@ -212,13 +208,13 @@ def test_a_plan_that_does_not_fit_is_refused(spec: AttentionSpec, plan: object, 
         render_backward_kernels(spec, SM_90A, plan)
 
 
-def test_a_plan_of_hopper_s_is_refused_elsewhere() -> None:
+def test_hopper_plans_are_refused_on_other_targets() -> None:
     with pytest.raises(UnsupportedError, match="sm_90 takes a BackwardPlan; target='sm_90a' takes this one"):
         render_backward_kernels(AttentionSpec(64), target_named("sm_90"), HopperBackwardPlan(64))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_short_slope_beside_the_most_sums_leaves_finishing_to_another_kernel(deterministic: bool) -> None:
+def test_a_short_slope_with_the_largest_accumulators_uses_a_postprocess_kernel(deterministic: bool) -> None:
     def finishes_apart(head_dim: int, score: fg.Score | None) -> bool:
         plan = choose_hopper_backward_plan(AttentionSpec(head_dim, score=score), SM_90A, deterministic)
         assert plan is not None
@@ -229,7 +225,7 @@ def test_a_short_slope_beside_the_most_sums_leaves_finishing_to_another_kernel(d
     assert not finishes_apart(128, fg.alibi(8)) and not finishes_apart(128, None)
 
 
-def test_two_steps_are_for_those_whose_ds_follows_from_p() -> None:
+def test_two_step_plans_are_for_scores_whose_ds_follows_from_p() -> None:
     assert takes_two_steps(AttentionSpec(64, mask=fg.causal())) and takes_two_steps(
         AttentionSpec(64, score=fg.alibi(8))
     )

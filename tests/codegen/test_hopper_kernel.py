@@ -1,17 +1,16 @@
-"""Hopper's forward kernel, as far as can be seen without a GPU: what is emitted, and what the assembler makes of it."""
+"""Hopper's forward kernel without a GPU: text and assembled code."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
-from pathlib import Path
 
 import pytest
 
 import flashgen.language as fg
+from emitted_text import of_one_element
 from flashgen.build import nvrtc
 from flashgen.build.inspect import sass
 from flashgen.codegen.dispatch import render_forward
@@ -25,15 +24,12 @@ from flashgen.language import AttentionSpec
 from flashgen.verify import variants
 from flashgen.verify.variants import Variant, spec_of
 
-sys.path.insert(0, str(Path(__file__).parent))
-from emitted_text import of_one_element
-
 SM_90A = target_named("sm_90a")
 needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 
 DIMS = (128, 64, 256, 40, 96, 192, 8, 160, 72, 80, 224)
-MOST_LINES = 416  # with all comments, the header and what is the variant's; without the primitives
-MOST_CODE = 460  # lines of code alone, with the variant's and with what is done to tiles
+MOST_LINES = 416  # including comments, header and code of the variant; without primitives
+MOST_CODE = 460  # lines of code, including code of the variant and of the tiles
 LONGEST_FUNCTION = 75
 
 
@@ -41,13 +37,13 @@ def compiled(kernel: RenderedKernel) -> nvrtc.Compiled:
     result = nvrtc.compile(kernel.source, "sm_90a", kernel.name)
     used = result.resources
     assert used.spill_stores == used.spill_loads == 0, f"{kernel.name}, {kernel.plan}: {used}"
-    # C7510 and its like: products that wait for each other; C7508: setmaxnreg without effect.
+    # C7510 and similar: products that wait for each other; C7508: setmaxnreg without effect.
     assert not re.search(r"\(C75\d\d\)", result.log), f"{kernel.name}: {result.log}"
     assert used.registers * kernel.threads <= 65536
     return result
 
 
-# Each variant once, with each head dim in turn.
+# Each variant once, cycling through head dims.
 CASES = list(zip(variants(), cycle(DIMS), cycle(("float16", "bfloat16"))))
 
 
@@ -62,7 +58,7 @@ def test_every_variant_compiles_without_spills_or_serialized_products(variant: V
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", range(16, 257, 16))
 @pytest.mark.rotated(12)
-def test_every_dim_compiles_without_spills_with_one_variant_or_another(dim: int) -> None:
+def test_every_dim_compiles_without_spills_with_some_variant(dim: int) -> None:
     every = variants()
     compiled(render_forward(spec_of(every[dim // 16 * 7 % len(every)], dim, "bfloat16"), SM_90A))
 
@@ -76,7 +72,7 @@ def test_unequal_value_dims_compile(dims: tuple[int, int]) -> None:
 
 
 @needs_nvrtc
-def test_machine_code_has_what_only_hopper_has() -> None:
+def test_machine_code_uses_hoppers_instructions() -> None:
     cubin = compiled(render_forward(AttentionSpec(128, mask=fg.causal()), SM_90A)).cubin
     try:
         text = sass(cubin)
@@ -96,7 +92,7 @@ def test_machine_code_has_what_only_hopper_has() -> None:
 
 
 @pytest.mark.parametrize("variant", variants(), ids=lambda v: f"{v.mask}-{v.score}-{v.dropout}")
-def test_the_text_is_short_and_tidy(variant: Variant) -> None:
+def test_text_is_short_and_tidy(variant: Variant) -> None:
     kernel = render_forward(spec_of(variant, 64, "float16"), SM_90A)
     source = kernel.source
     assert not re.search(r"[ \t]\n|\n\n\n|\{\n\n|\t", source) and source.endswith("}\n")
@@ -121,7 +117,7 @@ def test_maps_come_first_and_are_aligned() -> None:
     assert struct.calcsize(layout.format) % 64 == 0
 
 
-def test_boxes_are_what_one_swizzle_spans() -> None:
+def test_boxes_are_as_wide_as_a_swizzle() -> None:
     assert [panel_columns(dim) for dim in (8, 16, 32, 40, 64, 80, 96, 128, 160, 192, 256)] == [
         16, 16, 32, 16, 64, 16, 32, 64, 32, 64, 64,
     ]  # fmt: skip
@@ -130,7 +126,7 @@ def test_boxes_are_what_one_swizzle_spans() -> None:
     assert (kernel.threads, kernel.plan.tile_q) == (384, 128)
 
 
-def test_chosen_plans_fit_every_variant() -> None:
+def test_default_plans_fit_every_variant() -> None:
     for variant in variants():
         for dim in range(8, 257, 8):
             spec = spec_of(variant, dim, "float16")
@@ -138,7 +134,7 @@ def test_chosen_plans_fit_every_variant() -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
-def test_a_clipped_bias_has_the_tiles_of_scores_that_read_nothing(dim: int) -> None:
+def test_a_clipped_bias_treats_some_tiles_as_uniform(dim: int) -> None:
     """At 256 columns these would spill registers."""
 
     def plan(score: fg.Score | Callable[..., object]) -> HopperPlan:
@@ -165,14 +161,14 @@ PLAN = HopperPlan(2, 128)
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_plans_that_cannot_be_are_refused_by_name(plan: HopperPlan, spec: AttentionSpec, says: str) -> None:
+def test_invalid_plans_are_refused_by_name(plan: HopperPlan, spec: AttentionSpec, says: str) -> None:
     with pytest.raises(UnsupportedError, match=says):
         render_forward(spec, SM_90A, plan)
 
 
-def test_steps_drawn_at_once_fill_what_is_left_of_shared_memory() -> None:
+def test_dropout_draws_fill_the_remaining_shared_memory() -> None:
     dropped, kept = AttentionSpec(128, dropout=0.1), AttentionSpec(128)
-    # Blocks of 32 keys are prepared 32 at a time, once or twice.
+    # Blocks of 32 keys are drawn 32 at a time, once or twice.
     drawn = {plan: plan.drawn_steps(dropped) for plan in (PLAN, HopperPlan(3, 64), HopperPlan(2, 96))}
     assert drawn == {PLAN: 8, HopperPlan(3, 64): 32, HopperPlan(2, 96): 20}
     for plan, steps in drawn.items():
@@ -180,10 +176,10 @@ def test_steps_drawn_at_once_fill_what_is_left_of_shared_memory() -> None:
         more = 16 + plan.warps * 32 * 16 + steps * plan.consumers * 128 * words * 4
         assert plan.shared_bytes(dropped) - plan.shared_bytes(kept) == more and plan.drawn_steps(kept) == 0
         assert plan.shared_bytes(dropped) <= SM_90A.shared_per_block
-    HopperPlan(2, 16).check(kept, SM_90A)  # fewer keys than a block that is drawn has
+    HopperPlan(2, 16).check(kept, SM_90A)  # fewer keys than a block of dropout has
 
 
-def test_a_plan_is_of_one_family() -> None:
+def test_a_plan_belongs_to_one_family() -> None:
     spec = AttentionSpec(64)
     with pytest.raises(UnsupportedError, match="takes a HopperPlan"):
         render_forward(spec, SM_90A, ForwardPlan(64, 64, 4))

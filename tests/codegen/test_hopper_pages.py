@@ -1,17 +1,16 @@
-"""Hopper's forward kernel over pages: what is emitted, and what the assembler makes of it, without a GPU."""
+"""Hopper's forward kernel over pages without a GPU: text and assembled code."""
 
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import flashgen.language as fg
+from emitted_text import all_called, functions, of_one_element, tidy, without_comments
 from flashgen.build import nvrtc
 from flashgen.codegen.dispatch import render_forward, render_forward_kernels
 from flashgen.codegen.hopper.pages import box_keys, panels_joined
@@ -22,9 +21,6 @@ from flashgen.language import AttentionSpec
 from flashgen.verify import variants
 from flashgen.verify.variants import Variant, spec_of
 
-sys.path.insert(0, str(Path(__file__).parent))
-from emitted_text import all_called, functions, of_one_element, tidy, without_comments
-
 SM_90A = target_named("sm_90a")
 DIMS = (128, 64, 256, 40, 96, 192, 8, 160, 72, 80, 224)
 MOST_CODE, MOST_RAGGED, MOST_FEW, LONGEST_FUNCTION = (
@@ -32,13 +28,13 @@ MOST_CODE, MOST_RAGGED, MOST_FEW, LONGEST_FUNCTION = (
     610,
     700,
     75,
-)  # lines; of a file those of code beside primitives
-MOST_BESIDE_DROPOUT = 64  # bytes, of few queries: where lanes hold bits beside scores, registers are not to be had
+)  # lines of a function; of a file, lines of code without primitives
+MOST_BESIDE_DROPOUT = 64  # bytes, of few queries: where lanes hold dropout bits and scores, no registers are left
 needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 
 
 def rendered(variant: Variant, dim: int, dtype: str, size: int, layout: Any = "bhsd") -> list[RenderedKernel]:
-    """The kernel of prompts, and in a mixed batch that of all other sequences."""
+    """Returns the kernel of prompts, and in a mixed batch that of all other sequences."""
     spec = replace(spec_of(variant, dim, dtype), layout=layout)
     return list(render_forward_kernels(replace(spec, page_size=size), SM_90A))
 
@@ -50,7 +46,7 @@ def without_spills(kernel: RenderedKernel, most: int = 0) -> None:
     result = nvrtc.compile(kernel.source, "sm_90a", kernel.name)
     used = result.resources
     assert used.spills <= most, f"{kernel.name}, {kernel.plan}: {used}"
-    # C7510 and its like: products that wait for each other; C7508: setmaxnreg without effect.
+    # C7510 and similar: products that wait for each other; C7508: setmaxnreg without effect.
     assert not re.search(r"\(C75\d\d\)", result.log), f"{kernel.name}: {result.log}"
 
 
@@ -76,7 +72,7 @@ def test_packed_heads_compile_without_spills(heads: int) -> None:
 
 
 @pytest.mark.parametrize(("variant", "dim", "dtype", "size"), CASES)
-def test_the_text_is_short_and_tidy(variant: Variant, dim: int, dtype: str, size: int) -> None:
+def test_text_is_short_and_tidy(variant: Variant, dim: int, dtype: str, size: int) -> None:
     (kernel,) = rendered(variant, dim, dtype, size)
     prompts, few = rendered(variant, dim, dtype, size, "thd")
     for each, most in ((kernel, MOST_CODE), (prompts, MOST_RAGGED), (few, MOST_FEW)):
@@ -94,10 +90,10 @@ def _is_text(kernel: RenderedKernel, most_code: int) -> None:
     words = re.findall(r"[A-Za-z_]\w*", source)
     for name, text in functions(kernel.source).items():
         assert text.count("\n") < LONGEST_FUNCTION, f"{name} has {text.count(chr(10)) + 1} lines"
-        assert name == kernel.entry or words.count(name) > 1, f"nobody calls {name}"
+        assert name == kernel.entry or words.count(name) > 1, f"{name} has no caller"
 
 
-def test_copies_are_of_whole_pages_or_parts_of_a_page() -> None:
+def test_copies_are_full_pages_or_parts_of_a_page() -> None:
     for size, tile_k, keys in ((8, 80, 8), (16, 80, 16), (64, 80, 16), (64, 128, 64), (256, 128, 128), (256, 96, 32)):
         spec = AttentionSpec(96, value_dim=64, page_size=size)
         assert box_keys(spec, tile_k) == keys
@@ -108,14 +104,14 @@ def test_copies_are_of_whole_pages_or_parts_of_a_page() -> None:
 @pytest.mark.parametrize(
     ("width", "panel", "joined"), [(64, 64, 1), (128, 64, 2), (256, 64, 4), (96, 32, 3), (80, 16, 5), (40, 16, 1)]
 )
-def test_whole_panels_are_copied_together(width: int, panel: int, joined: int) -> None:
-    """A panel that is cut is one by itself: only so are its columns beyond the last zeros."""
+def test_full_panels_are_copied_together(width: int, panel: int, joined: int) -> None:
+    """A partial panel is copied separately, so that its columns beyond the last are zeros."""
     assert panels_joined(AttentionSpec(width, page_size=16), width, panel) == joined
     assert panels_joined(AttentionSpec(width), width, panel) == 1
 
 
-def test_registers_of_a_block_are_those_of_its_launch() -> None:
-    """setmaxnreg gives what others gave back: together no more than the launch has, by 8 a thread."""
+def test_register_counts_of_warpgroups_fit_the_launch() -> None:
+    """setmaxnreg redistributes registers in multiples of 8 per thread; the total must not exceed that of the launch."""
     spec = AttentionSpec(64, page_size=16)
     for consumers in (1, 2, 3):
         plan = HopperPlan(consumers, 64)

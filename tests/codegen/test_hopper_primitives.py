@@ -1,4 +1,4 @@
-"""Each of Hopper's primitives is what the assembler for sm_90a takes it for."""
+"""Each of Hopper's primitives assembles to the instruction for sm_90a that it stands for."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def registers(dtype: str, width: int) -> str:
     )
 
 
-# What a kernel writes -> a pattern that its PTX or its machine code must hold.
+# The code of a kernel -> a pattern that its PTX or its machine code must contain.
 USES = {
     "mbarrier_init(arguments.barrier, 3);": "mbarrier.init",
     "mbarrier_fence_init();": "fence.mbarrier_init",
@@ -89,7 +89,7 @@ def source_of(use: str) -> str:
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.split("(")[0][-40:])
-def test_a_primitive_is_the_instruction_it_names(use: str) -> None:
+def test_a_primitive_is_its_instruction(use: str) -> None:
     source = source_of(use)
     compiled = nvrtc.compile(source, "sm_90a", "primitive")
     assert compiled.resources.spill_stores == 0 and "C75" not in compiled.log, compiled.log
@@ -101,7 +101,7 @@ def test_a_primitive_is_the_instruction_it_names(use: str) -> None:
     assert re.search(USES[use], text), text
 
 
-def test_the_target_by_name() -> None:
+def test_the_target_is_found_by_name() -> None:
     target = target_named("sm_90a")
     assert (target.family, target.compute_capability, target.architecture) == ("hopper", 90, "sm_90a")
     assert target.shared_per_block == 227 * 1024 and target.dtypes == ("float16", "bfloat16")

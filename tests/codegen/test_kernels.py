@@ -1,4 +1,4 @@
-"""Which kernels a spec needs: the same that its callable launches, under names that part them."""
+"""The kernels of a spec: those that its callable launches, with unique names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LISTED = fg.AttentionSpec(64, mask=fg.causal() & fg.document("ids"))
 LEARNED = fg.AttentionSpec(64, mask=fg.causal(), score=fg.alibi(fg.Tensor("slopes", "float32", 1, grad=True)))
 
 
-def test_the_parts_of_each_pass() -> None:
+def test_parts_of_each_pass() -> None:
     assert list(kernels_of(CAUSAL, SM_80)) == ["forward"]
     assert list(kernels_of(LISTED, SM_80)) == ["lists", "forward"]
     assert list(kernels_of(CAUSAL, SM_80, ("backward",))) == ["preprocess", "dkdv", "postprocess"]
@@ -26,14 +26,14 @@ def test_the_parts_of_each_pass() -> None:
         "preprocess",
         "dkdv",
         "postprocess",
-    ]  # summed where it is given
+    ]  # accumulated in place
     assert list(kernels_of(LEARNED, SM_80, ("backward",), deterministic=True))[2:] == ["dq", "d_slopes"]
     listed = kernels_of(LISTED, SM_80, ("forward", "backward"), deterministic=True)
     parts = ["lists", "forward", "query_lists", "backward_lists", "preprocess", "dkdv", "dq"]
     assert list(listed) == parts
 
 
-def test_the_backward_costs_five_products_to_the_forward_s_two() -> None:
+def test_the_backward_has_five_products_and_the_forward_two() -> None:
     spec = fg.AttentionSpec(64, value_dim=32, score=fg.alibi(fg.Tensor("slopes", "float16", 1, grad=True)))
     parts = kernels_of(spec, SM_80, ("backward",))
     costs = {part: backward_cost(part, spec) for part in parts}
@@ -58,7 +58,7 @@ def test_an_unknown_pass_is_refused() -> None:
 
 
 @pytest.mark.parametrize("spec", [CAUSAL, LISTED, LEARNED], ids=lambda spec: spec.name)
-def test_they_are_what_the_callable_launches(spec: fg.AttentionSpec) -> None:
+def test_they_are_the_kernels_that_the_callable_launches(spec: fg.AttentionSpec) -> None:
     for deterministic in (False, True):
         attention = compile(spec, target="sm_80", emulate=True, deterministic=deterministic)
         forward = kernels_of(spec, SM_80, ("forward",))
@@ -70,7 +70,7 @@ def test_they_are_what_the_callable_launches(spec: fg.AttentionSpec) -> None:
 
 
 @pytest.mark.parametrize("spec", [CAUSAL, LISTED, LEARNED], ids=lambda spec: spec.name)
-def test_no_name_stands_for_two_kernels(spec: fg.AttentionSpec) -> None:
+def test_names_of_kernels_are_unique(spec: fg.AttentionSpec) -> None:
     kernels = [
         kernel
         for deterministic in (False, True)

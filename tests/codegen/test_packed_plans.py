@@ -1,4 +1,4 @@
-"""Packed heads on Hopper: when they are worth it, what is emitted, and what the assembler makes of it."""
+"""Packed heads on Hopper: dispatch, text and assembled code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy an
 
 
 def chosen(spec: AttentionSpec, batch: int, heads: int, heads_kv: int, len_q: int, len_k: int) -> int:
-    """Heads that are packed on a GPU of 132 multiprocessors."""
+    """Returns the number of packed heads on a GPU with 132 multiprocessors."""
     workload = Workload(len_q, len_k, batch * heads, 132, heads // heads_kv)
     packed = packed_plan(PLAN, spec, SM_90A, workload)
     assert packed is None or replace(packed, packed_heads=1) == PLAN
@@ -39,26 +39,26 @@ def chosen(spec: AttentionSpec, batch: int, heads: int, heads_kv: int, len_q: in
 
 
 @pytest.mark.parametrize("spec", [CAUSAL, FULL, ALIBI, replace(CAUSAL, mask=fg.sliding_window(100))], ids=str)
-def test_heads_are_packed_where_that_leaves_less_to_the_busiest_multiprocessor(spec: AttentionSpec) -> None:
-    assert chosen(spec, 8, 32, 8, 1, 4096) == 4  # 2 rounds of tiles, or 1
+def test_heads_are_packed_where_the_busiest_multiprocessor_has_less_work(spec: AttentionSpec) -> None:
+    assert chosen(spec, 8, 32, 8, 1, 4096) == 4  # 2 waves of tiles, or 1
     assert chosen(spec, 16, 32, 1, 3, 4096) == 32
-    assert chosen(spec, 16, 32, 8, 64, 8192) == 4  # tiles that are half empty
+    assert chosen(spec, 16, 32, 8, 64, 8192) == 4  # half-empty tiles
     assert chosen(spec, 16, 32, 8, 300, 300) == 4  # 2.3 tiles
     assert chosen(spec, 64, 128, 1, 8, 100) == 64
 
 
 @pytest.mark.parametrize("spec", [CAUSAL, FULL, ALIBI], ids=str)
-def test_heads_are_not_packed_for_nothing(spec: AttentionSpec) -> None:
-    assert chosen(spec, 1, 32, 8, 1, 10**6) == 1  # a tile for each multiprocessor as it is
-    assert chosen(spec, 16, 32, 32, 1, 4096) == 1  # no heads share any
-    assert chosen(spec, 16, 24, 8, 1, 4096) == 1  # 3 do, which fill no tile without a rest
-    assert chosen(spec, 4, 32, 8, 4096, 4096) == 1  # whole tiles
-    assert chosen(spec, 4, 32, 8, 4000, 4000) == 1  # a tenth would not be gained
+def test_heads_are_not_packed_without_gain(spec: AttentionSpec) -> None:
+    assert chosen(spec, 1, 32, 8, 1, 10**6) == 1  # one tile per multiprocessor without packing
+    assert chosen(spec, 16, 32, 32, 1, 4096) == 1  # no heads share KV heads
+    assert chosen(spec, 16, 24, 8, 1, 4096) == 1  # 3 heads share one, which leave a remainder in a tile
+    assert chosen(spec, 4, 32, 8, 4096, 4096) == 1  # full tiles
+    assert chosen(spec, 4, 32, 8, 4000, 4000) == 1  # a gain of less than a tenth
 
 
 @pytest.mark.parametrize("window", [100, 400])
-def test_parts_pack_heads_where_wholes_of_their_size_do(window: int) -> None:
-    """Where a part stands is a number of the call, and decides nothing of which kernel runs."""
+def test_shards_are_packed_like_full_sequences_of_their_size(window: int) -> None:
+    """The position of a shard is a number of the call and does not affect dispatch."""
     spec = replace(CAUSAL, mask=fg.sliding_window(window))
     sizes = (1, 32, 8, 31744, 32768)
     assert chosen(spec.shard(), *sizes) == chosen(spec, *sizes) == (4 if window == 400 else 1)
@@ -66,16 +66,16 @@ def test_parts_pack_heads_where_wholes_of_their_size_do(window: int) -> None:
 
 
 @pytest.mark.parametrize("spec", [DROPPED, BY_HEAD, DOCUMENT], ids=str)
-def test_what_is_not_packed_by_itself(spec: AttentionSpec) -> None:
+def test_specs_that_are_not_packed_automatically(spec: AttentionSpec) -> None:
     assert chosen(spec, 16, 32, 8, 1, 4096) == 1
 
 
 @pytest.mark.parametrize(("sharing", "packed"), [(1, 1), (2, 2), (3, 1), (6, 2), (8, 8), (12, 4), (64, 64), (128, 64)])
-def test_the_most_heads_that_divide_those_of_a_head_of_keys(sharing: int, packed: int) -> None:
+def test_the_largest_divisor_of_the_group_is_packed(sharing: int, packed: int) -> None:
     assert max_packed_heads(sharing) == packed
 
 
-def test_scores_that_read_much_by_head_have_the_rows_of_a_lane_in_one() -> None:
+def test_lanes_have_rows_of_one_head_if_scores_read_much_per_head() -> None:
     bias = fg.trace_score(lambda score, b, h, q, k: score + fg.Tensor("bias", "float32", 3)[h, q, k], "bias")
     for score in (bias, fg.relative_bias("table", 24)):
         assert chosen(replace(CAUSAL, score=score), 16, 32, 1, 3, 4096) == 8
@@ -110,12 +110,12 @@ def test_boxes_of_heads_and_queries(packed: int, of_q: tuple[int, int], of_o: tu
     assert f"flashgen show --packed-heads {packed} --target sm_90a" in kernel.source
 
 
-def test_what_packs_nothing_knows_nothing_of_it() -> None:
+def test_unpacked_kernels_contain_no_packing_code() -> None:
     for spec in (CAUSAL, FULL, ALIBI, DOCUMENT):
         assert not re.search(r"kPack|packed_heads|packed-heads|\bpacks?\b", render_forward(spec, SM_90A).source)
 
 
-def test_the_kernel_of_a_default_plan_that_packs() -> None:
+def test_the_packed_kernel_of_a_default_plan() -> None:
     (kernel,) = kernels_of(ALIBI, SM_90A, packed_heads=8).values()
     assert kernel == render_forward(ALIBI, SM_90A, replace(choose_hopper_plan(ALIBI, SM_90A), packed_heads=8))
     with pytest.raises(UnsupportedError, match="packed_heads=8: sm_80 packs no heads; target='sm_90a' does"):

@@ -1,4 +1,4 @@
-"""Plans: what contradicts itself or does not fit is refused by name; the chosen ones fit wherever they are chosen."""
+"""Plans: contradictory or unsuitable plans are refused by name; default plans fit everywhere."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ DIMS = range(8, 264, 8)
         (ForwardPlan(256, 256, 4, stages=2), "sm_86", r"163840 bytes of shared memory.* sm_86 has 101376"),
     ],
 )
-def test_an_impossible_plan_is_refused(plan: ForwardPlan, target: str, message: str) -> None:
+def test_impossible_plans_are_refused(plan: ForwardPlan, target: str, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message) as error:
         plan.check(SPEC, TARGETS[target])
     assert str(plan) in str(error.value)
 
 
-def test_dropout_wants_whole_blocks_of_random_bytes() -> None:
+def test_dropout_needs_full_blocks_of_random_bytes() -> None:
     ForwardPlan(64, 48, 4).check(SPEC, TARGETS["sm_80"])
     with pytest.raises(UnsupportedError, match="of 32 with dropout"):
         ForwardPlan(64, 48, 4).check(AttentionSpec(64, dropout=0.1), TARGETS["sm_80"])
 
 
-def test_shared_memory_is_what_the_tiles_take() -> None:
+def test_shared_memory_is_the_size_of_the_tiles() -> None:
     plan = ForwardPlan(64, 32, 4, stages=2)
     assert plan.shared_bytes(AttentionSpec(40, value_dim=64)) == 2 * (64 * 48 + 2 * 32 * (48 + 64))
     assert plan.shared_bytes(AttentionSpec(8, value_dim=256)) == 2 * max(64 * 16 + 2 * 32 * 272, 64 * 256)
@@ -52,11 +52,11 @@ def test_shared_memory_is_what_the_tiles_take() -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_chosen_plans_fit(name: str) -> None:
+def test_default_plans_fit(name: str) -> None:
     target = TARGETS[name]
     for head_dim, value_dim in product(DIMS, DIMS):
         spec = AttentionSpec(head_dim, value_dim=value_dim)
-        plan = choose_forward_plan(spec, target)  # checks itself
+        plan = choose_forward_plan(spec, target)  # the constructor checks the plan
         assert plan.shared_bytes(spec) <= target.shared_per_block
         reserved = target.reserved_shared_per_block
         assert plan.blocks * (plan.shared_bytes(spec) + reserved) <= target.shared_per_multiprocessor
@@ -64,14 +64,14 @@ def test_chosen_plans_fit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_chosen_plans_fit_every_variant(name: str) -> None:
+def test_default_plans_fit_every_variant(name: str) -> None:
     for variant, dim in product(variants(), (8, 64, 128, 160, 256)):
         choose_forward_plan(spec_of(variant, dim, "float16"), TARGETS[name]).check(
             spec_of(variant, dim, "float16"), TARGETS[name]
         )
 
 
-def test_a_plan_follows_from_the_spec_alone() -> None:
+def test_a_plan_depends_only_on_the_spec() -> None:
     target = TARGETS["sm_80"]
     spec = AttentionSpec(128, mask=fg.causal())
     assert choose_forward_plan(spec, target) == choose_forward_plan(AttentionSpec.from_json(spec.to_json()), target)

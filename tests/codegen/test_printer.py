@@ -1,4 +1,4 @@
-"""The printer's text: what a person would write, with no more parentheses than C++ or a reader needs."""
+"""The text that the printer emits: readable, with no more parentheses than C++ or a reader needs."""
 
 from __future__ import annotations
 
@@ -112,12 +112,12 @@ def test_floored_division(node: sympy.Basic, expected: str) -> None:
     assert text(node) == expected
 
 
-def test_c_divides_what_is_not_below_zero() -> None:
+def test_nonnegative_operands_use_c_division() -> None:
     for node in (op.Add(QUERY, LEN_Q), op.Maximum(op.Sub(QUERY, KEY), Int(0)), op.FloorMod(op.Sub(QUERY, KEY), Int(5))):
         assert text(op.FloorMod(node, Int(3))).endswith(" % 3"), node
     for node in (op.Sub(QUERY, KEY), WINDOW, op.Neg(QUERY), op.FloorMod(QUERY, Int(-5)), Load(IDS, QUERY)):
         assert text(op.FloorMod(node, Int(3))).startswith("floor_modulo("), node
-    cube = op.Mul(op.Mul(QUERY, QUERY), QUERY)  # wraps, and may then be below 0
+    cube = op.Mul(op.Mul(QUERY, QUERY), QUERY)  # may wrap, and then be negative
     assert text(op.FloorMod(cube, Int(3))).startswith("static_cast<int>(floor_modulo_long(wrapping_product(")
 
 
@@ -157,11 +157,11 @@ def test_c_divides_what_is_not_below_zero() -> None:
         (op.ShiftLeft(Load(WIDE, QUERY), Int(2)), "wrapping_product(load_wide(arguments, q), 1ll << 2)"),
     ],
 )  # fmt: skip
-def test_integers_that_int_does_not_hold(node: sympy.Basic, expected: str) -> None:
+def test_integers_beyond_int(node: sympy.Basic, expected: str) -> None:
     assert text(node) == expected
 
 
-def test_a_variable_of_a_wide_integer_is_a_long_long() -> None:
+def test_a_variable_of_a_wide_integer_is_long_long() -> None:
     wide = op.Add(op.Mul(QUERY, KEY), WINDOW)
     declarations, (result,) = statements(op.And(op.Less(wide, KEY), op.Greater(wide, Int(2))))
     assert declarations == ["const long long x0 = 1ll * q * k + arguments.window;"]
@@ -191,8 +191,8 @@ TENTH = Real(0.1)
     ],
     ids=str,
 )
-def test_what_decides_is_exact(node: sympy.Basic, expected: str) -> None:
-    """Products that no compiler contracts and divisions that no option approximates; a tolerance judges the rest."""
+def test_decisions_are_exact(node: sympy.Basic, expected: str) -> None:
+    """Products that no compiler contracts and divisions that no option approximates; other values have a tolerance."""
     assert statements(node)[1] == [expected]
 
 
@@ -210,7 +210,7 @@ def test_float_literals_read_back(value: float) -> None:
 
 
 @given(st.floats(allow_nan=False))
-def test_float_literals_of_doubles_are_rounded(value: float) -> None:
+def test_double_literals_are_rounded_to_float(value: float) -> None:
     literal = float_literal(value)
     with np.errstate(over="ignore"):
         rounded = np.float32(value)
@@ -220,21 +220,21 @@ def test_float_literals_of_doubles_are_rounded(value: float) -> None:
         assert np.float32(float(literal[:-1])) == rounded
 
 
-def test_what_stands_twice_stands_in_a_variable() -> None:
+def test_repeated_expressions_are_stored_in_a_variable() -> None:
     distance = op.Abs(op.Sub(QUERY, KEY))
     declarations, (result,) = statements(op.And(op.Less(distance, WINDOW), op.Greater(distance, Int(2))))
     assert declarations == ["const int x0 = abs(q - k);"]
     assert result == "(x0 < arguments.window) & (x0 > 2)"
 
 
-def test_what_is_cheap_or_stands_once_does_not() -> None:
+def test_cheap_or_single_expressions_are_not() -> None:
     difference = op.Sub(QUERY, KEY)
     declarations, (result,) = statements(op.And(op.Less(difference, Int(4)), op.Greater(difference, Int(-4))))
     assert declarations == [] and result == "(q - k < 4) & (q - k > -4)"
     assert statements(op.Less(op.Abs(difference), Int(4)))[0] == []
 
 
-def test_variables_come_before_what_uses_them_and_are_shared_between_results() -> None:
+def test_variables_precede_their_uses_and_are_shared() -> None:
     loaded = Load(IDS, QUERY)
     scaled = op.Mul(op.Add(loaded, Int(1)), KEY)
     declarations, results = statements(op.Less(scaled, loaded), op.Add(scaled, Int(1)))
@@ -243,7 +243,7 @@ def test_variables_come_before_what_uses_them_and_are_shared_between_results() -
     assert results == ["x1 < x0", "x1 + 1"]
 
 
-def test_a_variable_has_the_kind_of_its_value() -> None:
+def test_a_variable_has_the_type_of_its_value() -> None:
     of_float, of_bool = op.Mul(op.Add(SCORE, Real(1.0)), CAP), op.Equal(op.Add(QUERY, Int(1)), KEY)
     twice = op.Where(of_bool, of_float, op.Where(op.Not(of_bool), of_float, Real(0.0)))
     declarations, _ = statements(twice)
@@ -251,9 +251,9 @@ def test_a_variable_has_the_kind_of_its_value() -> None:
 
 
 def test_special_values(run: Any, values: Any, captures: Any) -> None:
-    """What random expressions seldom meet."""
+    """Values that random expressions rarely produce."""
     smallest, largest = Int(-(2**31)), Int(2**31 - 1)
-    some = op.ToInt(op.Mul(op.ToFloat(QUERY), Real(1e9)))  # beyond int32 from the third row's value on
+    some = op.ToInt(op.Mul(op.ToFloat(QUERY), Real(1e9)))  # beyond int32 from the third row on
     nodes = [
         smallest, largest, op.Maximum(smallest, op.Neg(QUERY)), op.Less(smallest, op.Neg(QUERY)), some,
         op.ToInt(op.Neg(op.Mul(op.ToFloat(QUERY), Real(1e9)))), op.ToInt(op.Divide(op.Mul(SCORE, Int(0)), Int(0))),
@@ -268,8 +268,8 @@ def test_special_values(run: Any, values: Any, captures: Any) -> None:
         np.testing.assert_array_equal(result, expected, err_msg=str(node))
 
 
-def test_extremes_of_zeros(run: Any, values: Any, captures: Any) -> None:
-    """Which of two zeros is the greater is seen in quotients by it; the signs follow from the score's."""
+def test_minimum_and_maximum_of_zeros(run: Any, values: Any, captures: Any) -> None:
+    """Quotients show which of two zeros is greater; their signs follow from the score's."""
     zero, other = op.Mul(SCORE, Real(0.0)), op.Mul(op.Neg(SCORE), Real(0.0))
     pairs = [
         (zero, other),
@@ -287,7 +287,7 @@ def test_extremes_of_zeros(run: Any, values: Any, captures: Any) -> None:
         assert np.isinf(result).all()
 
 
-def test_the_smallest_integer_by_minus_one_does_not_trap(run: Any, captures: Any) -> None:
+def test_the_smallest_integer_divided_by_minus_one_does_not_trap(run: Any, captures: Any) -> None:
     minus_one, nothing = op.FloorDiv(WINDOW, Int(7)), op.Mul(QUERY, Int(0))
     int32s, int64s = op.Add(nothing, Int(-(2**31))), op.Add(nothing, Int(-(2**31)))
     for amount in (31, 1):
@@ -298,7 +298,7 @@ def test_the_smallest_integer_by_minus_one_does_not_trap(run: Any, captures: Any
     assert [set(values) for values in found] == [{2**31}, {-(2**63)}, {0}, {0}]
 
 
-def test_a_distance_is_one_comparison() -> None:
+def test_a_distance_test_is_one_comparison() -> None:
     distance = op.Abs(op.Sub(QUERY, KEY))
     assert text(op.LessEqual(distance, Int(6))) == "magnitude_within(q - k, 6)"
     assert text(op.Less(distance, Int(6))) == "magnitude_within(q - k, 5)"

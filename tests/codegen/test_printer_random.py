@@ -1,4 +1,4 @@
-"""Random expressions: what the host's compiler makes of their printed text is what NumPy says they are."""
+"""Random expressions: the printed text, compiled by the host's compiler, has NumPy's values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LOGIC = (op.And, op.Or, op.Xor)
 
 
 class Grower:
-    """Grows expressions of a kind; some of what it has grown stands in several places, to be shared."""
+    """Builds random expressions of a kind; some subexpressions are reused, so that they are shared."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -50,7 +50,7 @@ class Grower:
         while True:
             try:
                 node = getattr(self, f"_{kind}")(depth - 1)
-            except SpecError:  # not for these kinds: another
+            except SpecError:  # not available for these kinds: draw another
                 continue
             self.grown[kind].append(node)
             return node
@@ -113,7 +113,7 @@ class Grower:
 
 
 def comparable(node: sympy.Basic, values: Any, captures: Any) -> np.ndarray[Any, Any]:
-    """The rows at which float32 holds all floats that the expression computes on its way. Integers compare at all."""
+    """Returns the rows at which float32 represents all intermediate floats. Integers are always compared."""
     rows = np.ones(len(values[op.QUERY]), bool)
     for part in sympy.preorder_traversal(node):
         if not isinstance(part, op.Operation):
@@ -124,7 +124,7 @@ def comparable(node: sympy.Basic, values: Any, captures: Any) -> np.ndarray[Any,
                 if kind_of(operand) == "int":
                     rows &= np.abs(np.float64(evaluate(operand, values, captures))) < 2**24
         if part.kind == "float":
-            rows &= np.abs(of_part) < 1e30  # infinities and NaN drop out, too
+            rows &= np.abs(of_part) < 1e30  # infinities and NaN are excluded, too
             if part != node:
                 rows &= of_part.astype(np.float32) == of_part
                 rows &= not isinstance(part, op.Divide) or part.args[1] in (1, -1, 2, 16, -128, 0.5, -0.125)
@@ -147,7 +147,7 @@ def comparable(node: sympy.Basic, values: Any, captures: Any) -> np.ndarray[Any,
     suppress_health_check=list(HealthCheck),
 )
 @given(st.integers(0, 2**32 - 1))
-def test_printed_text_means_what_numpy_says(run: Any, values: Any, captures: Any, seed: int) -> None:
+def test_printed_text_has_numpys_values(run: Any, values: Any, captures: Any, seed: int) -> None:
     grower = Grower(random.Random(seed))
     nodes = [grower.grow(kind, 5) for kind in ("bool", "int", "float", "int") * (BATCH_OF // 4)]
     compared = 0

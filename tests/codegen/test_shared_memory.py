@@ -1,4 +1,4 @@
-"""Layouts of shared memory: offsets and totals, the constants that kernels are emitted with, and what reports draw."""
+"""Layouts of shared memory: offsets, totals, emitted constants, and the regions that reports draw."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def names(layout: SharedMemoryLayout) -> list[tuple[str, int, int]]:
     return [tuple(region) for region in layout.regions()]
 
 
-def test_buffers_stand_one_behind_the_other() -> None:
+def test_buffers_are_consecutive() -> None:
     layout = SharedMemoryLayout((*TILES, Buffer("Sums", "sums", (ROWS,), FLOAT)))
     assert layout.offsets == {"Query": 0, "Key": 2048, "Sums": 8192} and layout.total_bytes == 8192 + 256
     assert names(layout) == [
@@ -61,7 +61,7 @@ def test_an_aligned_buffer_leaves_padding() -> None:
 
 
 @pytest.mark.parametrize("before", [8, 16])
-def test_a_reserved_alignment_counts_in_full(before: int) -> None:
+def test_a_reserved_alignment_is_counted_in_full(before: int) -> None:
     words = Buffer("Words", "words", (ROWS,), FLOAT, alignment=16, reserves_alignment=True)
     layout = SharedMemoryLayout((Buffer("Index", "index", (literal(before),), BYTE), words))
     assert layout.offsets["Words"] == 16 and layout.total_bytes == before + 16 + 256
@@ -69,17 +69,17 @@ def test_a_reserved_alignment_counts_in_full(before: int) -> None:
 
 
 @pytest.mark.parametrize(("rows", "total"), [(64, 8192), (512, 16384)])
-def test_an_overlay_takes_memory_only_beyond_what_it_overlays(rows: int, total: int) -> None:
+def test_an_overlay_only_adds_memory_beyond_its_target(rows: int, total: int) -> None:
     output = Buffer("Output", "O", (Extent("kOutputRows", rows), COLUMNS), overlays="Query")
     layout = SharedMemoryLayout((*TILES, output))
     assert layout.offsets["Output"] == 0 and layout.total_bytes == total
     assert [region.name for region in layout.overlays()] == ["O"]
     assert sum(region.bytes for region in layout.regions()) == total
     checked = f"static_assert(kOutputBytes <= {total}," in layout.constants("")
-    assert checked == (rows > 64), "what is larger than Q has to fit into the whole"
+    assert checked == (rows > 64), "the part larger than Q must fit"
 
 
-def test_buffers_behind_an_overlay_follow_it_and_the_last_stands_at_the_end() -> None:
+def test_buffers_after_an_overlay() -> None:
     over = (Buffer("Share", "shares", (ROWS,), FLOAT, overlays="Key"), Buffer("States", "states", (ROWS,), FLOAT))
     layout = SharedMemoryLayout((*TILES, *over, Buffer("Run", "run", (literal(16),), BYTE, at_end=True)))
     assert layout.offsets == {"Query": 0, "Key": 2048, "Share": 2048, "States": 2304, "Run": 8192}
@@ -91,7 +91,7 @@ def test_buffers_behind_an_overlay_follow_it_and_the_last_stands_at_the_end() ->
 
 
 @pytest.mark.parametrize(("union", "total"), [(False, 2 * 3072), (True, 2 * 2048)])
-def test_parts_of_a_copy(union: bool, total: int) -> None:
+def test_regions_of_a_copy(union: bool, total: int) -> None:
     parts = (TILES[0], Buffer("Output", "O", (ROWS, literal(8))))
     rows = Buffer("Rows", "rows", copies=Extent("kGroups", 2), parts=parts, union=union)
     layout = SharedMemoryLayout((rows,))
@@ -102,12 +102,12 @@ def test_parts_of_a_copy(union: bool, total: int) -> None:
     assert 2 * found["kRowsBytes"] == total
 
 
-def test_only_constants_that_the_text_needs_are_emitted() -> None:
+def test_only_needed_constants_are_emitted() -> None:
     text = SharedMemoryLayout((*TILES, Buffer("Sums", "sums", (ROWS,), FLOAT))).constants("use(kKeyOffset)")
     assert set(re.findall(r"constexpr int (\w+)", text)) == {
-        "kQueryBytes",  # of which the offset is made
+        "kQueryBytes",  # its offset is emitted
         "kKeyOffset",
-        "kKeyBytes",  # of which the assertion is
+        "kKeyBytes",  # its assertion is emitted
         "kSumsBytes",
         "kSumsOffset",
     }
@@ -135,7 +135,7 @@ def test_barriers_have_addresses_names_and_bytes() -> None:
 
 
 def values(source: str, known: dict[str, int] | None = None) -> dict[str, int]:
-    """The integer constants of an emitted text that follow from each other, as a compiler finds them."""
+    """Evaluates the integer constants of an emitted text, as a compiler does."""
     found = dict(known or {})
     sizes = {"Element": 2, "float": 4, "int": 4, "float2": 8, "uint4": 16}
     for name, formula in re.findall(r"^constexpr (?:int|unsigned) (k\w+) = ([^;]+);", source, re.MULTILINE):
@@ -167,12 +167,12 @@ def paged_kernels(layout: str, kv_dtype: str | None) -> Iterator[RenderedKernel]
         for kernels in (forward_kernels, decode_kernels):
             try:
                 yield from kernels(spec, target).values()
-            except UnsupportedError:  # ragged batches have one kernel for both
+            except UnsupportedError:  # varlen batches have one kernel for both
                 assert layout == "thd"
 
 
 def assert_consistent(kernel: RenderedKernel) -> None:
-    """The emitted constants are the layout's numbers, and its regions fill the memory."""
+    """Asserts that emitted constants equal the layout's numbers, and that its regions fill the memory."""
     layout: Any = kernel.shared
     at = 0
     for region in layout.regions():
@@ -192,14 +192,14 @@ def assert_consistent(kernel: RenderedKernel) -> None:
 
 @pytest.mark.rotated(4)
 @pytest.mark.parametrize("number", range(len(variants())))
-def test_emitted_constants_are_the_layout_s(number: int) -> None:
+def test_emitted_constants_equal_the_layout(number: int) -> None:
     for kernel in kernels_of_variant(number):
         assert_consistent(kernel)
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "thd"])
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
-def test_emitted_constants_over_pages_are_the_layout_s(layout: str, kv_dtype: str | None) -> None:
+def test_emitted_constants_over_pages_equal_the_layout(layout: str, kv_dtype: str | None) -> None:
     for kernel in paged_kernels(layout, kv_dtype):
         assert_consistent(kernel)
 

@@ -1,4 +1,4 @@
-"""What follows from sizes is one text for numbers and for names: both mean the same."""
+"""Formulas over sizes: evaluated with numbers and printed with names, they agree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FOLLOWING: dict[str, Callable[[Sizes], Any]] = {
 
 @pytest.mark.parametrize("following", FOLLOWING.values(), ids=FOLLOWING)
 @given(numbers=st.tuples(POSITIVE, POSITIVE, POSITIVE, POSITIVE, POSITIVE), multiprocessors=POSITIVE)
-def test_a_formula_is_what_the_numbers_are(
+def test_a_printed_formula_evaluates_to_the_numbers(
     following: Callable[[Sizes], Any], numbers: tuple[int, ...], multiprocessors: int
 ) -> None:
     batch, heads_kv, heads_per_kv, len_q, len_k = numbers
@@ -36,6 +36,6 @@ def test_a_formula_is_what_the_numbers_are(
     assert eval(text, {"__builtins__": {}}, names | functions) == following(sizes)
 
 
-def test_sizes_without_heads_divide_by_nothing() -> None:
+def test_sizes_without_heads_do_not_divide_by_zero() -> None:
     values = size_values(Sizes(0, 0, 0, 5, 5))
     assert values["heads_per_kv"] == 1 and values["kv_reciprocal"] == 2**31

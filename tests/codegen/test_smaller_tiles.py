@@ -1,4 +1,4 @@
-"""Smaller tiles of queries on Hopper: which calls take them, and what the assembler makes of their kernels."""
+"""Smaller tiles of queries on Hopper: dispatch and assembled code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy an
 
 
 def chosen(spec: AttentionSpec, batch: int, heads: int, heads_kv: int, len_q: int, len_k: int) -> HopperPlan | None:
-    """What calls take on a GPU of 132 multiprocessors in place of the default plan."""
+    """Returns the plan that calls use instead of the default on a GPU with 132 multiprocessors."""
     workload = Workload(len_q, len_k, batch * heads, 132, heads // heads_kv, batch)
     found = refine(default_plan(spec, SM_90A), spec, SM_90A, workload)
     assert found is None or isinstance(found, HopperPlan)
@@ -51,54 +51,54 @@ def chosen(spec: AttentionSpec, batch: int, heads: int, heads_kv: int, len_q: in
 @pytest.mark.parametrize(
     "spec", [CAUSAL, PAGED, replace(CAUSAL, mask=fg.sliding_window(1024)), CAUSAL.shard()], ids=str
 )
-def test_few_tiles_are_smaller_ones(spec: AttentionSpec) -> None:
+def test_calls_with_few_tiles_use_smaller_ones(spec: AttentionSpec) -> None:
     assert default_plan(spec, SM_90A) == LARGER
-    assert chosen(spec, 1, 32, 8, 512, 8192) == SMALLER  # 128 tiles for 132 multiprocessors, of 96
+    assert chosen(spec, 1, 32, 8, 512, 8192) == SMALLER  # 128 tiles for 132 multiprocessors instead of 96
     assert chosen(spec, 1, 16, 16, 1024, 1024) == SMALLER
-    assert chosen(spec, 16, 16, 16, 2048, 2048) is None  # 21 rounds of the card
-    assert chosen(spec, 1, 132, 132, 192, 8192) is None  # each multiprocessor has a whole tile
+    assert chosen(spec, 16, 16, 16, 2048, 2048) is None  # 21 waves
+    assert chosen(spec, 1, 132, 132, 192, 8192) is None  # each multiprocessor has a full tile
 
 
-def test_where_smaller_tiles_are_more_rounds() -> None:
-    sizes = (1, 32, 32, 768, 8192)  # 128 tiles, or 192: one round of 192 rows, or two of 128
+def test_smaller_tiles_are_not_used_if_they_add_waves() -> None:
+    sizes = (1, 32, 32, 768, 8192)  # 128 tiles or 192: one wave of 192 rows, or two of 128
     assert chosen(CAUSAL, *sizes) is chosen(PAGED, *sizes) is None
-    sizes = (1, 33, 33, 1536, 8192)  # two rounds, or three
+    sizes = (1, 33, 33, 1536, 8192)  # two waves or three
     assert chosen(CAUSAL, *sizes) is None
-    sizes = (1, 44, 44, 300, 8192)  # of 300 queries two tiles of 192 compute 84 rows for nobody, three of 128 as many
+    sizes = (1, 44, 44, 300, 8192)  # 300 queries waste 84 rows in two tiles of 192, and as many in three of 128
     assert chosen(CAUSAL, *sizes) == SMALLER
 
 
-def test_pages_of_16_keys_lose_more_by_them() -> None:
-    sizes = (1, 130, 130, 331, 331)  # 0.8 of the work, times what they lose
+def test_pages_of_16_keys_lose_more_with_smaller_tiles() -> None:
+    sizes = (1, 130, 130, 331, 331)  # 0.8 of the work, times the loss
     assert chosen(CAUSAL, *sizes) == SMALLER and chosen(PAGED, *sizes) is None
 
 
-def test_listed_masks_have_none() -> None:
-    """Lists are made ahead, for the tiles of the default plan."""
+def test_listed_masks_have_no_smaller_tiles() -> None:
+    """Lists are built in advance for the tiles of the default plan."""
     for variant in variants():
         spec = spec_of(variant, 128, "bfloat16")
         assert smaller_plan(spec, SM_90A) is None or not demand_of(spec).listed, spec.name
 
 
 @pytest.mark.parametrize("spec", OTHERS, ids=str)
-def test_specs_that_have_none(spec: AttentionSpec) -> None:
+def test_specs_without_smaller_tiles(spec: AttentionSpec) -> None:
     assert smaller_plan(spec, SM_90A) is None
     with pytest.raises(UnsupportedError, match=r"smaller_tiles=True: .* has none beside"):
         plan_with(spec, SM_90A, smaller_tiles=True)
 
 
-def test_a_target_without_any() -> None:
+def test_targets_without_smaller_tiles() -> None:
     with pytest.raises(UnsupportedError, match="on sm_80"):
         kernels_of(CAUSAL, target_named("sm_80"), smaller_tiles=True)
 
 
-def test_another_plan_than_the_default_keeps_its_tiles() -> None:
+def test_other_plans_keep_their_tiles() -> None:
     workload = Workload(512, 8192, 32, 132, 1)
     assert refine(replace(LARGER, tile_k=64), CAUSAL, SM_90A, workload) is None
 
 
-def test_a_call_says_which_it_takes() -> None:
-    """On the emulator, too, which has fewer multiprocessors."""
+def test_plan_for_returns_the_plan_of_a_call() -> None:
+    """Also on the emulator, which has fewer multiprocessors."""
     compiled = attention.compile(CAUSAL, target="sm_90a", emulate=True)
     assert compiled.plan == LARGER
     assert compiled.plan_for(128, 512, 1, 2, 2) == SMALLER
@@ -107,7 +107,7 @@ def test_a_call_says_which_it_takes() -> None:
     assert fixed.plan_for(128, 512, 1, 2, 2) == LARGER
 
 
-def test_the_command_that_shows_it_stands_in_its_text() -> None:
+def test_the_text_has_the_command_that_shows_it() -> None:
     for packed_heads, said in ((1, "--smaller-tiles"), (4, "--packed-heads 4 --smaller-tiles")):
         (kernel,) = kernels_of(CAUSAL, SM_90A, smaller_tiles=True, packed_heads=packed_heads).values()
         assert f"//   flashgen show {said} --target sm_90a '" in kernel.source
@@ -115,7 +115,7 @@ def test_the_command_that_shows_it_stands_in_its_text() -> None:
     assert "--smaller-tiles" not in kernel.source
 
 
-def test_the_command_that_builds_it_is_said() -> None:
+def test_the_error_has_the_command_that_builds_it() -> None:
     for plan, said in (
         (SMALLER, "flashgen show --smaller-tiles"),
         (replace(SMALLER, packed_heads=4), "flashgen show --packed-heads 4 --smaller-tiles"),
@@ -124,7 +124,7 @@ def test_the_command_that_builds_it_is_said() -> None:
         assert show_command(plan, CAUSAL) + smaller_option(plan, CAUSAL, SM_90A) == said
 
 
-def test_a_kernel_that_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_kernel_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = attention.compile(replace(CAUSAL, scale=0.21), target="sm_90a", emulate=True)
 
     def refuse(*how: object) -> ForwardKernels:

@@ -1,4 +1,4 @@
-"""What is read from a kernel's text: of every kind of kernel all of it, of texts edited by hand what can be known."""
+"""Launch facts read from kernel texts: complete for emitted kernels, as far as known for edited ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPECS = (
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90a"])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_every_emitted_kernel_is_read(spec: fg.AttentionSpec, target: str, deterministic: bool) -> None:
+def test_every_emitted_kernel_is_parsed(spec: fg.AttentionSpec, target: str, deterministic: bool) -> None:
     kernels = kernels_of(spec, target_named(target), ("forward", "backward"), deterministic=deterministic)
     for part, kernel in kernels.items():
         code = without_comments(kernel.source)
@@ -32,7 +32,7 @@ def test_every_emitted_kernel_is_read(spec: fg.AttentionSpec, target: str, deter
             assert known.get("kThreads", 32 * known.get("kWarps", 0)) == kernel.threads, part
 
 
-def test_ways_to_write_a_kernel() -> None:
+def test_other_ways_to_declare_a_kernel() -> None:
     code = without_comments("""
         // __global__ void commented(A a)
         /* __global__ void commented(A a) */
@@ -51,7 +51,7 @@ def test_members_of_a_struct() -> None:
     assert struct_members(code, "C") is None
 
 
-def test_constants_are_those_that_can_be_computed() -> None:
+def test_constants_that_can_be_computed() -> None:
     code = """
         constexpr int kA = 12;
         constexpr int kB = kA * (2 + 3) / 7 % 5 - 1;

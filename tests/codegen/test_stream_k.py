@@ -1,4 +1,4 @@
-"""Into how many columns keys that sequences share are divided, what a schedule holds, and what is refused."""
+"""Stream-K: number of work units, contents of a schedule, and refusals."""
 
 from __future__ import annotations
 
@@ -27,63 +27,63 @@ PLAN = choose_decode_plan(PAGED, SM_90A, scheduled=True)
 
 
 def columns(batch: int, heads: int, heads_kv: int, len_k: int, len_q: int = 1) -> int:
-    """On a GPU of 132 multiprocessors, which have places for 264 blocks."""
+    """On a GPU with 132 multiprocessors, which hold 264 blocks."""
     assert PLAN.blocks == 2
     return choose_work_units(PAGED, PLAN, Sizes(batch, heads, heads_kv, len_q, len_k, multiprocessors=132))
 
 
-def test_columns_fill_the_card_in_even_waves() -> None:
+def test_work_units_fill_the_card_in_even_waves() -> None:
     assert columns(1, 32, 8, 131072) == 33
     for batch in (3, 67, 1025):
         assert columns(batch, 32, 8, 65536) == 33
         assert columns(batch, 64, 4, 65536) == 66
         assert columns(batch, 32, 32, 65536) == 8
-        assert columns(batch, 40, 40, 32768) == 13, "520 blocks of 528, where a wave has 240 of 264"
+        assert columns(batch, 40, 40, 32768) == 13, "520 blocks of 528; a wave would have 240 of 264"
         assert columns(batch, 128, 128, 32768) == 2
     assert columns(2, 1024, 1024, 32768) == 1, "4 waves, of which the last is nearly full"
 
 
-def test_columns_end_where_sequences_of_one_length_do() -> None:
-    assert columns(16, 32, 8, 8192) == 32, "2 of each sequence, in place of 33 in all"
-    assert columns(64, 32, 8, 8192) == 32 and columns(1024, 32, 8, 8192) == 32, "2 sequences of each, or 32"
+def test_work_units_end_at_the_ends_of_equal_sequences() -> None:
+    assert columns(16, 32, 8, 8192) == 32, "2 per sequence instead of 33 in total"
+    assert columns(64, 32, 8, 8192) == 32 and columns(1024, 32, 8, 8192) == 32, "2 sequences per unit, or 32"
     assert columns(32, 64, 4, 8192) == 64
 
 
-def test_columns_of_short_sequences_are_as_few_as_parts_would_be() -> None:
+def test_short_sequences_have_as_few_work_units_as_splits() -> None:
     assert columns(1, 32, 8, 8192) == 16 and columns(1, 32, 8, 1024) == 8
     assert columns(4, 32, 8, 1024) == 32 and columns(3, 40, 40, 32768) == 13, "these fill the card"
 
 
-def test_no_more_columns_than_tables_have_tiles_for() -> None:
+def test_no_more_work_units_than_the_tables_have_tiles() -> None:
     assert columns(2, 32, 8, 64) == 4, "16 tiles, of 4 warps"
-    assert columns(2, 32, 8, 0) == 2, "what it costs to say that there is nothing"
+    assert columns(2, 32, 8, 0) == 2, "the cost of an empty unit"
     assert columns(0, 32, 8, 64) == 1
 
 
-def test_a_schedule_holds_runs_and_begins_of_units() -> None:
+def test_contents_of_a_schedule() -> None:
     sizes = Sizes(64, 32, 8, 9, 32768, multiprocessors=132, splits=33)
     assert schedule_size(PAGED, PLAN, sizes) == 33 * INTS_PER_WORK_UNIT + 64 * 3 + 1, "36 rows are 3 tiles of 16"
 
 
-def test_more_tiles_than_int32_counts() -> None:
+def test_numbers_of_tiles_beyond_int32() -> None:
     with pytest.raises(UnsupportedError, match="65535 sequences of up to 1000000000 keys have more tiles than"):
         columns(65535, 8, 8, 10**9)
     many = Workload(1, 10**9, 65535 * 8, 132, 1, 65535)
     plan = decode_plan_for(PAGED, SM_90A, many)
-    assert plan is not None and not plan.scheduled, "each sequence has parts of its own then"
+    assert plan is not None and not plan.scheduled, "each sequence then has splits of its own"
     fitting = MAX_STREAM_K_TILES // 65535 * PLAN.tile_k - 4 * PLAN.tile_k
     plan = decode_plan_for(PAGED, SM_90A, Workload(1, fitting, 65535 * 8, 132, 1, 65535))
     assert plan is not None and plan.scheduled
 
 
-def test_shared_keys_are_in_pages() -> None:
+def test_stream_k_needs_pages() -> None:
     with pytest.raises(UnsupportedError, match="scheduled=True needs a paged KV cache"):
         DecodePlan(16, 16, 4, 3, scheduled=True).check(AttentionSpec(128), SM_90A)
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_target_has_plans_that_fit_where_it_has_others(name: str) -> None:
-    """A run takes shared memory, too."""
+    """Work units need shared memory, too."""
     target = TARGETS[name]
     for dim in range(8, 257, 8):
         for how in ({"page_size": 16}, {"page_size": 1, "kv_dtype": "int8"}):
@@ -105,15 +105,15 @@ def test_parts_of_calls_over_pages() -> None:
         assert f"flashgen show --pass decode --kernel {part} --target sm_90a" in parts[part].source
 
 
-# ---- the assembler
+# ---- assembled code
 
 
 @pytest.mark.rotated(8)
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 @pytest.mark.parametrize("name", ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_120"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_kernels_that_share_keys_keep_all_in_registers(name: str, dim: int) -> None:
-    """Also with keys of 8 bits, whose products hold more."""
+def test_stream_k_kernels_do_not_spill(name: str, dim: int) -> None:
+    """Also with 8-bit keys, whose products need more registers."""
     target = target_named(name)
     dtype = "float16" if name == "sm_75" else "bfloat16"
     specs = [AttentionSpec(dim, dtype, mask=fg.sliding_window(500), score=fg.softcap(30.0), page_size=16)]

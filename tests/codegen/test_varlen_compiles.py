@@ -1,4 +1,4 @@
-"""Kernels of ragged batches compile, and no thread of Hopper's spills; on mma.sync no more than of other batches."""
+"""Varlen kernels compile; Hopper's do not spill, and those of mma.sync spill no more than others."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from flashgen.codegen.targets import TARGETS
 from flashgen.verify import variants
 from flashgen.verify.variants import spec_of
 
-MOST_BESIDE_DROPOUT = 64  # bytes: where lanes hold bits beside scores, registers for a sequence are not to be had
-MOST_OF_KEYS = 72  # where a block has tiles of one sequence after another beside 128 columns of dK and of dV
-MOST_LEARNED = 24  # beside sums of gradients of captures: what a sequence's lengths and first rows take
+MOST_BESIDE_DROPOUT = 64  # bytes: where lanes hold dropout bits and scores, no registers are left for a sequence
+MOST_OF_KEYS = 72  # where a block has tiles of several sequences and 128 columns of dK and dV
+MOST_LEARNED = 24  # with sums of gradients of captures: registers for the lengths and first rows of a sequence
 HOPPER_DIMS, MMA_SYNC_DIMS = (64, 128, 192, 256), (64, 128, 96)
 
 pytestmark = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")

@@ -1,15 +1,14 @@
-"""The emitted kernels of ragged batches as a reader meets them; launches that no length changes."""
+"""The text of emitted varlen kernels, and grids that do not depend on lengths."""
 
 from __future__ import annotations
 
 import random
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
 import flashgen.language as fg
+from emitted_text import all_called, functions, tidy, unconditional, without_comments
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import NAMED_SIZES, Sizes
@@ -20,15 +19,12 @@ from flashgen.errors import UnsupportedError
 from flashgen.verify import variants
 from flashgen.verify.variants import spec_of
 
-sys.path.insert(0, str(Path(__file__).parent))
-from emitted_text import all_called, functions, tidy, unconditional, without_comments
-
 LONGEST_FUNCTION, LONGEST_KERNEL = 75, 105  # lines
-LONGEST_FILE = 90  # lines of code more than the same kernel of batches of one length
+LONGEST_FILE = 90  # additional lines of code compared with the dense kernel
 
 
 def both(number: int, target: str) -> list[tuple[RenderedKernel, RenderedKernel]]:
-    """Every kernel of a variant, ragged and not, of the same plans: blocks of ragged batches take no turns."""
+    """Returns every kernel of a variant, varlen and dense, with the same plans, without semaphores."""
     dim, deterministic = (64, 128, 40, 256)[number % 4], number % 2 == 1
     found = []
     for layout in ("thd", "bshd"):
@@ -40,7 +36,7 @@ def both(number: int, target: str) -> list[tuple[RenderedKernel, RenderedKernel]
         found.append(kernels)
     ragged, plain = found
     assert ragged.keys() - {"postprocess"} == plain.keys() - {"postprocess"}, (
-        "which Hopper's own kernels of keys need no more"
+        "Hopper's own dkdv kernels need no additional ones"
     )
     return [(ragged[role], plain[role]) for role in ragged if role in plain and not role.startswith("d_")]
 
@@ -51,7 +47,7 @@ targets = pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 
 @targets
 @every_variant
-def test_kernels_are_tidy_and_hold_nothing_that_is_not_used(number: int, target: str) -> None:
+def test_kernels_are_tidy_and_fully_used(number: int, target: str) -> None:
     for kernel, plain in both(number, target):
         tidy(kernel.source)
         unconditional(kernel.source)
@@ -67,7 +63,7 @@ def test_kernels_are_tidy_and_hold_nothing_that_is_not_used(number: int, target:
 
 
 def unused(kernel: RenderedKernel) -> set[str]:
-    """Functions that nobody calls, and constants that nobody reads."""
+    """Returns functions without callers and unused constants."""
     source = without_comments(kernel.source)
     words = re.findall(r"[A-Za-z_]\w*", source)
     defined = {name for name in functions(source) if name != kernel.entry and not name.startswith("operator")}
@@ -81,16 +77,16 @@ def code_lines(kernel: RenderedKernel) -> int:
 
 
 @targets
-def test_no_length_is_in_a_launch(target: str) -> None:
-    """Grids follow from the arrays' rows and the number of sequences."""
+def test_launches_do_not_depend_on_lengths(target: str) -> None:
+    """Grids follow from the number of rows and of sequences."""
     spec = fg.AttentionSpec(64, layout="thd", mask=fg.causal())
     for kernel in kernels_of(spec, TARGETS[target], ("forward", "backward")).values():
         grid = " ".join(map(str, kernel.grid(NAMED_SIZES)))
         assert "len_" not in grid, (kernel.name, grid)
 
 
-def test_slots_are_enough_and_apart_whatever_the_lengths() -> None:
-    """What a kernel finds by its search, by the formula that launches are of."""
+def test_workspace_slots_suffice_and_are_disjoint_for_any_lengths() -> None:
+    """Compares the kernel's search with the formula of the launch."""
     draw = random.Random(7)
     for _ in range(2000):
         tile, batch = draw.choice((16, 48, 64, 128)), draw.randrange(0, 9)
@@ -103,13 +99,13 @@ def test_slots_are_enough_and_apart_whatever_the_lengths() -> None:
         sizes = Sizes(batch, 1, 1, total, total, total_q=total)
         free = 0
         for number, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-            first = begin // tile + number  # of sequence number - 1, as sequence_of has it
+            first = begin // tile + number  # the sequence's index - 1, as in sequence_of
             assert first >= free
             free = first + -(-(end - begin) // tile)
         assert free <= slots(total, sizes, tile)
 
 
-def test_what_packs_heads_is_refused() -> None:
+def test_packed_heads_are_refused() -> None:
     spec = fg.AttentionSpec(64, layout="thd")
     with pytest.raises(UnsupportedError, match="packed_heads=2 must be 1 with layout='thd'"):
         HopperPlan(2, 64, packed_heads=2).check(spec, TARGETS["sm_90a"])

@@ -1,4 +1,4 @@
-"""The documentation's pages: blocks run, transcripts, excerpts and pictures are of today, links lead somewhere."""
+"""The documentation's pages: blocks run; transcripts, excerpts and images are current; links lead somewhere."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def name(page: Path) -> str:
 
 @pytest.mark.rotated(4)
 @pytest.mark.parametrize("page", OF_PYTHON, ids=name)
-def test_blocks_of_python_run_as_they_stand(page: Path, tmp_path: Path) -> None:
-    """Those of a page one after the other, as a reader would type them; excerpts are not typed."""
+def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
+    """The blocks of a page run one after another, as a reader would type them; excerpts are not run."""
     program = "\n".join(block.text for block in blocks(page, "python") if not block.title)
     if not program:
         pytest.skip("this page has no block of Python")
@@ -59,7 +59,7 @@ def test_blocks_of_python_run_as_they_stand(page: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_code_is_in_fenced_blocks(page: Path) -> None:
-    """So that what is Python is known to be, and runs; indented blocks of the README are commands and outlines."""
+    """Code outside fenced blocks would not be run; indented blocks of the README are commands and outlines."""
     outside = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
     indented = re.findall(r"^    (?![-*]|\d+\. )\S.*$", outside, flags=re.MULTILINE)
     if page.name != "README.md":
@@ -67,14 +67,14 @@ def test_code_is_in_fenced_blocks(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_transcripts_and_excerpts_are_of_today(page: Path) -> None:
+def test_transcripts_and_excerpts_are_current(page: Path) -> None:
     text = text_of(page)
     assert REFRESH["refreshed"](text) == text, "make it anew: python docs/refresh.py"
 
 
 @pytest.mark.rotated(4)
 @pytest.mark.parametrize(("picture", "command"), sorted(set(REFRESH["pictures"]())), ids=lambda value: Path(value).name)
-def test_pictures_are_what_their_commands_draw(picture: Path, command: str) -> None:
+def test_pictures_are_current(picture: Path, command: str) -> None:
     if not REFRESH["is_drawn_here"](command):
         pytest.skip("bars are drawn by matplotlib, which is not installed: pip install '.[plot]'")
     shown = [REFRESH["shown"](content, command) for content in (REFRESH["drawn"](command), picture.read_bytes())]
@@ -82,7 +82,7 @@ def test_pictures_are_what_their_commands_draw(picture: Path, command: str) -> N
 
 
 def test_a_stale_page_is_noticed() -> None:
-    """Of one page a transcript and an excerpt, both at once: to print them takes long."""
+    """A transcript and an excerpt of one page, both at once, because printing takes long."""
     page = DOCS / "papers.md"
     text = stale = text_of(page)
     for line in ("__device__ __forceinline__ void online_softmax(", "standard attention            136.3"):
@@ -92,8 +92,8 @@ def test_a_stale_page_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name)
-def test_commands_are_known_with_all_their_options(page: Path) -> None:
-    """They are parsed, not run: transcripts are run above."""
+def test_commands_and_their_options_exist(page: Path) -> None:
+    """Commands are parsed, not run; transcripts are run above."""
     for block in blocks(page, "sh"):
         for command in block.commands:
             for part in re.split(r" && | > \S+$", command):
@@ -110,7 +110,7 @@ def test_commands_are_known_with_all_their_options(page: Path) -> None:
 
 
 def parse(words: list[str], application: Any = app) -> None:
-    """Raises for an unknown or hidden command, an unknown option, or a wrong value of an option."""
+    """Raises an error for an unknown or hidden command, an unknown option, or a wrong value of an option."""
     command: Any = get_command(application)
     context: Any = None
     while hasattr(command, "commands"):
@@ -126,14 +126,14 @@ def parse(words: list[str], application: Any = app) -> None:
 @pytest.mark.parametrize(
     "words", ["shwo causal()", "show causal() --whta tiles", "show causal() --what tails", "show", "bench host"]
 )
-def test_a_command_that_there_is_not_is_noticed(words: str) -> None:
+def test_a_missing_command_is_noticed(words: str) -> None:
     with pytest.raises(BaseException, match=r"there is no command|No such option|is not one of|Missing|is hidden"):
         parse(words.split())
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=name)
 def test_links_lead_to_files_and_headings(page: Path) -> None:
-    """Those of the API, which are made as the site is built, are checked there."""
+    """Links of the API, which are created when the site is built, are checked there."""
     for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL)):
         if re.match(r"\w+:", target):
             continue
@@ -145,13 +145,13 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 
 
 def headings(page: Path) -> set[str]:
-    """The anchors of a page's headings."""
+    """Returns the anchors of a page's headings."""
     titles = re.findall(r"^#+ (.+)$", text_of(page), flags=re.MULTILINE)
     return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip()) for title in titles}
 
 
-def test_what_people_look_for_is_one_click_from_the_first_page() -> None:
-    """The questions of somebody who has read about FlashAttention."""
+def test_common_questions_are_one_click_from_the_first_page() -> None:
+    """Questions of a reader of the FlashAttention papers."""
     first = text_of(DOCS / "index.md")
     for target in (
         "papers.md#the-online-softmax",

@@ -1,4 +1,4 @@
-"""The built documentation: strict, with every public name, and no request to any host."""
+"""The built documentation: strict, with every public name, and without requests to other hosts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings", "latex2mathml")),
     reason="the documentation's tools are not installed: pip install '.[docs]'",
 )
-# Names of __all__ that are modules, with pages of their own; and what is no object of Python.
+# Names of __all__ that are modules with pages of their own, and names that are no Python objects.
 MODULES = {"errors", "reference", "verify", "numerics"}
 
 
@@ -36,13 +36,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def documented(site: Path) -> set[str]:
-    """Full names of all that the site describes."""
+    """Returns the full names of all objects that the site describes."""
     inventory = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
     return {line.split(" py:")[0] for line in zlib.decompress(inventory).decode().splitlines()}
 
 
 def public_names() -> Iterator[tuple[str, str]]:
-    """(module, name) of each name that a user may import."""
+    """Returns (module, name) of each public name."""
     for name in ("flashgen", "flashgen.reference", "flashgen.verify", "flashgen.attention", "flashgen.release",
                  "flashgen.ranks"):  # fmt: skip
         module = importlib.import_module(name)
@@ -55,8 +55,8 @@ def public_names() -> Iterator[tuple[str, str]]:
         yield from ((f"flashgen.{framework}", public) for public in re.findall(r'"(\w+)"', listed[1]))
 
 
-def test_the_api_misses_no_public_name(site: Path) -> None:
-    """Under its own name; those of the language, the callable and the errors where they are defined."""
+def test_the_api_has_every_public_name(site: Path) -> None:
+    """Under its own name; names of the language, the callable and the errors where they are defined."""
     known = documented(site)
     homes = {
         "flashgen": ("language.spec", "language.masks", "language.scores", "language.modifiers", "language.captures",
@@ -64,7 +64,7 @@ def test_the_api_misses_no_public_name(site: Path) -> None:
                      "attention.compiling", "attention.appending", "attention.merging"),
         "flashgen.attention": ("attention.callable", "attention.compiling", "attention.gradients",
                                "attention.appending", "attention.merging", "attention.decode_schedule"),
-        # Functions that are called as their modules are, and an alias of types.
+        # Functions with the names of their modules, and a type alias.
         "flashgen.reference": ("reference", "reference.backward"),
         "flashgen.verify": ("verify", "verify.variants", "verify.problems"),
         "flashgen.release": ("release", "release.check"),
@@ -79,7 +79,7 @@ def test_the_api_misses_no_public_name(site: Path) -> None:
     assert not missing
 
 
-def test_pages_ask_no_host_for_anything(site: Path) -> None:
+def test_pages_request_nothing_from_other_hosts(site: Path) -> None:
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         loaded = re.findall(r'<(?:script|link|img|iframe)\b[^>]*?(?:src|href)="([^"]+)"', text)

@@ -1,10 +1,8 @@
-"""Kernels of the tests' own, launched on the emulator with Python values for arguments."""
+"""Runs small test kernels on the emulator with Python values as arguments."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +10,7 @@ import pytest
 from flashgen.build.host import HostKernel, compile_host
 from flashgen.runtime.emulator import EmulatorReport, launch
 from flashgen.runtime.schedule import Schedule
-
-sys.path.insert(0, str(Path(__file__).parent))
-from kernel_arguments import pack_arguments  # beside this file, which importlib does not put on the path
+from kernel_arguments import pack_arguments
 
 Run = Callable[..., EmulatorReport]
 
@@ -29,7 +25,7 @@ def run_kernel(
     sanitize: Any = None,
     schedule: Schedule | None = None,
 ) -> EmulatorReport:
-    """Compile (or take from the cache) and launch; the struct's fields are the values in order."""
+    """Compiles (or takes from the cache) and launches; the struct's fields are the values in order."""
     kernel: HostKernel = compile_host(source, name, sanitize)
     arguments, pointers = pack_arguments(values)
     return launch(kernel, grid, block, shared, arguments, pointers, schedule or Schedule())

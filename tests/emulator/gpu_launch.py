@@ -1,4 +1,4 @@
-"""The emulator's small kernels on a GPU: compiled for sm_90a, with tensor maps of the driver's."""
+"""Runs the emulator's small kernels on a GPU: compiled for sm_90a, with tensor maps from the driver."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import ctypes
 from typing import Any
 
 import numpy as np
-from hopper_kernels import TensorMap
-from kernel_arguments import pack_arguments
 
 from flashgen.build.cache import default_cache
 from flashgen.runtime.gpu import GpuKernel, Parameters, current_device
 from flashgen.runtime.tensor_maps import MAP_BYTES
+from hopper_kernels import TensorMap
+from kernel_arguments import pack_arguments
 
 # Values of the driver's enumerations (cuda.h).
 DATA_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}
@@ -19,12 +19,12 @@ SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
 
 def encode_for_gpu(tensor: TensorMap, pointer: int) -> bytes:
-    """The driver's map of an array whose copy on the GPU is at `pointer`."""
+    """Returns the driver's map of an array whose copy on the GPU is at `pointer`."""
     memory = ctypes.create_string_buffer(MAP_BYTES + 64)
     at = -(-ctypes.addressof(memory) // 64) * 64
     rank, strides = len(tensor.sizes), [tensor.array.itemsize * tensor.sizes[0]]
     for size, given in zip(tensor.sizes[1:], tensor.byte_strides, strict=True):
-        strides[-1] = given or strides[-1]  # NumPy gives new axes a stride of 0
+        strides[-1] = given or strides[-1]  # NumPy gives new axes stride 0
         strides.append(strides[-1] * size)
     status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
         ctypes.c_void_p(at),
@@ -42,12 +42,12 @@ def encode_for_gpu(tensor: TensorMap, pointer: int) -> bytes:
 
 
 def run_on_gpu(source: str, name: str, *values: Any, block: tuple[int, int, int], shared: int) -> None:
-    """As the emulator tests' `run`: arrays hold the results when this returns. They must be contiguous."""
+    """Runs like the emulator tests' `run`: arrays hold the results when this returns. They must be contiguous."""
     import cupy
 
     arguments, pointers = pack_arguments(values)
     struct = bytearray(arguments)
-    copies: dict[int, tuple[np.ndarray[Any, Any], Any]] = {}  # by address: a map may show an argument's array
+    copies: dict[int, tuple[np.ndarray[Any, Any], Any]] = {}  # by address: maps may describe them
     for _, array in pointers:
         data = array.reshape(-1).view(np.uint8)
         copies.setdefault(array.ctypes.data, (data, cupy.asarray(data)))

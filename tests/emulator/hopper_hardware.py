@@ -1,6 +1,6 @@
-"""The emulator's Hopper against the hardware: the same small kernels on an H100 or H200 do what they do here.
+"""Compares the emulator's Hopper instructions with the hardware: the same small kernels on an H100 or H200.
 
-Run by test_hopper_on_a_gpu.py, in processes of their own: a wrong descriptor takes a process's context with it.
+test_hopper_on_a_gpu.py runs it in separate processes, because a wrong descriptor destroys the context of a process.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_launch import run_on_gpu
-from hopper_kernels import COPIES_OF_BOXES, PRODUCTS, Box, Pipeline, ProductCase, WrittenOperands, kernel_source
 
 from flashgen.runtime.gpu import compute_capability
+from gpu_launch import run_on_gpu
+from hopper_kernels import COPIES_OF_BOXES, PRODUCTS, Box, Pipeline, ProductCase, WrittenOperands, kernel_source
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def hopper() -> None:
 
 
 def tensor_and_raw(box: Box, kernel: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """A tensor, and what stands in shared memory before a store (or will after a load)."""
+    """Returns a tensor, and the contents of shared memory before a store (or after a load)."""
     if kernel == "load_box":
         return box.tensor(), np.full(box.bytes // 4, 7, np.uint32)
     return box.tensor(), box.in_shared_memory(box.tensor(seed=1)).view(np.uint32).copy()
@@ -32,7 +32,7 @@ def tensor_and_raw(box: Box, kernel: str) -> tuple[np.ndarray[Any, Any], np.ndar
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("case", PRODUCTS, ids=str)
-def test_every_way_of_an_operand(run: Any, case: ProductCase, accumulate: bool) -> None:
+def test_operand_layouts(run: Any, case: ProductCase, accumulate: bool) -> None:
     a, b, d = case.inputs()
     emulated = d.copy()
     how = {"block": (128, 1, 1), "shared": case.shared_bytes}
@@ -44,7 +44,7 @@ def test_every_way_of_an_operand(run: Any, case: ProductCase, accumulate: bool) 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(("box", "kernel"), COPIES_OF_BOXES, ids=str)
-def test_every_copy_of_a_box(run: Any, box: Box, kernel: str) -> None:
+def test_box_copies(run: Any, box: Box, kernel: str) -> None:
     source, seen = kernel_source("boxes.cu", {"kBoxBytes": box.bytes}), []
     for launch in (run, run_on_gpu):
         tensor, raw = tensor_and_raw(box, kernel)
@@ -69,7 +69,7 @@ def test_stmatrix_named_barriers_registers_and_elections(run: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("kernel", [Pipeline(), Pipeline(5, 9, 4), WrittenOperands()], ids=str)
-def test_all_of_it_together(kernel: Any) -> None:
+def test_all_together(kernel: Any) -> None:
     arguments, got, want = kernel.arguments()
     run_on_gpu(kernel.source, kernel.name, *arguments, block=kernel.block, shared=kernel.shared_bytes)
     np.testing.assert_allclose(got.astype(np.float64), want, rtol=2e-3, atol=2e-3)

@@ -1,4 +1,4 @@
-"""Small kernels of Hopper's instructions: the same text for the emulator and for a GPU, and what goes into them."""
+"""Small kernels with Hopper's instructions: one text for the emulator and for a GPU, with their inputs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TensorMap:
 
 
 def kernel_source(file: str, constants: dict[str, int], sizes: dict[str, Any] | None = None, **texts: str) -> str:
-    """A kernel file with its constants and texts in place, and the primitives that it calls."""
+    """Returns a kernel file with its constants and texts inserted, and the primitives that it calls."""
     body = (FOLDER / file).read_text()
     for name, text in texts.items():
         body = body.replace(name, text)
@@ -52,7 +52,7 @@ def kernel_source(file: str, constants: dict[str, int], sizes: dict[str, Any] | 
 
 @dataclass(frozen=True)
 class ProductCase:
-    """One way of a wgmma: its shape, where its operands are, and how they lie there."""
+    """One form of a wgmma: shape, location and layout of its operands."""
 
     columns: int
     depth: int
@@ -118,10 +118,10 @@ PRODUCTS = [
 
 @dataclass(frozen=True)
 class Box:
-    """One copy of TMA between shared memory and a tensor of shape (batch, heads, rows, columns)."""
+    """One TMA copy between shared memory and a tensor of shape (batch, heads, rows, columns)."""
 
     shape: tuple[int, int, int, int]
-    box: tuple[int, int, int, int]  # columns, rows, heads, batch, as the coordinates
+    box: tuple[int, int, int, int]  # columns, rows, heads, batch, in the order of coordinates
     start: tuple[int, int, int, int]
     swizzle: int
     dtype: Any = DTYPES["f16"]
@@ -136,7 +136,7 @@ class Box:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """What can be done with it: stores may not begin before the tensor."""
+        """The operations that this box allows: stores may not begin before the tensor."""
         return ("load_box",) if min(self.start) < 0 else ("load_box", "store_box", "add_box")
 
     def tensor(self, seed: int = 0) -> np.ndarray[Any, Any]:
@@ -146,7 +146,7 @@ class Box:
         return TensorMap(tensor, self.box, self.swizzle)
 
     def _slices(self) -> tuple[list[slice], list[slice]]:
-        """Where the part inside of the tensor lies in the tensor, and in the box."""
+        """Returns where the part inside the tensor lies in the tensor, and in the box."""
         inside, within = [], []
         for size, length, start in zip(self.shape, self.box[::-1], self.start[::-1], strict=True):
             first, past = max(start, 0), max(min(start + length, size), max(start, 0))
@@ -155,7 +155,7 @@ class Box:
         return inside, within
 
     def in_shared_memory(self, tensor: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The box as TMA leaves it: rows one after the other, their 16-byte chunks swizzled, zeros outside."""
+        """Returns the box as TMA writes it: consecutive rows with swizzled 16-byte chunks, zeros outside."""
         box = np.zeros(self.box[::-1], self.dtype)
         inside, within = self._slices()
         box[tuple(within)] = tensor[tuple(inside)]
@@ -167,7 +167,7 @@ class Box:
         return swizzled.reshape(-1)
 
     def stored(self, tensor: np.ndarray[Any, Any], data: np.ndarray[Any, Any], add: bool) -> np.ndarray[Any, Any]:
-        """`tensor` after the box of `data` has been stored there, or added."""
+        """Returns `tensor` after the box of `data` has been stored or added."""
         result, (inside, _) = tensor.copy(), self._slices()
         part = data[tuple(inside)]
         result[tuple(inside)] = result[tuple(inside)] + part if add else part
@@ -181,7 +181,7 @@ BOXES = [
     Box((1, 2, 20, 48), (24, 8, 2, 1), (-8, 16, 0, 0), 0),
     Box((1, 1, 9, 16), (64, 16, 1, 1), (0, 0, 0, 0), 128, DTYPES["bf16"]),
     Box((1, 2, 9, 16), (16, 8, 1, 1), (8, 8, 1, 0), 32, DTYPES["bf16"]),
-    Box((1, 1, 16, 64), (64, 8, 1, 1), (64, 0, 0, 0), 128),  # nothing of it inside
+    Box((1, 1, 16, 64), (64, 8, 1, 1), (64, 0, 0, 0), 128),  # entirely outside
     Box((1, 2, 20, 32), (32, 8, 1, 1), (8, 1, 1, 0), 128, np.dtype(np.float32)),
     Box((2, 3, 40, 40), (16, 64, 1, 1), (32, 3, 2, 1), 32),  # more rows than the tensor has, and half a row too many
     Box((1, 2, 20, 48), (24, 8, 2, 1), (40, 16, 1, 0), 0),  # past all but batch
@@ -210,7 +210,7 @@ class Pipeline:
         return self.stages * (192 * 64 + 16) + 128 * 128
 
     def arguments(self) -> tuple[tuple[Any, ...], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """(the kernel's arguments, c as it will be written, c as it should be)."""
+        """Returns (the kernel's arguments, c as it will be written, c as expected)."""
         random = np.random.default_rng(0)
         a = random.standard_normal((self.tiles * 128, self.steps * 32)).astype(np.float16)
         b = random.standard_normal((64, self.steps * 32)).astype(np.float16)
@@ -236,7 +236,7 @@ class WrittenOperands:
         return kernel_source("written_operands.cu", {}, {"shared_forms": [(32, "false")]})
 
     def arguments(self) -> tuple[tuple[Any, ...], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """(the kernel's arguments, d as it will be written, d as it should be)."""
+        """Returns (the kernel's arguments, d as it will be written, d as expected)."""
         random = np.random.default_rng(0)
         a, b = (random.standard_normal((rows, 16)).astype(np.float16) for rows in (64, 32))
         # (warp, half of rows, row, half of columns, pair) -> (warp, row, pair, half of columns, half of rows)

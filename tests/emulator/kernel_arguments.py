@@ -1,4 +1,4 @@
-"""Python values as a kernel's argument struct."""
+"""Python values as the argument struct of a kernel."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import struct
 from typing import Any
 
 import numpy as np
-from hopper_kernels import TensorMap
 
 from flashgen.runtime.emulated_maps import encode_map
+from hopper_kernels import TensorMap
 
 
 def pack_arguments(values: tuple[Any, ...]) -> tuple[bytes, list[tuple[int, np.ndarray[Any, Any]]]]:
-    """A struct of the values with C's alignment: arrays are pointers, np.int64 long long, int int, float float.
+    """Returns a struct of the values with C's alignment: arrays are pointers, np.int64 long long, int int, float float.
 
     Tensor maps (of hopper_kernels.py) come first.
     """

@@ -1,4 +1,4 @@
-"""Tensor maps of the emulator: what no GPU takes is refused, by name."""
+"""Tensor maps of the emulator: maps that no GPU accepts are refused by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GIVEN: dict[str, Any] = {
 }
 
 
-def test_a_map_is_as_large_as_the_drivers_and_begins_with_the_address() -> None:
+def test_a_map_has_the_drivers_size_and_begins_with_the_address() -> None:
     encoded = encode_map(**GIVEN)
     assert len(encoded) == MAP_BYTES and encoded[:8] == bytes(8)
     assert encoded == emulated_map(MapShape("float16", GIVEN["sizes"], GIVEN["byte_strides"], (64, 32)))
@@ -40,6 +40,6 @@ def test_a_map_is_as_large_as_the_drivers_and_begins_with_the_address() -> None:
         ({"swizzle": 96}, "one of .* got 96"),
     ],
 )
-def test_what_no_gpu_takes_is_refused(change: dict[str, Any], message: str) -> None:
+def test_maps_that_no_gpu_accepts_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         encode_map(**{**GIVEN, **change})

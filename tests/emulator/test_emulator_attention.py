@@ -1,4 +1,4 @@
-"""A whole kernel on the emulator: right under every schedule and sanitizer, visibly wrong with a fault planted."""
+"""A complete kernel on the emulator: correct in every thread order and sanitizer, and wrong with a planted fault."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def expected() -> np.ndarray[Any, Any]:
 
 
 def attend(run: Any, source: str = SOURCE, **how: Any) -> np.ndarray[Any, Any]:
-    """The kernel's output, poisoned before; one stride serves all arrays, so q and out have len_k rows, too."""
+    """Returns the kernel's output, poisoned before; one stride serves all arrays, so q and out have len_k rows, too."""
     out = np.full((HEADS, LEN_K, DIM), np.nan, np.float16)
     values = (*inputs(), out, np.int64(LEN_K * DIM), np.int64(DIM), LEN_Q, LEN_K, SCALE)
     grid = (-(-LEN_Q // TILE), HEADS, 1)
@@ -47,7 +47,7 @@ def check(out: np.ndarray[Any, Any]) -> None:
 
 
 def planted(mark: str, replacement: str = "") -> tuple[str, int]:
-    """(the source with the marked line replaced, that line's number)."""
+    """Returns (the source with the marked line replaced, that line's number)."""
     lines = SOURCE.splitlines()
     number = next(i for i, line in enumerate(lines) if f"MARK: {mark}" in line)
     lines[number] = replacement
@@ -56,22 +56,22 @@ def planted(mark: str, replacement: str = "") -> tuple[str, int]:
 
 @pytest.mark.parametrize("copies", COPIES)
 @pytest.mark.parametrize("order", ORDERS)
-def test_every_schedule_gives_the_same_right_output(run: Any, order: Any, copies: Any) -> None:
+def test_every_thread_order_gives_the_same_right_output(run: Any, order: Any, copies: Any) -> None:
     check(attend(run, schedule=Schedule(order, copies, seed=3)))
 
 
 @pytest.mark.parametrize("order", ["in_order", "greedy_warp"])
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
-def test_sanitizers_find_nothing_in_a_right_kernel(run: Any, sanitize: str, order: Any) -> None:
+def test_sanitizers_find_nothing(run: Any, sanitize: str, order: Any) -> None:
     for copies in COPIES:
         check(attend(run, sanitize=sanitize, schedule=Schedule(order, copies)))
 
 
-def test_workers_share_the_blocks(run: Any) -> None:
+def test_workers_divide_the_blocks(run: Any) -> None:
     check(attend(run, schedule=Schedule(workers=3)))
 
 
-def test_a_seed_gives_the_same_run(run: Any) -> None:
+def test_a_seed_is_reproducible(run: Any) -> None:
     report = functools.partial(run, SOURCE, "attention")
     q, k, v = inputs()
     values = (q, k, v, np.empty_like(q), np.int64(LEN_K * DIM), np.int64(DIM), LEN_Q, LEN_K, SCALE)
@@ -82,25 +82,25 @@ def test_a_seed_gives_the_same_run(run: Any) -> None:
     assert first.async_copies == other.async_copies > 0
 
 
-def test_a_missing_wait_shows_as_nan_when_copies_land_late(run: Any) -> None:
+def test_a_missing_wait_gives_nan_when_copies_land_late(run: Any) -> None:
     source, _ = planted("tiles have landed")
     assert np.isnan(attend(run, source, schedule=Schedule(copies="late"))[:, :LEN_Q]).any()
-    check(attend(run, source, schedule=Schedule(copies="early")))  # right by luck
+    check(attend(run, source, schedule=Schedule(copies="early")))  # right by chance
 
 
-def test_a_missing_wait_is_a_race_by_line(run: Any) -> None:
+def test_a_missing_wait_is_reported_as_a_race(run: Any) -> None:
     source, _ = planted("tiles have landed")
     with pytest.raises(LaunchError, match=r"(?s)kernel\.cu:\d+: .*data race.*write of size 8 by cp\.async T\d+ at"):
         attend(run, source, sanitize="thread", schedule=Schedule(copies="early"))
 
 
-def test_a_missing_barrier_shows_as_nan_when_copies_land_late(run: Any) -> None:
+def test_a_missing_barrier_gives_nan_when_copies_land_late(run: Any) -> None:
     source, _ = planted("for every thread")
     assert np.isnan(attend(run, source, schedule=Schedule("greedy_warp", "late"))[:, :LEN_Q]).any()
 
 
 @pytest.mark.parametrize("copies", COPIES)
-def test_a_missing_barrier_is_a_race_by_line(run: Any, copies: Any) -> None:
+def test_a_missing_barrier_is_reported_as_a_race(run: Any, copies: Any) -> None:
     source, _ = planted("for every thread")
     with pytest.raises(LaunchError, match=r"kernel\.cu:\d+: .*data race") as error:
         attend(run, source, sanitize="thread", schedule=Schedule(copies=copies))
@@ -109,8 +109,8 @@ def test_a_missing_barrier_is_a_race_by_line(run: Any, copies: Any) -> None:
     assert any("load_matrix_x4" in line for line in named)
 
 
-def test_a_barrier_in_the_wrong_place_is_a_race_though_the_numbers_are_right(run: Any) -> None:
-    # The next copies are issued before the barrier: they may overwrite what a slower warp still reads.
+def test_a_misplaced_barrier_is_a_race_though_the_numbers_are_right(run: Any) -> None:
+    # The next copies are issued before the barrier, so they may overwrite data that a slower warp still reads.
     barrier, _ = planted("for every thread")
     source = barrier.replace("    float scores[4][4] = {};", "    __syncthreads();\n    float scores[4][4] = {};")
     check(attend(run, source, schedule=Schedule()))
@@ -124,16 +124,16 @@ def test_a_missing_syncwarp_is_a_race(run: Any) -> None:
         attend(run, source, sanitize="thread", schedule=Schedule())
 
 
-def test_one_byte_beyond_shared_memory_is_an_overflow_by_line(run: Any) -> None:
+def test_one_byte_beyond_shared_memory_is_reported(run: Any) -> None:
     source, line = planted("rows are staged", f"  __syncwarp(); if (threadIdx.x == 7) shared_memory[{SHARED}] = 1;")
-    check(attend(run, source))  # nothing shows
+    check(attend(run, source))  # no effect on the output
     with pytest.raises(LaunchError, match=rf"kernel\.cu:{line}: .*heap-buffer-overflow") as error:
         attend(run, source, sanitize="address")
     assert "shared memory: is located 0 bytes" in str(error.value)
     assert f"{line} |" in str(error.value), "the line itself is quoted"
 
 
-def test_a_missing_bound_on_rows_is_an_overflow_of_the_output(run: Any) -> None:
+def test_a_missing_row_bound_overflows_the_output(run: Any) -> None:
     source, line = planted("rows that exist")
     out = np.full((1, LEN_Q, DIM), np.nan, np.float16)
     q, k, v = (x[:1] for x in inputs())
@@ -142,7 +142,7 @@ def test_a_missing_bound_on_rows_is_an_overflow_of_the_output(run: Any) -> None:
         run(source, "attention", *values, grid=(3, 1, 1), block=(64, 1, 1), shared=SHARED, sanitize="address")
 
 
-def test_too_few_rows_in_an_input_are_found_at_the_copy(run: Any) -> None:
+def test_too_few_input_rows_are_reported_at_the_copy(run: Any) -> None:
     source = SOURCE.replace("const bool valid = first + row < rows;", "const bool valid = true;")
     line = next(i for i, text in enumerate(SOURCE.splitlines(), 1) if "copy_async_16(" in text)
     with pytest.raises(LaunchError, match=rf"kernel\.cu:{line}: .*heap-buffer-overflow"):

@@ -1,7 +1,7 @@
-"""Backward kernels of every kind of plan on the emulator: right under every schedule, clean under every sanitizer.
+"""Backward kernels of every kind of plan on the emulator: correct in every thread order, clean under every sanitizer.
 
-The tiles are small, so that a small call has many of them, and the spec has all that a spec can have. Default plans go
-through every variant in tests/verify/test_sweep.py.
+The tiles are small, so that a small call has many of them, and the spec uses every feature. Default plans are tested
+with every variant in tests/verify/test_sweep.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ every_plan = pytest.mark.parametrize("plan", PLANS, ids=lambda plan: str(plan).r
 
 
 def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    """Gradients of captures that a head's scores share, those of a query, those of a key, and none."""
+    """Gradients of captures that all scores of a head share, those of a query, those of a key, and none."""
     by_head, by_query = fg.Tensor("by_head"), fg.Tensor("by_query", "float16", 2)
     by_key, own = fg.Tensor("by_key", "bfloat16"), fg.Tensor("own", "float32", 3)
     return 4 * fg.tanh(s / 4) + by_head[h] * (k - q) + by_query[h, q] * (k % 3) + by_key[k] + own[h, q, k]
@@ -41,7 +41,7 @@ def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 @functools.cache
 def problem(split: int) -> tuple[Any, ...]:
-    """A spec that `split` warps can share the columns of, and a call of it with what is to come out."""
+    """Returns a spec whose columns `split` warps can divide, and a call of it with its expected results."""
     dims: dict[str, int] = {"head_dim": 24, "value_dim": 40} if split == 1 else {"head_dim": 16 * split}
     mask = fg.sliding_window(60, 20)
     spec = fg.AttentionSpec(**dims, dropout=0.17, score=learned(fg.trace_score(score)), mask=mask)
@@ -67,13 +67,13 @@ def check(plan: BackwardPlan, found: dict[str, Any]) -> None:
 
 
 @every_plan
-def test_gradients_are_right_under_every_schedule(plan: BackwardPlan) -> None:
+def test_gradients_are_right_in_every_thread_order(plan: BackwardPlan) -> None:
     for schedule in schedules(12):
         check(plan, gradients(plan, False, schedule))
 
 
 @every_plan
-def test_deterministic_gradients_have_the_same_bits_under_every_schedule(plan: BackwardPlan) -> None:
+def test_deterministic_gradients_have_the_same_bits_in_every_thread_order(plan: BackwardPlan) -> None:
     first = gradients(plan, True, Schedule())
     check(plan, first)
     for schedule in [*schedules(12), Schedule("random", "random", 77), Schedule("random", "random", 78, workers=3)]:
@@ -83,7 +83,7 @@ def test_deterministic_gradients_have_the_same_bits_under_every_schedule(plan: B
 
 
 @every_plan
-def test_workers_share_the_blocks(plan: BackwardPlan) -> None:
+def test_workers_divide_the_blocks(plan: BackwardPlan) -> None:
     check(plan, gradients(plan, False, Schedule("random", "random", workers=4)))
 
 

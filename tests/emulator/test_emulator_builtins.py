@@ -1,4 +1,4 @@
-"""CUDA's built-in functions on the emulator, against NumPy."""
+"""CUDA's built-in functions on the emulator, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_votes_of_a_warp_and_of_a_block(run: Any, order: Any) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_two_groups_of_lanes_do_not_meet(run: Any, order: Any) -> None:
+def test_two_groups_of_lanes_are_independent(run: Any, order: Any) -> None:
     out = np.zeros(32, np.int32)
     run(SOURCE, "half_warps", out, 0, 0, schedule=Schedule(order, seed=5))
     np.testing.assert_array_equal(out, [sum(range(16))] * 16 + [31] * 16)
@@ -103,7 +103,7 @@ def test_every_thread_of_a_grid_runs_once(run: Any, order: Any) -> None:
     assert report.blocks == 24
 
 
-def test_ended_threads_do_not_count_at_a_barrier(run: Any) -> None:
+def test_exited_threads_do_not_count_at_a_barrier(run: Any) -> None:
     for order in ORDERS:
         out = np.zeros(32, np.int32)
         run(SOURCE, "early_exit", out, block=(96, 1, 1), schedule=Schedule(order))

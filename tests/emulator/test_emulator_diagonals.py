@@ -1,4 +1,4 @@
-"""Sums along the diagonals of a warp's tile against NumPy."""
+"""Sums along the diagonals of a warp's tile, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KERNEL = (Path(__file__).parent / "kernels" / "diagonals.cu").read_text()
 
 
 def test_a_warp_sums_along_the_diagonals_of_a_tile(run: Any) -> None:
-    """What lanes have of a diagonal adds up to it; and 14 lanes, in which one begins, have something of each tile's."""
+    """The lanes' parts of a diagonal add up to it; 14 lanes, in which a diagonal begins, have parts of every tile."""
     _, shared = primitives_for(KERNEL, target_named("sm_90a"))
     tile = np.random.default_rng(5).integers(1, 99, (16, 24)).astype(np.float32)
     sums = np.full((5, 32), np.nan, np.float32)

@@ -1,4 +1,4 @@
-"""stmatrix, named barriers, setmaxnreg and elect: right numbers under every schedule and sanitizer."""
+"""stmatrix, named barriers, setmaxnreg and elect: correct in every thread order and sanitizer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hopper_kernels import kernel_source
 
 from flashgen.runtime.schedule import ORDERS, Schedule
+from hopper_kernels import kernel_source
 
 SOURCE = kernel_source("exchanges.cu", {})
 
@@ -18,7 +18,7 @@ def exchange(run: Any, **how: Any) -> None:
     run(SOURCE, "exchange", stored, received, elected, block=(384, 1, 1), shared=1024, **how)
     np.testing.assert_array_equal(received, np.arange(4)[:, None] * 1000 + np.arange(127, -1, -1))
     np.testing.assert_array_equal(elected, 1)
-    # Row r of matrix m is at 16-byte chunk 8 m + r; the kernel stores numbers, of which 16 bits make an element.
+    # Row r of matrix m is at 16-byte chunk 8 m + r; the kernel stores numbers whose 16 bits are an element.
     rows = stored.view(np.uint16).reshape(4, 8, 4, 2)
     matrix, row, pair = np.ogrid[:4, :8, :4]
     np.testing.assert_array_equal(rows[..., 0], 100 * matrix + 8 * row + pair)

@@ -1,4 +1,4 @@
-"""Launching: what is refused before anything runs, and how arrays reach a kernel and come back."""
+"""Launches: refusals before anything runs, and how arrays are passed to a kernel and returned."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def add(run: Any, source: np.ndarray[Any, Any], target: np.ndarray[Any, Any], sa
 
 
 @pytest.mark.parametrize("sanitize", MODES)
-def test_views_of_one_array_stay_views_of_it(run: Any, sanitize: Any) -> None:
+def test_views_of_one_array_stay_views(run: Any, sanitize: Any) -> None:
     packed = np.zeros((4, 3, 8), np.float32)
     packed[:, 0] = np.arange(32).reshape(4, 8)
     add(run, packed[:, 0], packed[:, 2], sanitize)
@@ -51,7 +51,7 @@ def test_empty_arrays_may_be_passed(run: Any, sanitize: Any) -> None:
     run(ADD, "add", empty, empty, np.int64(8), np.int64(8), 0, 0.5, block=(8, 1, 1), sanitize=sanitize)
 
 
-def test_an_overrun_into_a_neighbouring_array_is_found(run: Any) -> None:
+def test_an_overrun_into_a_neighbouring_array_is_reported(run: Any) -> None:
     source, target = np.zeros((4, 8), np.float32), np.zeros((3, 8), np.float32)
     with pytest.raises(LaunchError, match=r"(?s)kernel\.cu:5: .*overflow.*write of size 4 .*at kernel\.cu:5"):
         add(run, source, target, "address")
@@ -93,13 +93,13 @@ def test_a_wrong_schedule_is_refused(change: dict[str, Any]) -> None:
         Schedule(**change)
 
 
-def test_schedules_are_many_and_different() -> None:
+def test_thread_orders_are_many_and_different() -> None:
     many = list(schedules(20))
     assert len(set(many)) == 20
     assert {(s.order, s.copies) for s in many[:12]} == {(o, c) for o in ORDERS for c in COPIES}
 
 
-def test_sanitized_programs_end_without_a_mark_on_this_process(run: Any) -> None:
+def test_sanitized_programs_do_not_affect_this_process(run: Any) -> None:
     before = subprocess.run(["/bin/cat", "/proc/self/personality"], capture_output=True, check=False).stdout
     add(run, np.zeros((2, 8), np.float32), np.zeros((2, 8), np.float32), "thread")
     assert subprocess.run(["/bin/cat", "/proc/self/personality"], capture_output=True, check=False).stdout == before

@@ -1,4 +1,4 @@
-"""What no GPU reports: each misuse is an error that names the line, the block and the thread."""
+"""Misuse that no GPU reports is an error that names the line, the block and the thread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LINE = 1 + KERNEL.splitlines().index("  %s")
 
 
 def misuse(run: Any, body: str, finding: str, **how: Any) -> str:
-    """Runs a kernel with the body; its error must name the body's first line (or another, where the finding does)."""
+    """Runs a kernel with the body; its error must name the body's first line (or the one that is marked)."""
     how.setdefault("shared", 1024)
     with pytest.raises(LaunchError) as error:
         run(KERNEL.replace("%s", body), "kernel", np.zeros(64, np.float32), 7, **how)
@@ -36,7 +36,7 @@ def misuse(run: Any, body: str, finding: str, **how: Any) -> str:
 
 
 MISUSES = [
-    # (what is written, what is said)
+    # (code, report)
     ("if (lane % 2) value = __shfl_xor_sync(~0u, value, 1); else __syncwarp();", "divergent warp collective"),
     ("if (lane < 8) value = __shfl_xor_sync(0x1ffu, value, 1); else __syncwarp();", "divergent warp collective"),
     ("__syncwarp(0xfffffffeu);", "calling lane is not in mask fffffffe"),
@@ -74,7 +74,7 @@ def test_misuse_is_reported_by_line(run: Any, body: str, finding: str) -> None:
         assert "block (0, 0, 0)" in text
 
 
-def test_a_deadlock_lists_where_everybody_waits(run: Any) -> None:
+def test_a_deadlock_lists_where_threads_wait(run: Any) -> None:
     body = "if (lane < 16) __syncwarp();\n  else __syncthreads();"
     text = misuse(run, body, r"kernel\.cu:\d+: deadlock: no thread can go on \[block \(0, 0, 0\)\]", block=(64, 1, 1))
     for first, last, place in (
@@ -96,7 +96,7 @@ def test_a_failure_names_block_thread_source_line_and_schedule(run: Any) -> None
     assert text.rstrip().endswith("kernel.cu")
 
 
-def test_the_process_goes_on_after_a_failure(run: Any) -> None:
+def test_the_process_continues_after_a_failure(run: Any) -> None:
     for _ in range(3):
         misuse(run, "if (t == 3) __trap();", "__trap", block=(64, 1, 1))
         out = np.zeros(64, np.float32)
@@ -139,7 +139,7 @@ def test_races_of_one_block(run: Any, body: str, finding: str) -> None:
     misuse(run, body, finding, sanitize="thread", block=(64, 1, 1))
 
 
-def test_blocks_of_a_grid_race_though_they_run_one_after_another(run: Any) -> None:
+def test_blocks_of_a_grid_race_although_they_run_sequentially(run: Any) -> None:
     source = """
     struct Arguments { float* out; };
     extern "C" __global__ void kernel(const __grid_constant__ Arguments arguments) {
@@ -150,8 +150,8 @@ def test_blocks_of_a_grid_race_though_they_run_one_after_another(run: Any) -> No
         run(source, "kernel", np.zeros(1, np.float32), grid=(2, 1, 1), sanitize="thread")
 
 
-def test_blocks_may_share_nothing_but_reuse_everything(run: Any) -> None:
-    # Shared memory, stacks and barriers are used again by the next block: no race, and no value is left over.
+def test_blocks_share_nothing_but_reuse_memory(run: Any) -> None:
+    # The next block reuses shared memory, stacks and barriers: no race, and no value remains.
     source = """
     struct Arguments { float* out; };
     extern "C" __global__ void kernel(const __grid_constant__ Arguments arguments) {

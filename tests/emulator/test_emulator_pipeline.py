@@ -1,4 +1,4 @@
-"""Kernels that use Hopper's instructions together: right numbers under every schedule and sanitizer."""
+"""Kernels that combine Hopper's instructions: correct in every thread order and sanitizer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hopper_kernels import Pipeline, WrittenOperands
 
 from flashgen.runtime.schedule import Schedule, schedules
+from hopper_kernels import Pipeline, WrittenOperands
 
 KERNELS = [Pipeline(), Pipeline(stages=1), Pipeline(1, 7, 4), WrittenOperands()]
 
@@ -20,7 +20,7 @@ def check(run: Any, kernel: Any, **how: Any) -> None:
 
 
 @pytest.mark.parametrize("schedule", list(schedules(16)), ids=str)
-def test_every_schedule(run: Any, schedule: Schedule) -> None:
+def test_every_thread_order(run: Any, schedule: Schedule) -> None:
     for kernel in KERNELS:
         check(run, kernel, schedule=schedule)
 
@@ -32,13 +32,13 @@ def test_sanitizers_find_nothing(run: Any, kernel: Any, sanitize: str) -> None:
         check(run, kernel, sanitize=sanitize, schedule=schedule)
 
 
-def test_blocks_one_after_another(run: Any) -> None:
-    # Every block does the same work: what one leaves behind in the engines must not reach the next.
+def test_consecutive_blocks(run: Any) -> None:
+    # Every block does the same work: state that one leaves in the engines must not affect the next.
     kernel = Pipeline(2, 2)
     for schedule in schedules(4):
         check(run, kernel, schedule=schedule, grid=(3, 1, 1))
 
 
-def test_workers_have_engines_of_their_own(run: Any) -> None:
+def test_workers_have_separate_engines(run: Any) -> None:
     for seed in range(3):
         check(run, Pipeline(2, 2), schedule=Schedule("random", "random", seed, workers=2), grid=(6, 1, 1))

@@ -1,4 +1,4 @@
-"""The host meaning of each primitive against NumPy."""
+"""The host implementation of each primitive, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_unpacking_is_exact_for_every_pattern(run: Any) -> None:
         assert np.array_equal(np.signbit(out[:65536]), np.signbit(bits.view(np.float16)))
 
 
-def test_approximations_are_the_functions(run: Any) -> None:
+def test_approximations_are_close(run: Any) -> None:
     x = np.concatenate([np.linspace(-140, 130, 2000), [-np.inf, np.inf, np.nan, 0.0, 1.0]]).astype(np.float32)
     out = np.zeros((3, x.size), np.float32)
     run(SOURCE, "approximate", x, out, x.size)
@@ -67,7 +67,7 @@ def test_approximations_are_the_functions(run: Any) -> None:
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(0, np.float16), (1, ml_dtypes.bfloat16), (2, np.float16)])
-def test_mma_is_a_matrix_product_upon_its_accumulator(run: Any, kind: int, dtype: Any) -> None:
+def test_mma_accumulates_a_matrix_product(run: Any, kind: int, dtype: Any) -> None:
     random = np.random.default_rng(kind)
     a = random.standard_normal((16, 16)).astype(dtype)
     b = random.standard_normal((16, 8)).astype(dtype)
@@ -78,8 +78,8 @@ def test_mma_is_a_matrix_product_upon_its_accumulator(run: Any, kind: int, dtype
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(0, np.float16), (1, ml_dtypes.bfloat16), (2, np.float16)])
-def test_mma_keeps_each_element_in_its_place(run: Any, kind: int, dtype: Any) -> None:
-    # Distinct powers of two: every d[i, j] names its row and its column exactly.
+def test_mma_positions(run: Any, kind: int, dtype: Any) -> None:
+    # Distinct powers of two: every d[i, j] identifies its row and its column exactly.
     a = np.zeros((16, 16), dtype)
     a[np.arange(16), np.random.default_rng(1).permutation(16)] = 1
     b = (np.arange(16)[:, None] * 8 + np.arange(8)).astype(dtype)
@@ -88,12 +88,12 @@ def test_mma_keeps_each_element_in_its_place(run: Any, kind: int, dtype: Any) ->
     np.testing.assert_array_equal(d, a.astype(np.float32) @ b.astype(np.float32))
 
 
-def test_ldmatrix_both_ways(run: Any) -> None:
+def test_ldmatrix_with_and_without_transposition(run: Any) -> None:
     matrices = np.random.default_rng(0).permutation(256).astype(np.uint16).reshape(4, 8, 8)
     fragments = np.zeros((2, 32, 4), np.uint32)
     run(SOURCE, "load_matrices", matrices, fragments, shared=512)
     for kind, source in enumerate((matrices, matrices.transpose(0, 2, 1))):
-        # Lane l holds, of each matrix, row l / 4 and the columns 2 (l % 4) and the next.
+        # Lane l holds row l / 4 of each matrix, columns 2 (l % 4) and the next.
         pairs = np.ascontiguousarray(source).reshape(4, 32, 2)
         np.testing.assert_array_equal(fragments[kind].view(np.uint16).reshape(32, 4, 2), pairs.transpose(1, 0, 2))
 
@@ -108,7 +108,7 @@ def test_copies_fill_with_zeros_where_not_valid(run: Any, valid: int, copies: An
     np.testing.assert_array_equal(out, [want, want])
 
 
-def test_a_wait_promises_the_oldest_groups_only(run: Any) -> None:
+def test_a_wait_covers_only_the_oldest_groups(run: Any) -> None:
     data = np.random.default_rng(0).integers(1, 2**31, (3, 32, 4), dtype=np.uint32)
     nan = np.full((32, 4), 0xFFFFFFFF, np.uint32)
     out = np.zeros((3, 3, 32, 4), np.uint32)
@@ -119,7 +119,7 @@ def test_a_wait_promises_the_oldest_groups_only(run: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_copies_land_somewhere_between(run: Any, seed: int) -> None:
+def test_random_copies_land_between_issue_and_wait(run: Any, seed: int) -> None:
     data = np.random.default_rng(0).integers(1, 2**31, (3, 32, 4), dtype=np.uint32)
     out = np.zeros((3, 3, 32, 4), np.uint32)
     run(SOURCE, "wait_in_steps", data, out, shared=1536, schedule=Schedule("random", "random", seed))
@@ -138,7 +138,7 @@ def test_the_primitives_are_clean_under_sanitizers(run: Any, sanitize: str) -> N
     run(SOURCE, "load_matrices", np.zeros(256, np.uint16), np.zeros(256, np.uint32), shared=512, sanitize=sanitize)
 
 
-def test_a_counter_wraps_behind_its_last_number(run: Any) -> None:
+def test_a_counter_wraps_after_its_last_number(run: Any) -> None:
     counter, before = np.zeros(1, np.uint32), np.full(64, 99, np.uint32)
     run(SOURCE, "count", counter, before, 4, block=(64, 1, 1))
     np.testing.assert_array_equal(np.bincount(before), [13, 13, 13, 13, 12])

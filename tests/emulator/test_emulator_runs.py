@@ -1,4 +1,4 @@
-"""The copy engine on runs of bytes, and stmatrix that transposes, against NumPy."""
+"""Bulk copies of bytes, and transposing stmatrix, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hopper_kernels import kernel_source
 
 from flashgen.errors import LaunchError
 from flashgen.runtime.schedule import COPIES, Schedule
+from hopper_kernels import kernel_source
 
 BYTES = 1040
 SOURCE = kernel_source("runs.cu", {"kRunBytes": BYTES})
@@ -22,7 +22,7 @@ def arguments() -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.parametrize("copies", COPIES)
-def test_a_run_is_loaded_and_added(run: Any, copies: Any) -> None:
+def test_a_bulk_copy_loads_and_adds(run: Any, copies: Any) -> None:
     source, sums, stored = arguments()
     want = sums + 2 * source
     how = {"block": (64, 1, 1), "shared": BYTES + 8, "schedule": Schedule("random", copies, seed=3)}
@@ -31,7 +31,7 @@ def test_a_run_is_loaded_and_added(run: Any, copies: Any) -> None:
 
 
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
-def test_runs_are_clean_under_sanitizers_and_blocks_may_add_to_the_same(run: Any, sanitize: str) -> None:
+def test_bulk_copies_are_clean_under_sanitizers_and_blocks_may_add_to_one_range(run: Any, sanitize: str) -> None:
     source, sums, stored = arguments()
     want = sums + 3 * (2 * source)
     how = {"block": (64, 1, 1), "grid": (3, 1, 1), "shared": BYTES + 8, "sanitize": sanitize}
@@ -59,7 +59,7 @@ def test_runs_are_clean_under_sanitizers_and_blocks_may_add_to_the_same(run: Any
         ("kRunBytes);\n    bulk_load", "kRunBytes + 16);\n    bulk_load", "deadlock"),
     ],
 )
-def test_what_a_run_may_not_be_is_said_by_line(run: Any, before: str, after: str, finding: str) -> None:
+def test_invalid_bulk_copies_are_reported_by_line(run: Any, before: str, after: str, finding: str) -> None:
     source, sums, stored = arguments()
     assert SOURCE.count(before) == 1
     with pytest.raises(LaunchError, match=rf"(?s)kernel\.cu:\d+: .*({finding})"):
@@ -67,7 +67,7 @@ def test_what_a_run_may_not_be_is_said_by_line(run: Any, before: str, after: str
         run(text, "add_run", source, sums, stored, block=(64, 1, 1), shared=BYTES + 8)
 
 
-def test_a_run_outside_of_an_array_is_caught_by_address_sanitizer(run: Any) -> None:
+def test_a_bulk_copy_outside_an_array_is_caught_by_address_sanitizer(run: Any) -> None:
     source, sums, stored = arguments()
     with pytest.raises(LaunchError, match=r"kernel\.cu:\d+: .*heap-buffer-overflow"):
         how = {"block": (64, 1, 1), "shared": BYTES + 8, "sanitize": "address"}

@@ -1,4 +1,4 @@
-"""TMA against NumPy: where a box lands in shared memory, what lies outside of the tensor, stores and additions."""
+"""TMA compared with NumPy: layout of a box in shared memory, parts outside the tensor, stores and additions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hopper_kernels import BOXES, COPIES_OF_BOXES, Box, kernel_source
 
 from flashgen.errors import LaunchError
 from flashgen.runtime.schedule import COPIES, Schedule
+from hopper_kernels import BOXES, COPIES_OF_BOXES, Box, kernel_source
 
 
 def source(box: Box) -> str:
@@ -18,7 +18,7 @@ def source(box: Box) -> str:
 
 @pytest.mark.parametrize("copies", COPIES)
 @pytest.mark.parametrize("box", BOXES, ids=str)
-def test_a_load(run: Any, box: Box, copies: Any) -> None:
+def test_loads(run: Any, box: Box, copies: Any) -> None:
     tensor, raw = box.tensor(), np.full(box.bytes // 4, 7, np.uint32)
     how = {"block": (64, 1, 1), "shared": box.bytes + 8, "schedule": Schedule("random", copies, seed=3)}
     run(source(box), "load_box", box.map(tensor), raw, *box.start, **how)
@@ -27,7 +27,7 @@ def test_a_load(run: Any, box: Box, copies: Any) -> None:
 
 @pytest.mark.parametrize("copies", COPIES)
 @pytest.mark.parametrize(("box", "kernel"), [pair for pair in COPIES_OF_BOXES if pair[1] != "load_box"], ids=str)
-def test_a_store_and_an_addition(run: Any, box: Box, kernel: str, copies: Any) -> None:
+def test_stores_and_additions(run: Any, box: Box, kernel: str, copies: Any) -> None:
     tensor, data = box.tensor(), box.tensor(seed=1)
     raw = box.in_shared_memory(data).view(np.uint32).copy()
     want = box.stored(tensor, data, add=kernel == "add_box")
@@ -54,7 +54,7 @@ def test_copies_are_clean_under_sanitizers(run: Any, sanitize: str) -> None:
             run(source(box), kernel, box.map(tensor), raw, *box.start, **how)
 
 
-def test_blocks_may_add_to_the_same_numbers_but_not_store_to_them(run: Any) -> None:
+def test_blocks_may_add_to_the_same_elements_but_not_store_to_them(run: Any) -> None:
     box = BOXES[0]
     how = {"block": (64, 1, 1), "grid": (2, 1, 1), "shared": box.bytes, "sanitize": "thread"}
     tensor, raw = box.tensor(), np.zeros(box.bytes // 4, np.uint32)

@@ -1,4 +1,4 @@
-"""Which of a warp's meetings order memory: __syncwarp and ldmatrix do; mma, shuffles, votes and stmatrix do not."""
+"""Warp-wide operations that order memory: __syncwarp and ldmatrix do; mma, shuffles, votes and stmatrix do not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from flashgen.errors import LaunchError
 
-# Each lane reads its own row of shared memory, meets the others, and writes a neighbour's row.
+# Each lane reads its own row of shared memory, executes the operation, and writes a neighbour's row.
 SOURCE = """struct Rows {
   unsigned* seen;
 };
@@ -42,12 +42,12 @@ def meet(run: Any, meeting: str, sanitize: str | None) -> None:
 
 
 @pytest.mark.parametrize("meeting", ORDERING)
-def test_a_warp_may_write_what_was_read_before(run: Any, meeting: str) -> None:
+def test_a_write_after_an_ordered_read(run: Any, meeting: str) -> None:
     meet(run, meeting, "thread")
 
 
 @pytest.mark.parametrize("meeting", NOT_ORDERING)
-def test_a_write_after_another_lane_s_read_is_a_race(run: Any, meeting: str) -> None:
-    meet(run, meeting, None)  # nothing shows
+def test_a_write_after_another_lanes_unordered_read_is_a_race(run: Any, meeting: str) -> None:
+    meet(run, meeting, None)  # no effect on the output
     with pytest.raises(LaunchError, match=r"kernel\.cu:\d+: .*data race"):
         meet(run, meeting, "thread")

@@ -1,4 +1,7 @@
-"""wgmma against NumPy: operands from shared memory and registers, both majors of b, every swizzle, several shapes."""
+"""wgmma compared with NumPy:
+
+operands from shared memory and registers, both majors of b, every swizzle, several shapes.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hopper_kernels import PRODUCTS, ProductCase
 
 from flashgen.runtime.schedule import COPIES, ORDERS, Schedule
+from hopper_kernels import PRODUCTS, ProductCase
 
 
 def product(run: Any, case: ProductCase, accumulate: bool = True, **how: Any) -> None:
@@ -20,14 +23,14 @@ def product(run: Any, case: ProductCase, accumulate: bool = True, **how: Any) ->
 
 
 @pytest.mark.parametrize("case", PRODUCTS, ids=str)
-def test_every_way_of_an_operand(run: Any, case: ProductCase) -> None:
+def test_operand_layouts(run: Any, case: ProductCase) -> None:
     product(run, case)
     product(run, case, accumulate=False)
 
 
 @pytest.mark.parametrize("copies", COPIES)
 @pytest.mark.parametrize("order", ORDERS)
-def test_every_schedule(run: Any, order: Any, copies: Any) -> None:
+def test_every_thread_order(run: Any, order: Any, copies: Any) -> None:
     for number, case in enumerate(PRODUCTS[::9]):
         product(run, case, schedule=Schedule(order, copies, seed=number))
 

@@ -1,4 +1,4 @@
-"""Hopper's small kernels on a GPU: each in a process of its own, which may lose its context."""
+"""Hopper's small kernels on a GPU, each in a separate process, which may lose its context."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hopper_kernels import COPIES_OF_BOXES, PRODUCTS, Pipeline, WrittenOperands, kernel_source
 
 from flashgen.build import nvrtc
 from flashgen.runtime.gpu import compute_capability
+from hopper_kernels import COPIES_OF_BOXES, PRODUCTS, Pipeline, WrittenOperands, kernel_source
 
 HARDWARE = Path(__file__).with_name("hopper_hardware.py")
 TESTS = re.findall(r"^def (test_\w+)", HARDWARE.read_text(encoding="utf-8"), flags=re.MULTILINE)
 CASES: dict[str, list[Any]] = {
-    "test_every_way_of_an_operand": PRODUCTS,
-    "test_every_copy_of_a_box": [f"{box}-{kernel}" for box, kernel in COPIES_OF_BOXES],
+    "test_operand_layouts": PRODUCTS,
+    "test_box_copies": [f"{box}-{kernel}" for box, kernel in COPIES_OF_BOXES],
     "test_stmatrix_named_barriers_registers_and_elections": [""],
-    "test_all_of_it_together": [""],
+    "test_all_together": [""],
 }
-LONGEST = 100  # seconds, should a kernel hang
+LONGEST = 100  # seconds, in case a kernel hangs
 
 
-def test_no_kind_is_left_out() -> None:
+def test_every_kind_is_listed() -> None:
     assert sorted(CASES) == sorted(TESTS)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "case"), [(kind, str(case)) for kind, cases in CASES.items() for case in cases])
 @pytest.mark.quick_every(7)
-def test_the_hardware_does_what_the_emulator_does(kind: str, case: str) -> None:
+def test_the_hardware_agrees_with_the_emulator(kind: str, case: str) -> None:
     if compute_capability() != (9, 0):
         pytest.skip(f"needs a GPU of compute capability 9.0, this one has {compute_capability()}")
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", "0", "-p", "no:cacheprovider"]

@@ -1,4 +1,4 @@
-"""Compiling for the CPU: what is found, what is refused, what is cached."""
+"""Compilation for the CPU: search for a compiler, refusals, caching."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ extern "C" __global__ void store(const __grid_constant__ Arguments arguments) { 
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache that has the emulator's runtimes, which take seconds to compile, and nothing else."""
+    """A cache that only contains the emulator's runtimes, which take seconds to compile."""
     folder, compiler = tmp_path / "cache", find_compiler()
     folder.mkdir(mode=0o700)
     for mode in ("plain", "address"):
@@ -41,14 +41,14 @@ def test_a_second_compilation_is_a_lookup(monkeypatch: pytest.MonkeyPatch) -> No
     assert first.source_path.read_text() == SOURCE % 1
 
 
-def test_what_makes_a_key() -> None:
+def test_parts_of_a_key() -> None:
     kernels = [compile_host(SOURCE % n, "store", mode) for n in (1, 2) for mode in (None, "address", "thread")]
     assert len({kernel.path.parent for kernel in kernels}) == 6
     assert [kernel.mode for kernel in kernels[:3]] == ["plain", "address", "thread"]
 
 
 def keys() -> tuple[str, str]:
-    """The keys of a runtime and of a kernel, with the present environment's compiler."""
+    """Returns the keys of a runtime and of a kernel with the compiler of the current environment."""
     runtime_key = host._runtime_key("plain", find_compiler())
     return runtime_key, host._kernel_key(SOURCE % 1, "store", "plain", runtime_key)
 
@@ -62,7 +62,7 @@ def test_options_are_part_of_the_key(name: str, monkeypatch: pytest.MonkeyPatch)
     assert (before[0] != after[0]) == (name == "_RUNTIME_OPTIONS")
 
 
-def test_each_text_is_part_of_a_kernel_s_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_text_is_part_of_a_kernels_key(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime_key, before = keys()
     found = {
         before,
@@ -74,8 +74,8 @@ def test_each_text_is_part_of_a_kernel_s_key(monkeypatch: pytest.MonkeyPatch) ->
     assert len(found | {keys()[1]}) == 5
 
 
-def test_what_cxx_and_the_environment_say_is_part_of_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flags, those that a program adds by itself, headers that they include, and variables that compilers read."""
+def test_cxx_and_the_environment_are_part_of_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags, including those that a wrapper adds, headers that they include, and variables that compilers read."""
     compiler = shutil.which(find_compiler().command[0])
     texts = [f'#!/bin/sh\nexec {compiler} {flags} "$@"\n' for flags in ("", "-DHIDDEN", "-ffast-math")]
     (tmp_path / "own.h").write_text("inline int own() { return 1; }\n")
@@ -89,7 +89,7 @@ def test_what_cxx_and_the_environment_say_is_part_of_the_key(tmp_path: Path, mon
     for number, text in enumerate(texts):
         monkeypatch.setenv("CXX", program(tmp_path / f"wrapper-{number}", text))
         found.append(keys())
-    assert found[0] == found[-3]  # which adds nothing
+    assert found[0] == found[-3]  # a wrapper that adds nothing
     for variable in ("CPATH", "LIBRARY_PATH"):
         monkeypatch.setenv(variable, str(tmp_path))
         found.append(keys())
@@ -98,7 +98,7 @@ def test_what_cxx_and_the_environment_say_is_part_of_the_key(tmp_path: Path, mon
 
 @pytest.fixture
 def quick_runtimes(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The emulator's runtimes are built again from what the cache held."""
+    """Restores the emulator's runtimes from the contents of the cache."""
     held = {
         entry.name.partition(".")[0]: {file.name: file.read_bytes() for file in entry.iterdir() if file.name != META}
         for entry in own_cache.iterdir()
@@ -111,7 +111,7 @@ def quick_runtimes(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_cache_is_cleared_meanwhile(
     moment: str, sanitize: Any, quick_runtimes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the compiler runs, before the kernel is put into its place, before it is loaded, and just then."""
+    """Before the compiler runs, before the kernel is stored, before it is loaded, and during loading."""
 
     def cleared(function: Any) -> Any:
         def clear_once(*arguments: Any, **options: Any) -> Any:
@@ -139,7 +139,7 @@ def test_the_cache_is_cleared_meanwhile(
 def test_the_cache_is_cleared_all_the_time(
     sanitize: Any, quick_runtimes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it is cleared faster than it is filled, kernels are compiled and launched."""
+    """Kernels are compiled and launched even if the cache is cleared faster than it is filled."""
 
     def entry(cache: KernelCache, *arguments: Any, found: Any = KernelCache.entry) -> Any:
         stored = found(cache, *arguments)
@@ -155,8 +155,8 @@ def test_the_cache_is_cleared_all_the_time(
 
 
 @pytest.mark.parametrize("sanitize", [None, "address"])
-def test_what_cannot_be_loaded_is_an_error(sanitize: Any, quick_runtimes: None) -> None:
-    """Though the cache may be cleared: files that stay as they are are not built for ever."""
+def test_libraries_that_cannot_be_loaded_are_an_error(sanitize: Any, quick_runtimes: None) -> None:
+    """Files that do not change are not rebuilt forever, although the cache may have been cleared."""
     kernel = compile_host(SOURCE % 6, "store", sanitize)
     kernel.path.write_bytes(b"no library")
     emulator._entry_point.cache_clear()
@@ -164,7 +164,7 @@ def test_what_cannot_be_loaded_is_an_error(sanitize: Any, quick_runtimes: None) 
         emulator.launch(kernel, (1, 1, 1), (1, 1, 1), 0, bytes(8), [(0, np.zeros(1, np.int32))])
 
 
-def test_a_finding_quotes_the_source_of_a_cleared_kernel(quick_runtimes: None) -> None:
+def test_a_report_quotes_the_source_of_a_cleared_kernel(quick_runtimes: None) -> None:
     source = (SOURCE % 1).replace("*arguments.out = 1;", "arguments.out[5] = 1;")
     kernel = compile_host(source, "store", "address")
     default_cache().clear()
@@ -185,12 +185,12 @@ def test_a_cache_may_be_moved(run: Any, own_cache: Path, monkeypatch: pytest.Mon
         assert out[0] == 7
 
 
-def test_an_error_in_the_source_is_told_by_its_line() -> None:
+def test_an_error_in_the_source_is_reported_by_line() -> None:
     with pytest.raises(BuildError, match=r"(?s)kernel store does not compile .*kernel\.cu:3:\d+: error: .*nothing"):
         compile_host((SOURCE % 1).replace("= 1", "= nothing"), "store")
 
 
-def test_a_kernel_that_is_not_in_the_source() -> None:
+def test_a_missing_kernel_is_refused() -> None:
     with pytest.raises(BuildError, match=r"'load' was not declared|undeclared identifier 'load'"):
         compile_host(SOURCE % 1, "load")
 
@@ -212,7 +212,7 @@ def test_an_unknown_sanitizer_is_refused() -> None:
         compile_host(SOURCE % 1, "store", "memory")  # type: ignore[arg-type]
 
 
-def test_no_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(BuildError, match=r"neither c\+\+, .* is on the PATH; install one .*apt install g\+\+"):
@@ -220,19 +220,19 @@ def test_no_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def program(path: Path, text: str | bytes) -> str:
-    """A program of that text; its path."""
+    """Writes a program with that text and returns its path."""
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     path.chmod(0o755)
     return str(path)
 
 
-def test_a_cxx_that_no_shell_would_split_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cxx_with_invalid_quoting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", 'g++ "')
     with pytest.raises(BuildError, match=r"CXX='g\+\+ \"' cannot be split .*No closing quotation.* or unset it$"):
         find_compiler()
 
 
-def test_a_version_may_be_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_output_may_have_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = shutil.which(find_compiler().command[0])
     say = r"[ $1 = --version ] && printf 'c++ \%s 1.0\n' && exit"
     names = [program(tmp_path / octal, f'#!/bin/sh\n{say % octal}\nexec {compiler} "$@"\n') for octal in ("377", "376")]
@@ -250,8 +250,8 @@ def test_a_program_that_cannot_be_started_is_named(tmp_path: Path, monkeypatch: 
         find_compiler()
 
 
-def test_a_relative_cxx_is_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compilers run in folders of their own."""
+def test_a_relative_cxx_is_relative_to_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilers run in other folders."""
     name = program(tmp_path / "mine", f'#!/bin/sh\nexec {shutil.which(find_compiler().command[0])} "$@"\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CXX", "./mine -pipe")
@@ -276,7 +276,7 @@ def test_a_program_that_is_no_compiler_is_refused(monkeypatch: pytest.MonkeyPatc
         find_compiler()
 
 
-def test_every_primitive_has_a_host_meaning() -> None:
+def test_every_primitive_has_a_host_implementation() -> None:
     text = host._render_primitives()
     for path in (host.template_root() / "device").glob("*.cuh.jinja"):
         assert "macro host" in path.read_text() or "macro shared" in path.read_text(), path.name

@@ -1,4 +1,4 @@
-"""The examples that need a framework: at a tiny size on the emulator, in full on a GPU, what they say without it."""
+"""The examples that need a framework: tiny on the emulator, in full on a GPU, and their errors without it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def shown(name: str, *arguments: str) -> str:
 @pytest.mark.rotated(2)
 @pytest.mark.parametrize("name", ["bert_padding.py", "context_parallel.py", "flex_migration.py", "jax_attention.py"])
 def test_on_the_emulator(name: str) -> None:
-    """Each judges what it computes."""
+    """Each example checks its results."""
     assert shown(name, "--emulate")
 
 
@@ -52,14 +52,14 @@ def test_training_on_the_emulator(tmp_path: Path) -> None:
     again = shown("train_gpt2.py", *options, "--steps", "9", "--resume")
     straight = shown("train_gpt2.py", "--emulate", *TINY, "--folder", str(tmp_path / "whole"), "--steps", "9")
     of_both = [re.findall(r"loss .* steps", text) for text in (again, straight)]
-    assert of_both[0] == of_both[1] and "in 9 steps" in again, "as if it had never stopped"
+    assert of_both[0] == of_both[1] and "in 9 steps" in again, "resuming changes nothing"
     assert (tmp_path / "gpt2-flashgen.svg").read_text(encoding="utf-8").startswith("<svg")
     other = shown("train_gpt2.py", *options, "--steps", "6", "--attention", "sdpa")
     assert abs(float(re.findall(r"-> (\S+)", other)[0]) - losses[1]) <= 0.01 * losses[1]
 
 
 @pytest.mark.parametrize("name", NEEDS)
-def test_what_is_said_without_the_framework(name: str) -> None:
+def test_error_without_the_framework(name: str) -> None:
     missing = NEEDS[name][0]
     program = f"import runpy, sys; sys.modules[{missing!r}] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
     done = run(name, program=("-c", program))
@@ -68,7 +68,7 @@ def test_what_is_said_without_the_framework(name: str) -> None:
 
 @pytest.mark.rotated(4)
 @pytest.mark.parametrize("name", NEEDS)
-def test_what_is_said_without_a_gpu(name: str) -> None:
+def test_error_without_a_gpu(name: str) -> None:
     for package in NEEDS[name]:
         pytest.importorskip(package)
     done = run(name, CUDA_VISIBLE_DEVICES="", JAX_PLATFORMS="cpu")

@@ -1,4 +1,4 @@
-"""examples/serve.py: its tokens are those of a pass without a cache, whatever is shared, grown or evicted."""
+"""examples/serve.py: tokens equal those of a pass without a cache, with shared pages, growth and eviction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FEW_PAGES = ("--page-size", "8", "--pages", "8", "--requests", "7", "--prefix", 
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Its modules, for this test alone."""
+    """Imports its modules for a single test."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import serve
 
@@ -28,7 +28,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def served(monkeypatch: pytest.MonkeyPatch, capsys: Any, example: Any, *arguments: str) -> Any:
-    """For each attention: tokens that were shared, evictions, and tokens that were checked."""
+    """Returns shared tokens, evictions, and checked tokens for each attention."""
     monkeypatch.setattr(sys, "argv", ["serve.py", "--emulate", "--check", *arguments])
     example.main()
     text = capsys.readouterr().out
@@ -38,19 +38,19 @@ def served(monkeypatch: pytest.MonkeyPatch, capsys: Any, example: Any, *argument
 
 @pytest.mark.rotated(3)
 @pytest.mark.parametrize("size", [1, 8, 16])
-def test_over_pages_and_over_sdpa(monkeypatch: Any, capsys: Any, example: Any, size: int) -> None:
-    """Both loops do the same steps, and every token is right."""
+def test_with_pages_and_with_sdpa(monkeypatch: Any, capsys: Any, example: Any, size: int) -> None:
+    """Both loops make the same steps, and every token is right."""
     (ours, theirs) = served(monkeypatch, capsys, example, "--page-size", str(size))
     assert ours == theirs and ours[0] > 0 and ours[2] > 0
 
 
-def test_where_pages_run_out(monkeypatch: Any, capsys: Any, example: Any) -> None:
-    """Sequences give up their pages, come back with what they have made, and no token changes."""
+def test_eviction_when_pages_run_out(monkeypatch: Any, capsys: Any, example: Any) -> None:
+    """Evicted sequences continue from their generated tokens, and no token changes."""
     ((shared, evicted, checked),) = served(monkeypatch, capsys, example, *FEW_PAGES, "--attention", "flashgen")
     assert shared and evicted and checked
 
 
-def test_the_check_sees_a_token_that_is_not_the_models(example: Any) -> None:
+def test_the_check_detects_a_wrong_token(example: Any) -> None:
     from serving.llama import SIZES, Llama
     from serving.loop import Server
     from serving.pages import Pool
@@ -63,13 +63,13 @@ def test_the_check_sees_a_token_that_is_not_the_models(example: Any) -> None:
     right = server.run([request])[0]
     assert example.check(model, [request], {0: right}).startswith("3 tokens checked")
     wrong = [*right[:-1], (right[-1] + 1) % 96]
-    with pytest.raises(SystemExit, match="that a pass without a cache does not take"):
+    with pytest.raises(SystemExit, match="that a pass without a cache does not select"):
         example.check(model, [request], {0: wrong})
     with pytest.raises(SystemExit, match="has lost its prompt"):
         example.check(model, [request], {0: [9, *right[1:]]})
 
 
-def test_what_can_never_fit(example: Any) -> None:
+def test_requests_that_never_fit_are_refused(example: Any) -> None:
     from serving.llama import SIZES, Llama
     from serving.loop import Server
     from serving.pages import Pool
@@ -79,11 +79,11 @@ def test_what_can_never_fit(example: Any) -> None:
     server = Server(model, example.Dense(model, 1, 256), Pool(2, 4), 1, 256, 8, capture=False)
     with pytest.raises(ValueError, match="request 5 has 9 tokens; the pool has 2 pages of 4"):
         server.run([Request(5, [1] * 6, 3)])
-    with pytest.raises(ValueError, match="has 300 tokens; a slot has place for 256"):
+    with pytest.raises(ValueError, match="has 300 tokens; a slot has room for 256"):
         server.run([Request(6, [1] * 290, 10)])
 
 
-def test_pages_that_are_shared(example: Any) -> None:
+def test_shared_pages(example: Any) -> None:
     from serving.pages import Pool
 
     pool, prompt = Pool(6, 2), [5, 6, 7, 8, 9]
@@ -100,8 +100,8 @@ def test_pages_that_are_shared(example: Any) -> None:
     assert pool.free == 6 and pool.shared(prompt) == []
 
 
-def test_a_page_of_another_with_the_same_keys_is_no_name(example: Any) -> None:
-    """What stands behind such a page is not published: the page before it may go while it stays."""
+def test_pages_behind_a_duplicate_are_not_published(example: Any) -> None:
+    """The page before them may be released while they stay."""
     from serving.pages import Pool
 
     pool, prompt = Pool(6, 2), [5, 6, 7, 8]
@@ -116,7 +116,7 @@ def test_a_page_of_another_with_the_same_keys_is_no_name(example: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("arguments", [(), FEW_PAGES])
 def test_on_a_gpu(arguments: tuple[str, ...]) -> None:
-    """With decode steps as captured graphs."""
+    """Decode steps are captured graphs."""
     command = [sys.executable, str(ROOT / "examples" / "serve.py"), "--size", "tiny", "--check", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.count("tokens checked") == 2, done.stderr

@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from planting import Result
 
 import flashgen.codegen.mma_sync.backward as backward_module
 import flashgen.language as fg
@@ -24,18 +23,19 @@ from flashgen.launch.engines import Emulator, EmulatorRunner
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import Shape, gradients_by_name, judged_gradients, learned, random_gradients, random_inputs
 from flashgen.verify.gradients import poisoned_gradients
+from planting import Result
 
 SEED = 11
 _PLAN = BackwardPlan(32, 32, 2)
-RAGGED = Shape(70, 100, 1, 2, 1)  # several tiles either way, the last ones ragged, and a group of two query heads
+RAGGED = Shape(70, 100, 1, 2, 1)  # several tiles in both directions, partial last ones, and a group of two query heads
 
 
 @dataclass(frozen=True)
 class BackwardSubject:
-    """A backward pass and one call of it. The tiles are small, so that a small call has several of them.
+    """A backward pass and one call of it, with small tiles, so that a small call has several of them.
 
     Attributes:
-        part: the kernel that faults are planted in.
+        part: the kernel in which faults are planted.
         of_lse: whether the LSE has a gradient, too.
     """
 
@@ -75,7 +75,7 @@ class BackwardSubject:
 
 @dataclass(frozen=True)
 class SanitizesOne(Emulator):
-    """Sanitizes only the kernel that a fault was planted in.
+    """Sanitizes only the kernel in which a fault is planted.
 
     The other kernels of the pass are sanitized in the call without a fault, which is checked, too.
     """
@@ -104,7 +104,7 @@ def _problem(spec: fg.AttentionSpec, shape: Shape, of_lse: bool) -> tuple[Any, .
 
 def backward_subjects() -> dict[str, BackwardSubject]:
     def causal(dim: int) -> fg.AttentionSpec:
-        return fg.AttentionSpec(dim, mask=fg.causal(align="top_left"))  # nobody attends to the last keys
+        return fg.AttentionSpec(dim, mask=fg.causal(align="top_left"))  # no query attends to the last keys
 
     exact = QueriesPlan(32, 32, 2)
     table = fg.Tensor("table", "float32", 2, grad=True)
@@ -113,12 +113,12 @@ def backward_subjects() -> dict[str, BackwardSubject]:
     bias = fg.trace_score(lambda s, b, h, q, k: s + table[h, (q - k) % 7] + by_key[k] + by_query[q] * (k % 3), "bias")
     of_lanes = fg.trace_score(lambda s, b, h, q, k: s + table[h, k % 8 + q // 1000], "of_lanes")
     slopes = learned(fg.alibi("slopes"))
-    # Beyond the last key a score and its slope are infinite; beyond the last query it is no number.
+    # Beyond the last key a score and its slope are infinite; beyond the last query the score is NaN.
     low = fg.trace_score(lambda s, b, h, q, k: fg.where(k < fg.len_k, s - 300, fg.exp(s + 1000)), "low")
     ends = fg.trace_score(lambda s, b, h, q, k: fg.where(q < fg.len_q, s, fg.log(s - 1000)), "ends")
     hidden = fg.trace_score(lambda s, b, h, q, k: fg.where(q % 3 == 0, -float("inf"), s), "hidden")
     return {
-        # `keys`, by the warps that share keys, and by stages of Q and dO
+        # The dkdv kernel, by the warps that share keys, and by stages of Q and dO
         "one stage": BackwardSubject(causal(16), BackwardPlan(32, 32, 2, 1, 1)),
         "two stages": BackwardSubject(causal(16), BackwardPlan(32, 32, 2, 1, 2)),
         "split in 2": BackwardSubject(causal(32), BackwardPlan(32, 32, 4, 2, 2)),
@@ -129,7 +129,7 @@ def backward_subjects() -> dict[str, BackwardSubject]:
         "exact, two stages": BackwardSubject(causal(16), BackwardPlan(32, 32, 2, 1, 2), exact),
         "exact, split in 2": BackwardSubject(causal(32), BackwardPlan(32, 32, 4, 2, 2), exact),
         "exact, split in 4": BackwardSubject(causal(64), BackwardPlan(64, 32, 8, 4, 1), exact),
-        # `queries`
+        # The dq kernel
         "queries, one stage": BackwardSubject(causal(16), queries_plan=QueriesPlan(32, 32, 2, 1, 1), part="dq"),
         "queries, two stages": BackwardSubject(causal(16), queries_plan=QueriesPlan(32, 32, 2, 1, 2), part="dq"),
         "queries, split in 2": BackwardSubject(causal(32), queries_plan=QueriesPlan(32, 64, 4, 2, 2), part="dq"),

@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from planting import Result
 
 import flashgen.language as fg
 from flashgen.attention import Attention
@@ -24,13 +23,14 @@ from flashgen.launch.engines import Emulator
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import Shape, judged, random_inputs
 from flashgen.verify.problems import poisoned_outputs
+from planting import Result
 
 _SEED = 11
 
 
 @dataclass(frozen=True)
 class ForwardSubject:
-    """A kernel and one call of it. The tiles are small, so that a small call has several of them and several warps."""
+    """A kernel and one call of it, with small tiles, so that a small call has several of them and several warps."""
 
     spec: fg.AttentionSpec
     shape: Shape
@@ -84,7 +84,7 @@ class ForwardSubject:
 
 
 def forward_subjects() -> dict[str, ForwardSubject]:
-    """Calls with several tiles of queries and keys, a ragged last one of each, and, where masked, rows without keys."""
+    """Returns calls with several tiles, the last ones partial, and, where masked, rows without keys."""
     ragged, rows_without_keys = Shape(70, 100, 1, 2, 1), Shape(70, 50, 1, 2, 1)
     causal = fg.AttentionSpec(16, mask=fg.causal())
     return {
@@ -92,7 +92,7 @@ def forward_subjects() -> dict[str, ForwardSubject]:
         "two stages": ForwardSubject(causal, ragged, stages=2),
         "one key over": ForwardSubject(causal, Shape(64, 97, 1, 1, 1)),
         "wide values": ForwardSubject(fg.AttentionSpec(16, value_dim=64, mask=fg.causal()), ragged),
-        # Rows outgrow their references: with the default scale, random scores hardly differ, and nothing is rescaled.
+        # Rows exceed their maxima: at the default scale, random scores vary too little for any rescaling.
         "steep scores": ForwardSubject(fg.AttentionSpec(16, scale=4.0, mask=fg.causal()), ragged),
         "rows without keys": ForwardSubject(causal, rows_without_keys),
         "grouped heads": ForwardSubject(fg.AttentionSpec(16), Shape(40, 40, 1, 4, 2)),
@@ -106,15 +106,15 @@ def forward_subjects() -> dict[str, ForwardSubject]:
         "hopper": ForwardSubject(
             fg.AttentionSpec(32, scale=4.0, mask=fg.causal()), Shape(150, 200, 1, 2, 2), stages=2, target="sm_90a"
         ),
-        # Two draws. A step is three blocks of keys, so that two of a warp's 32 lanes prepare none.
+        # Two draws. A step has three blocks of keys, so that two of a warp's 32 lanes draw nothing.
         "hopper, dropout": ForwardSubject(
             fg.AttentionSpec(16, dropout=0.3), Shape(70, 1990, 2, 1, 1), stages=2, tile_k=96, target="sm_90a"
         ),
-        # The output takes the place of Q, where its panels are narrower: a warp's rows lie over those of others.
+        # The output overlays Q, whose panels are narrower: rows of a warp overlay those of others.
         "hopper, no room": ForwardSubject(
             fg.AttentionSpec(256, value_dim=240), Shape(100, 100, 1, 1, 1), stages=2, tile_k=80, target="sm_90a"
         ),
-        # Several tails a block: a tile of keys is two pages, or a part of one.
+        # Several tails per block: a tile of keys is two pages, or a part of one.
         "hopper, pages": ForwardSubject(
             fg.AttentionSpec(32, mask=fg.causal(), page_size=16), Shape(260, 201, 3, 2, 1), stages=2, target="sm_90a"
         ),

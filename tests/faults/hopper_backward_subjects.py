@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from planting import Result
-
 import flashgen.language as fg
 from flashgen import attention
 from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
@@ -17,8 +15,9 @@ from flashgen.runtime.schedule import Schedule
 from flashgen.verify import Shape, gradients_by_name, judged_gradients, random_gradients, random_inputs
 from flashgen.verify.gradients import poisoned_gradients
 from flashgen.verify.variants import learned
+from planting import Result
 
-# Several tiles of queries and of keys, the last ones ragged, and a group of two query heads.
+# Several tiles of queries and of keys, the last ones partial, and a group of two query heads.
 _SHAPE = Shape(330, 600, 1, 2, 1)
 
 
@@ -27,7 +26,7 @@ class HopperBackwardSubject:
     """A backward pass and one call of it.
 
     Attributes:
-        part: the kernel that faults are planted in.
+        part: the kernel in which faults are planted.
         options: options of `flashgen.compile`.
     """
 
@@ -56,7 +55,7 @@ class HopperBackwardSubject:
 
 @cache
 def _problem(subject: HopperBackwardSubject) -> tuple[Any, ...]:
-    """The inputs of a call, its output and LSE, the gradient of the output, and the call's other arguments."""
+    """Returns the inputs of a call, its output and LSE, the gradient of the output, and its other arguments."""
     inputs = random_inputs(subject.spec, subject.shape, seed=11)
     given = {**inputs.captures, **({"seed": 7} if subject.spec.dropout else {})}
     out, lse = subject._compiled()(inputs.q, inputs.k, inputs.v, return_lse=True, **given)
@@ -64,14 +63,14 @@ def _problem(subject: HopperBackwardSubject) -> tuple[Any, ...]:
 
 
 def hopper_backward_subjects() -> dict[str, HopperBackwardSubject]:
-    """The kernels of each plan, and calls in which tiles of keys are split, lie in one another's way or are empty."""
+    """Returns the kernels of each plan, and calls in which tiles of keys are split, contend, or are empty."""
     return {
         "keys": HopperBackwardSubject(
             fg.AttentionSpec(64, mask=fg.causal()), options={"backward_plan": HopperBackwardPlan(64)}
         ),
         "late": HopperBackwardSubject(fg.AttentionSpec(64, mask=fg.causal())),
         "wide": HopperBackwardSubject(fg.AttentionSpec(144, value_dim=136, mask=fg.causal())),
-        # With more stages of Q than of q * k, whose places are not free by what Q's are.
+        # With more stages of Q than of q * k, whose slots are therefore not free when those of Q are.
         "wide, learned": HopperBackwardSubject(
             fg.AttentionSpec(144, value_dim=136, mask=fg.causal(), score=learned(fg.softcap(20)(fg.alibi("slopes")))),
             options={"backward_plan": HopperWidePlan(32, 3)},
@@ -91,11 +90,11 @@ def hopper_backward_subjects() -> dict[str, HopperBackwardSubject]:
         "finished apart": HopperBackwardSubject(
             fg.AttentionSpec(64, mask=fg.causal()), options={"backward_plan": HopperBackwardPlan(64, finish_apart=True)}
         ),
-        "untouched": HopperBackwardSubject(  # tiles of keys that nobody attends to, one behind the other
+        "untouched": HopperBackwardSubject(  # consecutive tiles of keys to which no query attends
             fg.AttentionSpec(64, mask=fg.trace_mask(lambda b, h, q, k: (k < 100) | (k >= 512))),
             options={"backward_plan": HopperBackwardPlan(64)},
         ),
-        "parts": HopperBackwardSubject(  # a tile of keys in four parts
+        "parts": HopperBackwardSubject(  # a tile of keys in four splits
             fg.AttentionSpec(64), options={"backward_plan": HopperBackwardPlan(64)}, shape=Shape(2100, 90, 1, 1, 1)
         ),
         "before parts": HopperBackwardSubject(

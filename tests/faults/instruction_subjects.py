@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import struct
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from planting import Result
 
 from flashgen.build.host import compile_host
 from flashgen.runtime.emulator import launch
 from flashgen.runtime.schedule import Schedule
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "emulator"))
 from hopper_kernels import Pipeline, WrittenOperands
 from kernel_arguments import pack_arguments
+from planting import Result
 
 _ROWS_IN_MAP = 36  # the offset of the size of dimension 1 in a map of templates/emulator/tensor_map.h
 
@@ -28,7 +24,7 @@ class InstructionSubject:
     """A kernel and its launch.
 
     Attributes:
-        rows_of_a: the rows that the first tensor map claims to have; None for those of its array.
+        rows_of_a: the number of rows that the first tensor map declares; None for that of its array.
     """
 
     kernel: Any

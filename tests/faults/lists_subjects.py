@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from planting import Result
 
 import flashgen.language as fg
 from flashgen import attention
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.runtime.schedule import Schedule
+from planting import Result
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class ListsSubject:
     """Lists the tiles of one tile of queries.
 
     Attributes:
-        length: the keys, which are more tiles of 16 than the warps of a block look at in one turn.
+        length: number of keys, which is more tiles of 16 than the warps of a block handle in one iteration.
     """
 
     length: int = 2200

@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from planting import Result
 
 import flashgen as fg
 from flashgen.codegen.hopper.mixed_plans import HopperMixedPlan
@@ -20,6 +19,7 @@ from flashgen.launch.engines import Emulator
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import judged
 from flashgen.verify.problems import Shape, poisoned_outputs, random_inputs
+from planting import Result
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class MixedSubject:
 
     Attributes:
         lengths: (queries, keys) of each sequence.
-        outside: rows of queries before the first sequence and behind the last, which belong to none.
-        multiprocessors: those of the emulated GPU. They are few, so that a block takes several tiles.
-        kernels: the beginning of the name of the kernel that faults are planted in.
+        outside: rows of queries before the first sequence and after the last, which belong to none.
+        multiprocessors: those of the emulated GPU; few, so that a block processes several tiles.
+        kernels: the beginning of the name of the kernel in which faults are planted.
     """
 
     target: str
@@ -60,7 +60,7 @@ class MixedSubject:
         return Result(judged(compiled.spec, q, k, v, out, lse, given).ok)
 
     def _inputs(self) -> tuple[Any, ...]:
-        """(Q, K, V, the call's other arguments)."""
+        """Returns (Q, K, V, the call's other arguments)."""
         paged = fg.AttentionSpec(16, mask=fg.causal(), page_size=self.page_size, layout="bshd")
         inputs = random_inputs(paged, Shape(1, 190, len(self.lengths), 6, 2), seed=1)
         for array in (inputs.k, inputs.v):
@@ -77,9 +77,9 @@ class MixedSubject:
 
 
 def mixed_subjects() -> dict[str, MixedSubject]:
-    # Prompts of several tiles, decoded queries of several tiles of rows, and sequences without either between them.
+    # Prompts of several tiles, decode queries of several tiles of rows, and sequences without either between them.
     few = ((1, 150), (70, 90), (0, 40), (15, 190), (0, 0), (1, 3), (33, 20), (1, 120))
-    # Prompts of several tiles, of one, and without keys; more sequences than a warp looks at at once.
+    # Prompts of several tiles, of one, and without keys; more sequences than a warp handles at once.
     many = ((1, 50), (150, 190), (63, 70), (64, 64), *((0, 3), (1, 9)) * 16, (70, 0), (130, 100))
     plan = MixedPlan(DecodePlan(16, 32, 2, 2, scheduled=True), ForwardPlan(32, 32, 2))
     hopper = HopperMixedPlan(HopperPlan(1, 32), DecodePlan(16, 32, 2, 2, scheduled=True))

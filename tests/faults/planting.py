@@ -1,4 +1,4 @@
-"""What a planted fault is: a change of a kernel's text, and how it must show when the kernel is launched."""
+"""Planted faults: a change of a kernel's text, and how it must show when the kernel is launched."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ LINE = "LINE"
 
 @dataclass(frozen=True)
 class Result:
-    """What a launch wrote into outputs that were full of NaN, as `flashgen verify` judges it."""
+    """The outputs of a launch, which were full of NaN before, as judged by `flashgen verify`."""
 
     is_right: bool
     holds_nan: bool = False
 
 
 class Subject(Protocol):
-    """A call whose kernels faults are planted in."""
+    """A call in whose kernels faults are planted."""
 
     def texts(self) -> Mapping[str, str]:
-        """The emitted kernels that a fault may change, by name."""
+        """Returns the emitted kernels that a fault may change, by name."""
 
     def run(
         self, texts: Mapping[str, str] | None, *, sanitize: Any, schedule: Schedule, shared_bytes: int = 0
     ) -> Result:
-        """Make the call with these texts in place of the emitted ones.
+        """Makes the call with these texts in place of the emitted ones.
 
         shared_bytes: added to the shared memory of the changed kernel's launch.
         """
@@ -91,7 +91,7 @@ class Fault:
         return f"{self.kind}, {self.subject}: {self.name}"
 
     def plant(self, texts: Mapping[str, str]) -> tuple[dict[str, str], int]:
-        """The changed texts, and the number of the first line that the fault changes."""
+        """Returns the changed texts, and the number of the first line that the fault changes."""
         if not self.pattern:
             return {}, 0
         planted: dict[str, str] = {}
@@ -109,7 +109,7 @@ class Fault:
         return planted, line
 
     def expected_report(self, check: Check, line: int) -> str | None:
-        """The regular expression that an error must match, None if the check wants no error."""
+        """Returns the regular expression that an error must match, or None if the check expects no error."""
         if check.report is None:
             return None
         assert REPORT not in check.report or self.report, f"{self}: the row gives no report"

@@ -1,4 +1,4 @@
-"""Every call that faults are planted in, by its kind and its name."""
+"""Every call in which faults are planted, by kind and name."""
 
 from __future__ import annotations
 

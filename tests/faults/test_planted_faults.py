@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fault_table import FAULTS
 from flashgen.errors import LaunchError
 from flashgen.runtime.schedule import Schedule
-
-sys.path.insert(0, str(Path(__file__).parent))
-from fault_table import FAULTS
 from planting import Check, Fault, Result
 from subjects import SUBJECTS
 
@@ -22,7 +18,10 @@ EVERY_ORDER = [Schedule("in_order", "late"), Schedule("greedy_warp", "early"), S
 
 
 def every_check() -> list[Any]:
-    """A test's parameters: each fault with each of its checks, of which the first always runs and others rotate."""
+    """Returns a test's parameters:
+
+    each fault with each of its checks, of which the first always runs and others rotate.
+    """
     return [
         pytest.param(fault, check, id=f"{fault}, {check.name}", marks=[pytest.mark.rotated(parts)] if parts > 1 else [])
         for fault in FAULTS
@@ -33,7 +32,7 @@ def every_check() -> list[Any]:
 
 @cache
 def as_emitted(kind: str, name: str, sanitize: Any, schedule: Schedule) -> Result:
-    """The result of a call without a fault."""
+    """Returns the result of a call without a fault."""
     return SUBJECTS[kind][name].run(None, sanitize=sanitize, schedule=schedule)
 
 

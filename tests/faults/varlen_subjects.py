@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from planting import Result
 
 import flashgen as fg
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import judged, judged_gradients
 from flashgen.verify.gradients import gradients_by_name
+from planting import Result
 
 _LENGTHS_Q, _LENGTHS_K, _USED_K = (150, 0, 70, 33), (140, 20, 70, 90), (130, 20, 0, 90)
 _BEFORE_Q, _BEHIND_Q, _BEFORE_K, _BEHIND_K = 3, 4, 4, 5  # rows that belong to no sequence
@@ -28,9 +28,8 @@ class VarlenSubject:
 
     Attributes:
         mask: None for a mask whose tiles are listed.
-        kernels: the beginning of the names of the kernels that faults are planted in.
-        offsets_q: the offsets of the sequences in Q, in place of those that are right: only the forward is called, and
-            its result is not judged.
+        kernels: the beginning of the names of the kernels in which faults are planted.
+        offsets_q: wrong offsets of the sequences in Q: only the forward is called, and its result is not judged.
     """
 
     target: str
@@ -76,7 +75,7 @@ class VarlenSubject:
 
 
 def _arrays() -> tuple[Any, ...]:
-    """(Q, K and V; the gradient of the output; which rows of K and V belong to no sequence or are not in use)."""
+    """Returns (Q, K and V; the gradient of the output; which rows of K and V belong to no sequence or are unused)."""
     random = np.random.default_rng(4)
     rows_q = _BEFORE_Q + sum(_LENGTHS_Q) + _BEHIND_Q
     rows_k = _BEFORE_K + sum(_LENGTHS_K) + _BEHIND_K

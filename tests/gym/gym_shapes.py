@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from families.entry import Entry
-
 from flashgen.verify import Shape
 
 DTYPES = ("float16", "bfloat16")
-LENGTH, LARGE_LENGTH = 315, 1999  # what windows, blocks and canvases are chosen for
+LENGTH, LARGE_LENGTH = 315, 1999  # the length for which windows, blocks and canvases are chosen
 
 SHAPES = (Shape(315, 315, 2, 4, 2), Shape(203, 315, 2, 2, 2), Shape(315, 201, 2, 2, 1))
 EMULATED_SHAPES = (Shape(315, 315, 1, 2, 1), Shape(203, 315, 1, 2, 2), Shape(315, 201, 1, 2, 2))

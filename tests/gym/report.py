@@ -1,4 +1,4 @@
-"""A table of the suite: range or lists, the work that is left, and what is proven of the tiles.
+"""A table of the suite: range or lists, remaining work, and what is proven of the tiles.
 
 python tests/gym/report.py [LENGTH] [--tile ROWSxCOLUMNS]
 """
@@ -9,11 +9,10 @@ import argparse
 
 from families import entries
 from families.entry import Entry
-from gym_shapes import DTYPES, EMULATED_SHAPES, LARGE_LENGTH, LENGTH
-from tile_proofs import by_intervals, mapped, transposed
-
 from flashgen.analysis.intervals.evaluation import EMPTY, FULL
 from flashgen.verify import Case, Shape, spec_of, verify
+from gym_shapes import DTYPES, EMULATED_SHAPES, LARGE_LENGTH, LENGTH
+from tile_proofs import by_intervals, mapped, transposed
 
 HEADER = ("variant", "keys", "queries", "work", "EMPTY", "FULL", "EMPTY by intervals", "FULL by intervals", "lies")
 
@@ -33,7 +32,7 @@ def proofs(length: int, tile: tuple[int, int]) -> list[tuple[str, ...]]:
 
 
 def errors() -> list[tuple[str, ...]]:
-    """The largest share of its bound that a kernel's error takes, over the shapes of the tests."""
+    """Returns the largest fraction of its bound that a kernel's error reaches, over the shapes of the tests."""
     table = [("variant", *(f"{dtype} error / bound" for dtype in DTYPES), "LSE error")]
     for entry in entries(LENGTH):
         shares, of_lse = [], 0.0

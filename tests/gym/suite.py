@@ -1,6 +1,6 @@
 """Every variant of the suite by name, for the command line: `flashgen verify tests/gym/suite.py:flamingo`.
 
-A mixture is named with _with_, document_causal_with_alibi; `python tests/gym/report.py` prints what there is.
+A combination is named with _with_, document_causal_with_alibi; `python tests/gym/report.py` lists all.
 """
 
 from __future__ import annotations

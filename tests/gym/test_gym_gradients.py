@@ -1,4 +1,4 @@
-"""The suite's backward by the numerics rule, with a gradient for every array of floats that a score function reads."""
+"""The suite's backward by the numerics rule, with a gradient for every float array that a score function reads."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
 from families import entries
 from families.entry import Entry
-from gym_shapes import DTYPES, EMULATED_SHAPES, LARGE_LENGTH, LARGE_SHAPES, LENGTH, named
-
 from flashgen.verify import Case, Shape, learned, spec_of, verify
+from gym_shapes import DTYPES, EMULATED_SHAPES, LARGE_LENGTH, LARGE_SHAPES, LENGTH, named
 
 SMALL, LARGE = entries(LENGTH), entries(LARGE_LENGTH)
 
-# One of each kind of code: ranges and lists in both directions, gathers of every shape, rows of nothing, derivatives.
+# One of each kind of code: ranges and lists in both directions, gathers of every shape, rows without keys, derivatives.
 COVERING = {
     *("bottom_right_causal", "dilated", "document_window", "block_diffusion", "tree_decoding", "neighbourhood_wide"),
     *("flamingo", "block_sparse_25", "relative_table", "bias_b11k", "low_rank_bias", "t5_log", "document_causal+alibi"),
@@ -49,7 +49,7 @@ def test_the_deterministic_backward_on_the_emulator(number: int) -> None:
 @pytest.mark.parametrize("entry", [SMALL[number] for number in COVERED], ids=named)
 @pytest.mark.rotated(12)
 def test_address_and_undefined_behaviour_sanitizers_find_nothing(entry: Entry) -> None:
-    """In one mode of the backward and the other, at a shape each."""
+    """In both modes of the backward, at one shape each."""
     for deterministic, shape in enumerate(EMULATED_SHAPES[1:]):
         options: dict[str, Any] = {"emulate": True, "sanitize": "address", "deterministic": bool(deterministic)}
         assert_agrees(entry, (shape,), 40, "float16", **options)
@@ -64,5 +64,5 @@ def test_on_a_gpu(number: int, head_dim: int, deterministic: bool) -> None:
     assert_agrees(LARGE[number], LARGE_SHAPES, head_dim, DTYPES[number % 2], deterministic=deterministic)
 
 
-def test_the_covering_set_names_what_exists() -> None:
+def test_the_covering_set_names_existing_variants() -> None:
     assert {entry.name for entry in SMALL} >= COVERING

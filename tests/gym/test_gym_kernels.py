@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from families import entries
 from families.entry import Entry
-from gym_shapes import DTYPES, EMULATED_SHAPES, LARGE_LENGTH, LARGE_SHAPES, LENGTH, named
-
 from flashgen.verify import Case, Shape, spec_of, verify
+from gym_shapes import DTYPES, EMULATED_SHAPES, LARGE_LENGTH, LARGE_SHAPES, LENGTH, named
 
 SMALL, LARGE = entries(LENGTH), entries(LARGE_LENGTH)
 
-# One of each kind of code: ranges, lists by head and batch, captures of every shape, rows of nothing, bit operations.
+# One of each kind of code: ranges, lists by head and batch, captures of every shape, rows without keys, bit operations.
 COVERING = {
     *("bottom_right_causal", "dilated", "per_token_window", "document_window", "shared_prefix", "batchify_window"),
     *("block_diffusion", "tree_decoding", "neighbourhood_wide", "neighbourhood_morton_wide", "sliding_tile_3d"),
@@ -60,5 +60,5 @@ def test_the_other_family_on_a_gpu(number: int, other_target: str) -> None:
     assert_agrees(LARGE[number], LARGE_SHAPES, (64, 128)[number // 2 % 2], DTYPES[number % 2], target=other_target)
 
 
-def test_the_covering_set_names_what_exists() -> None:
+def test_the_covering_set_names_existing_variants() -> None:
     assert {entry.name for entry in SMALL} >= COVERING

@@ -1,14 +1,12 @@
-"""The lists that the generated kernels make for the suite are, tile by tile, what brute force says."""
+"""The lists that generated kernels write for the suite equal brute force, tile by tile."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from families import entries
 from families.entry import Entry
-from gym_shapes import LARGE_LENGTH, LARGE_SHAPES, LENGTH, SHAPES, named
-from tile_proofs import truth_of, whole
-
 from flashgen import attention
 from flashgen.analysis.closed_forms.tile_ranges import key_range
 from flashgen.attention.tile_lists import TileLister
@@ -18,6 +16,8 @@ from flashgen.codegen.tile_list_kernel import render_lists
 from flashgen.launch.engines import Emulator
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import Shape, spec_of
+from gym_shapes import LARGE_LENGTH, LARGE_SHAPES, LENGTH, SHAPES, named
+from tile_proofs import truth_of, whole
 
 
 def wants_lists(entry: Entry) -> bool:

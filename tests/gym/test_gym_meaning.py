@@ -1,16 +1,16 @@
-"""What each variant of the suite traces to is what it means, element by element."""
+"""The trace of each variant of the suite equals its second definition, element by element."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from families import entries
 from families.entry import Entry
-from gym_shapes import LENGTH, SHAPES, named
-
 from flashgen.language import operations as ops
 from flashgen.language.evaluate import evaluate
 from flashgen.verify import Shape
+from gym_shapes import LENGTH, SHAPES, named
 
 MASKED = [entry for entry in entries(LENGTH) if entry.mask is not None and "+" not in entry.name]
 SCORED = [entry for entry in entries(LENGTH) if entry.score is not None and "+" not in entry.name]
@@ -29,19 +29,19 @@ def sizes(shape: Shape) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("entry", MASKED, ids=named)
-def test_a_mask_keeps_what_it_means(entry: Entry, shape: Shape) -> None:
+def test_masks_equal_their_definition(entry: Entry, shape: Shape) -> None:
     assert entry.mask is not None and entry.allowed is not None
     captures = entry.captures_for(shape)
     traced = np.broadcast_to(evaluate(entry.mask.expression, values_of(shape), captures), sizes(shape))
     meant = np.broadcast_to(entry.allowed(shape, captures), sizes(shape))
     wrong = np.argwhere(traced != meant)
     assert not len(wrong), f"{len(wrong)} differ, first at (b, h, q, k) = {wrong[0]}: traced {traced[tuple(wrong[0])]}"
-    assert meant.any() and not meant.all(), "a mask that keeps all or nothing shows nothing"
+    assert meant.any() and not meant.all(), "a mask that keeps all or nothing tests nothing"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("entry", SCORED, ids=named)
-def test_a_score_becomes_what_it_means(entry: Entry, shape: Shape) -> None:
+def test_scores_equal_their_definition(entry: Entry, shape: Shape) -> None:
     assert entry.score is not None and entry.modified is not None
     captures = entry.captures_for(shape)
     scores = np.random.default_rng(1).standard_normal(sizes(shape))
@@ -52,7 +52,7 @@ def test_a_score_becomes_what_it_means(entry: Entry, shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("name", ["flamingo"])
-def test_whole_rows_are_masked(name: str) -> None:
+def test_some_rows_have_no_keys(name: str) -> None:
     (entry,) = (entry for entry in MASKED if entry.name == name)
     assert entry.allowed is not None
     for shape in SHAPES:

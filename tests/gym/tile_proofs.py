@@ -1,4 +1,4 @@
-"""What the analysis proves of a mask's tiles, beside what is so by brute force."""
+"""The proven classes of a mask's tiles, compared with brute force."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from families.entry import Array, Captures, Entry
 
+from families.entry import Array, Captures, Entry
 from flashgen.analysis.closed_forms.tile_ranges import TileRange, evaluate_range, key_range, query_range
 from flashgen.analysis.intervals.evaluation import EMPTY, FULL, PARTIAL, classify
 from flashgen.analysis.tile_classes import tile_map
@@ -18,7 +18,7 @@ from flashgen.verify import Shape
 
 @dataclass(frozen=True)
 class Tiles:
-    """Classes of the tiles of (batch, heads), `proven` and by `truth`; an edge that overhangs len_k is not FULL."""
+    """Classes of the tiles of (batch, heads), `proven` and by `truth`; a tile that extends beyond len_k is not FULL."""
 
     kind: str
     proven: Array
@@ -26,7 +26,7 @@ class Tiles:
 
     @property
     def lies(self) -> int:
-        """Tiles called FULL or EMPTY that are not."""
+        """Returns the tiles that are wrongly classified FULL or EMPTY."""
         return int(((self.proven != PARTIAL) & (self.proven != self.truth)).sum())
 
     @property
@@ -34,13 +34,16 @@ class Tiles:
         return float((self.proven != EMPTY).mean())
 
     def found(self, which: int) -> float:
-        """Of the tiles that are EMPTY (or FULL), the fraction that is called so; 1 where there are none."""
+        """Returns the fraction of EMPTY (or FULL) tiles that are classified so; 1 where there are none."""
         of_kind = self.truth == which
         return float((self.proven[of_kind] == which).mean()) if of_kind.any() else 1.0
 
 
 def truth_of(allowed: Array, tile: tuple[int, int], overhang: tuple[bool, bool]) -> Array:
-    """The class of every tile of (..., len_q, len_k). `overhang`: whether rows, columns beyond the end forbid FULL."""
+    """Returns the class of every tile of (..., len_q, len_k).
+
+    overhang: whether rows, columns beyond the end exclude FULL.
+    """
 
     def reduced(reduction: Callable[..., Any], beyond: tuple[bool, bool]) -> Array:
         result = allowed
@@ -66,7 +69,7 @@ def whole(entry: Entry, shape: Shape, captures: Captures) -> Array:
 
 
 def mapped(entry: Entry, shape: Shape, tile: tuple[int, int]) -> Tiles:
-    """What `Attention.tiles` says: by a range where there is one."""
+    """Returns the classes of `Attention.tiles`: by a range where there is one."""
     assert entry.mask is not None
     captures = entry.captures_for(shape)
     expression = entry.mask.expression
@@ -78,7 +81,7 @@ def mapped(entry: Entry, shape: Shape, tile: tuple[int, int]) -> Tiles:
 
 
 def transposed(entry: Entry, shape: Shape, tile: tuple[int, int]) -> Tiles | None:
-    """The queries of each tile of keys, by a range; None where the mask has none in this direction."""
+    """Returns the queries of each tile of keys by a range, or None if the mask has none in this direction."""
     assert entry.mask is not None
     found = query_range(entry.mask.expression)
     if found is None:
@@ -102,7 +105,7 @@ def _by_query_range(found: TileRange, shape: Shape, tile: tuple[int, int], captu
 
 
 def by_intervals(entry: Entry, shape: Shape, tile: tuple[int, int]) -> Tiles:
-    """What intervals alone decide, without evaluating an element."""
+    """Returns the classes from intervals only, without evaluating elements."""
     assert entry.mask is not None
     captures = entry.captures_for(shape)
     batch, head = np.arange(shape.batch).reshape(-1, 1, 1, 1), np.arange(shape.heads_q).reshape(-1, 1, 1)

@@ -1,4 +1,4 @@
-"""`flashgen.jax.attention` under JAX's transformations, on the CPU by the emulator."""
+"""`flashgen.jax.attention` under JAX's transformations, on the CPU with the emulator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = jax.devices("cpu")[0]
 
 @pytest.fixture(autouse=True)
 def where(request: pytest.FixtureRequest) -> Iterator[None]:
-    """On the CPU, also where JAX has a GPU, but for the tests of that."""
+    """Uses the CPU even if JAX has a GPU, except for tests marked gpu."""
     with nullcontext() if request.node.get_closest_marker("gpu") else jax.default_device(CPU):
         yield
 
@@ -45,7 +45,7 @@ def rows(dtype: Any = None, heads: int = 2) -> list[Any]:
 
 
 def plain(q: Any, k: Any, v: Any, table: Any = None, documents: Any = None) -> Any:
-    """Output and LSE in float32, causal."""
+    """Returns output and LSE of causal attention in float32."""
     q, k, v = (array.astype(jnp.float32) for array in (q, k, v))
     scores, place = jnp.einsum("bhqd,bhkd->bhqk", q, k) * 32**-0.5, jnp.arange(LENGTH)
     kept = (place[:, None] >= place)[None, None]
@@ -83,14 +83,14 @@ def test_results_and_gradients(wrap: Any) -> None:
         assert_close(got, wanted)
 
 
-def test_gradients_of_the_output_alone() -> None:
+def test_gradients_of_the_output_only() -> None:
     q, k, v = rows()
     got = jax.grad(lambda x: attention(CAUSAL, x, k, v, emulate=True).astype(jnp.float32).sum())(q)
     assert_close(got, jax.grad(lambda x: plain(x, k, v)[0].sum())(q))
 
 
-def test_arrays_that_functions_close_over() -> None:
-    """Arrays, and tracers of a program: their gradient too."""
+def test_closed_over_arrays() -> None:
+    """Arrays, and tracers of a program, with their gradients."""
     given = rows(jnp.float16)
 
     def loss(table: Any, mine: bool) -> Any:
@@ -109,7 +109,7 @@ def test_arrays_that_functions_close_over() -> None:
 
 @pytest.mark.parametrize("name", ["rows", "captures", "documents"])
 def test_vmap(name: str) -> None:
-    """Where the mapped axis joins the batch, and where calls follow each other."""
+    """Where the mapped axis is merged into the batch, and where calls run one after another."""
     q, k, v = rows(jnp.float16)
     many = jnp.stack([q, 2 * q, -q])
     tables = jnp.stack([jnp.asarray(SLOPES), 2 * SLOPES, -SLOPES])
@@ -156,7 +156,7 @@ assert jnp.abs(ours - expected).max() <= 2e-2 * jnp.abs(expected).max()
 
 
 def test_shard_map() -> None:
-    """On two devices of the CPU, which a process has from its start."""
+    """On two CPU devices, which a process has from its start."""
     import os
 
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
@@ -189,16 +189,16 @@ DROPPED = fg.AttentionSpec(32, "bfloat16", dropout=0.5)
 
 @pytest.mark.parametrize(("call", "message"), WRONG)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_what_is_refused(call: Any, message: str, wrap: Any) -> None:
+def test_refusals(call: Any, message: str, wrap: Any) -> None:
     with pytest.raises(ArgumentError, match=message):
         wrap(call)(*rows())
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_arrays_of_the_cpu_are_the_emulators_where_somebody_says_so(wrap: Any) -> None:
+def test_cpu_arrays_use_the_emulator_only_on_request(wrap: Any) -> None:
     with pytest.raises(Exception, match="arrays are on the CPU"):
         jax.block_until_ready(wrap(lambda *x: attention(CAUSAL, *x))(*rows()))
-    with pytest.raises(ArgumentError, match=r"^arrays are on the CPU"):  # which arrays that are not traced tell at once
+    with pytest.raises(ArgumentError, match=r"^arrays are on the CPU"):  # untraced arrays are checked at once
         attention(CAUSAL, *rows())
 
 

@@ -1,4 +1,4 @@
-"""Tests of flashgen.torch: on CPU tensors, by the emulator; skipped, saying so, where torch is not installed."""
+"""Tests of flashgen.torch on CPU tensors with the emulator; skipped with a reason if torch is not installed."""
 
 from __future__ import annotations
 

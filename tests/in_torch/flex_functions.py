@@ -1,4 +1,4 @@
-"""Mask and score functions as FlexAttention's documentation and its users write them, over arrays of a device."""
+"""Mask and score functions as in FlexAttention's documentation and user code, over arrays on a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LENGTH, HEADS, BATCH = 72, 2, 2
 
 
 def every_function(device: str) -> dict[str, tuple[Any, Any]]:
-    """(score_mod or None, mask_mod or None) by name, for LENGTH queries and keys, HEADS heads, a batch of BATCH."""
+    """Returns (score_mod or None, mask_mod or None) by name, for LENGTH queries and keys, HEADS heads and BATCH."""
     return masks(device) | scores(device)
 
 
@@ -134,7 +134,7 @@ def scores(device: str) -> dict[str, tuple[Any, Any]]:
         return score * score * 0.1 + torch.sigmoid(score)
 
     class Capped(torch.autograd.Function):
-        """As where tanh is an operator of one's own, for the sake of its instruction."""
+        """tanh as a custom operator, as in code that selects its instruction."""
 
         @staticmethod
         def forward(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Attention in plain torch, in float64, that autograd differentiates; what is compared with it."""
+"""Attention in plain torch, in float64 and differentiable by autograd, and comparisons with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def attention(
     score: Callable[..., Any] | None = None,
     scale: float | None = None,
 ) -> tuple[Any, Any]:
-    """Output and LSE of (batch, heads, length, dim); mask and score are FlexAttention's functions."""
+    """Returns output and LSE of (batch, heads, length, dim); mask and score are FlexAttention's functions."""
     k, v = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = q.double() @ k.mT * (scale or q.shape[-1] ** -0.5)
     b, h, i, j = torch.meshgrid(*(torch.arange(size) for size in scores.shape), indexing="ij")
@@ -32,7 +32,7 @@ def attention(
 
 
 def assert_close(got: Any, wanted: Any, what: str = "") -> None:
-    """Within what bfloat16 makes of numbers of this size."""
+    """Asserts that values agree up to the rounding of bfloat16."""
     error = (got.detach().double() - wanted.detach()).abs().max().item()
     most = 2e-2 * max(wanted.detach().abs().max().item(), 0.1) + _LEAST
     assert error <= most, f"{what} is off by {error:.2e}, at most {most:.2e}"
@@ -43,7 +43,7 @@ def gradients(result: Any, by: Any, inputs: Sequence[Any]) -> Any:
 
 
 def assert_gradients(got: Any, wanted: Any, inputs: Sequence[Any]) -> None:
-    """Gradients of both, for one random gradient of the output."""
+    """Returns the gradients of both, for one random gradient of the output."""
     d_out = torch.randn(wanted.shape, dtype=torch.float64)
     ours, theirs = gradients(got, d_out.to(got.dtype), inputs), gradients(wanted, d_out, inputs)
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):

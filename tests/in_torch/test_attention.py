@@ -1,12 +1,10 @@
-"""`flashgen.torch.attention`: results and gradients, what torch's own machinery makes of it, and what it refuses."""
+"""`flashgen.torch.attention`: results, gradients, torch's machinery, and refusals."""
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +17,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import flashgen as fg
 import flashgen.torch as ours
+import plain
 from flashgen.errors import ArgumentError, UnsupportedError
 from flashgen.torch import Attention, attention, emulated, register
-
-PLAIN = importlib.util.spec_from_file_location("plain", Path(__file__).with_name("plain.py"))
-assert PLAIN and PLAIN.loader
-plain: Any = importlib.util.module_from_spec(PLAIN)
-PLAIN.loader.exec_module(plain)
 
 slopes = fg.Tensor("slopes", "float32", 1, grad=True)
 width = fg.Scalar("width")
@@ -45,7 +39,7 @@ def test_results_and_gradients(qkv: Any) -> None:
     plain.assert_close(lse, expected_lse)
     plain.assert_gradients(out, expected, qkv)
     plain.assert_gradients(lse, expected_lse, qkv[:2])
-    assert torch.equal(attention(CAUSAL, *(x.detach() for x in qkv)), out), "without the operator, as with it"
+    assert torch.equal(attention(CAUSAL, *(x.detach() for x in qkv)), out), "equal without the operator"
 
 
 def test_captures_are_learned(qkv: Any) -> None:
@@ -67,7 +61,7 @@ def test_numbers_and_integers_of_64_bits(qkv: Any) -> None:
         attention(spec, *qkv, ids=given + 2**32, width=4)
 
 
-def test_arrays_that_functions_close_over(qkv: Any) -> None:
+def test_closed_over_arrays(qkv: Any) -> None:
     ids, bias = torch.arange(40) // 13, torch.zeros(2, requires_grad=True)
     spec = fg.AttentionSpec(
         32, "bfloat16", mask=lambda b, h, q, k: ids[q] == ids[k], score=lambda s, b, h, q, k: s + bias[h] * (q - k)
@@ -88,7 +82,7 @@ def test_any_strides(qkv: Any) -> None:
     assert torch.equal(attention(CAUSAL, *turned), expected)
     assert torch.equal(attention(CAUSAL, *packed.unbind(-1)), expected)
     out = attention(CAUSAL, *turned)
-    out.sum().backward()  # its gradient is one number, broadcast
+    out.sum().backward()  # its gradient is a broadcast number
     assert all(x.grad is not None and x.grad.shape == x.shape for x in turned)
 
 
@@ -100,15 +94,15 @@ def test_dropout_follows_torchs_generator(qkv: Any) -> None:
     assert torch.equal(attention(DROPPED, *qkv, seed=5), attention(DROPPED, *qkv, seed=torch.tensor([5])))
 
 
-def test_a_seed_is_what_it_is_to_the_attention_itself(qkv: Any) -> None:
-    """Of numbers the struct holds the halves; of tensors the emulator's kernels read them."""
+def test_a_seed_acts_as_in_the_attention_itself(qkv: Any) -> None:
+    """Numbers are passed in the struct as halves; tensors are read by the emulator's kernels."""
     compiled = fg.compile(DROPPED, emulate=True)
     q, k, v = ([x.detach().float().numpy() for x in qkv][i].astype(ml_dtypes.bfloat16) for i in range(3))
     expected = torch.from_numpy(compiled(q, k, v, seed=2**40 + 5).astype("float32"))
     assert torch.equal(attention(DROPPED, *qkv, seed=2**40 + 5).float(), expected)
 
 
-def test_checkpoints_compute_the_same_anew(qkv: Any) -> None:
+def test_checkpoints_recompute_the_same(qkv: Any) -> None:
     torch.manual_seed(3)
     plainly = attention(DROPPED, *qkv)
     expected = torch.autograd.grad(plainly.sum(), qkv)
@@ -119,7 +113,7 @@ def test_checkpoints_compute_the_same_anew(qkv: Any) -> None:
         torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
 
 
-def test_a_checkpoint_that_saves_attention_computes_it_once(qkv: Any) -> None:
+def test_a_selective_checkpoint_computes_attention_once(qkv: Any) -> None:
     seen = []
 
     def policy(_context: Any, operator: Any, *_rest: Any, **_more: Any) -> CheckpointPolicy:
@@ -133,7 +127,7 @@ def test_a_checkpoint_that_saves_attention_computes_it_once(qkv: Any) -> None:
     assert any(seen) and qkv[0].grad is not None
 
 
-def test_autocast_converts_rows_and_not_captures(qkv: Any) -> None:
+def test_autocast_converts_inputs_and_not_captures(qkv: Any) -> None:
     values = torch.tensor([0.1, 0.2], requires_grad=True)
     wide = [x.detach().float().requires_grad_() for x in qkv]
     with torch.autocast("cpu", torch.bfloat16):
@@ -164,7 +158,7 @@ def test_vmap_and_grad(qkv: Any) -> None:
         torch.func.vmap(lambda x: attention(DROPPED, x, k, v, seed=1))(many)
 
 
-def test_a_module_holds_what_it_learns(qkv: Any) -> None:
+def test_a_module_holds_its_parameters(qkv: Any) -> None:
     layer = Attention(LEARNED, slopes=torch.tensor([0.1, 0.2]))
     assert [name for name, _ in layer.named_parameters()] == ["slopes"]
     layer(*qkv).sum().backward()
@@ -179,7 +173,7 @@ def test_a_module_holds_what_it_learns(qkv: Any) -> None:
         Attention(LEARNED, tables=torch.zeros(2))
 
 
-def test_gradients_that_are_the_same_bits(qkv: Any) -> None:
+def test_deterministic_gradients(qkv: Any) -> None:
     first, second = (
         torch.autograd.grad(attention(CAUSAL, *qkv, deterministic=True).float().square().sum(), qkv) for _ in range(2)
     )
@@ -187,7 +181,7 @@ def test_gradients_that_are_the_same_bits(qkv: Any) -> None:
     assert register(CAUSAL, deterministic=True) != register(CAUSAL)
 
 
-def test_a_gradient_of_a_gradient_is_refused(qkv: Any) -> None:
+def test_second_derivatives_are_refused(qkv: Any) -> None:
     (dq,) = torch.autograd.grad(attention(CAUSAL, *qkv).sum(), qkv[:1], create_graph=True)
     with pytest.raises(UnsupportedError, match="no second derivative"):
         dq.sum().backward()
@@ -215,20 +209,20 @@ GIVEN = fg.AttentionSpec(32, "bfloat16", score=lambda s, b, h, q, k: s + bias[h]
 
 
 @pytest.mark.parametrize(("call", "message"), WRONG)
-def test_what_is_refused(qkv: Any, call: Any, message: str) -> None:
+def test_refusals(qkv: Any, call: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         call(*(x.detach() for x in qkv))
 
 
 @pytest.mark.parametrize(("call", "message"), WRONG)
-def test_what_is_refused_under_torch_compile(qkv: Any, call: Any, message: str) -> None:
+def test_refusals_under_torch_compile(qkv: Any, call: Any, message: str) -> None:
     torch._dynamo.reset()
     with pytest.raises(Exception, match=message):
         torch.compile(call, fullgraph=True, backend="eager")(*(x.detach() for x in qkv))
 
 
-def test_arrays_that_are_no_tensors(qkv: Any) -> None:
-    """Of whatever function, and whichever of its arguments: before an operator or an attribute is asked for."""
+def test_arguments_that_are_no_tensors(qkv: Any) -> None:
+    """For every function and argument, before an operator or an attribute is looked up."""
     q, k, v = (x.detach() for x in qkv)
     array, starts = q.float().numpy(), torch.tensor([0, 24], dtype=torch.int32)
     row, pages = q[0].transpose(0, 1), q.transpose(1, 2)
@@ -261,14 +255,14 @@ def test_tensors_that_are_not_dense_are_refused_by_name(qkv: Any) -> None:
         ours.scaled_dot_product_attention(q, k.to_sparse(), v)
 
 
-def test_specs_that_are_none(qkv: Any) -> None:
+def test_invalid_specs(qkv: Any) -> None:
     with pytest.raises(ArgumentError, match=r"give a flashgen\.AttentionSpec"):
         attention(fg.causal(), *qkv)
     with pytest.raises(ArgumentError, match="no spec is registered as 'nothing'"):
         torch.ops.flashgen.forward(*qkv, [], "nothing", [], [], None)
 
 
-def test_the_cpu_is_the_emulators_where_somebody_says_so(qkv: Any) -> None:
+def test_cpu_tensors_use_the_emulator_only_on_request(qkv: Any) -> None:
     with emulated(False), pytest.raises(ArgumentError, match=r"emulate=True .*flashgen\.torch\.emulated\(\)"):
         attention(CAUSAL, *qkv)
     with pytest.raises(ArgumentError, match=r"flashgen\.torch\.attention\(spec, \.\.\., emulate=True\) takes torch's"):

@@ -1,13 +1,11 @@
-"""attention-gym's own mask and score functions, unchanged. They are tested where they are: `pip install attn_gym`.
+"""attention-gym's mask and score functions, unchanged; skipped unless installed: `pip install attn_gym`.
 
-On the CPU beside attention in plain torch, on a GPU beside FlexAttention, compiled as its users have it.
+Compared with attention in plain torch on the CPU, and with compiled FlexAttention on a GPU.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,16 +18,17 @@ import torch.nn.attention.flex_attention as torchs
 from attn_gym import masks, mods
 
 import flashgen.torch as ours
-
-sys.path.insert(0, str(Path(__file__).parent))
 import plain
 
 BATCH, HEADS, DIM = 2, 2, 64
 
 
 class Case(NamedTuple):
-    """How a function is made on a device, whether it is of scores, the lengths that it is made for, and whether it
-    takes one element alone, which plain torch must be told."""
+    """How to create a function on a device.
+
+    It says whether it is a score function, for which lengths it is made, and whether it takes single elements, which
+    plain torch must know.
+    """
 
     make: Callable[[str], Any]
     of_scores: bool = False
@@ -37,7 +36,7 @@ class Case(NamedTuple):
     len_k: int = 96
     of_elements: bool = False
     flex_compiles: bool = (
-        True  # FlexAttention's kernel of it, with torch 2.11; else it runs there without torch.compile
+        True  # FlexAttention's kernel needs it with torch 2.11; otherwise it runs there without torch.compile
     )
 
 
@@ -46,7 +45,7 @@ def offsets(device: str) -> Any:
 
 
 def graphs(device: str) -> Any:
-    """Rings of 96 nodes with a chord, one for each sequence."""
+    """Rings of 96 nodes with a chord, one per sequence."""
     nodes = torch.arange(96, device=device)
     adjacency = torch.zeros(BATCH, 96, 96, dtype=torch.bool, device=device)
     adjacency[:, nodes, (nodes + 1) % 96] = adjacency[:, (nodes + 1) % 96, nodes] = True
@@ -82,7 +81,7 @@ def flamingo(device: str) -> Any:
 
 
 def anywhere(make: Callable[..., Any], *given: Any) -> Callable[[str], Any]:
-    """A function that needs no array."""
+    """Returns a function that needs no array."""
     return lambda _device: make(*given)
 
 
@@ -151,7 +150,7 @@ def test_on_the_emulator(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
-def test_beside_flex_attention(name: str) -> None:
+def test_against_flex_attention(name: str) -> None:
     case = CASES[name]
     torch.compiler.reset()
     function, qkv = case.make("cuda"), rows(case, "cuda")

@@ -1,4 +1,4 @@
-"""Block masks: what FlexAttention's have of blocks, made of these, of parts of them, and joined functions."""
+"""Block masks: the attributes and constructors of FlexAttention's, slices of them, and combined functions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def both(name: str, **options: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_what_is_asked_of_blocks(name: str) -> None:
+def test_attributes_of_blocks(name: str) -> None:
     mine, torchs_own = both(name, _compile=False)
     assert mine.shape == torchs_own.shape and mine.numel() == torchs_own.numel()
     assert mine.seq_lengths == torchs_own.seq_lengths and mine.BLOCK_SIZE == torchs_own.BLOCK_SIZE
@@ -53,13 +53,13 @@ def test_what_is_asked_of_blocks(name: str) -> None:
     for which in LISTS:
         ours_, theirs = getattr(mine, which), getattr(torchs_own, which)
         assert ours_.dtype == theirs.dtype == torch.int32 and ours_.shape == theirs.shape, which
-        if which.endswith("indices"):  # of each row those that count
+        if which.endswith("indices"):  # in each row only those that count
             named = torch.arange(ours_.shape[-1]) < getattr(mine, which.replace("indices", "num_blocks"))[..., None]
             ours_, theirs = ours_[named], theirs[named]
         assert torch.equal(ours_, theirs), which
 
 
-def test_a_picture_of_blocks() -> None:
+def test_text_drawing_of_blocks() -> None:
     mask = ours.create_block_mask(causal, 2, 3, 64, 48, BLOCK_SIZE=16)
     shown = mask.to_string(limit=1).splitlines()
     assert shown[:6] == ["(0, 0)", "██    ", "████  ", "██████", "██████", ""] and shown[6] == "..."
@@ -68,7 +68,7 @@ def test_a_picture_of_blocks() -> None:
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_pictures_are_flex_attentions(name: str) -> None:
+def test_drawings_equal_flex_attentions(name: str) -> None:
     mine, torchs_own = both(name)
     assert str(mine) == str(torchs_own)
     for options in ({"grid_size": -1}, {"grid_size": (2, 3)}, {"grid_size": 4, "limit": 1}, {"limit": 0}):
@@ -76,11 +76,11 @@ def test_pictures_are_flex_attentions(name: str) -> None:
 
 
 @pytest.mark.parametrize("separate", [True, False])
-def test_tuples_are_flex_attentions(separate: bool) -> None:
+def test_tuples_equal_flex_attentions(separate: bool) -> None:
     mine, torchs_own = both("documents", separate_full_blocks=separate)
     for flatten in (True, False):
         for one, other in zip(mine.as_tuple(flatten), torchs_own.as_tuple(flatten), strict=True):
-            if isinstance(other, torch.Tensor):  # of indices those that count are compared elsewhere
+            if isinstance(other, torch.Tensor):  # indices that count are compared elsewhere
                 assert one.shape == other.shape and one.dtype == other.dtype
             else:
                 assert one == other
@@ -88,8 +88,8 @@ def test_tuples_are_flex_attentions(separate: bool) -> None:
     assert (mine.full_kv_num_blocks is None) == (torchs_own.full_kv_num_blocks is None) == (not separate)
 
 
-def test_block_masks_are_made_as_flex_attentions() -> None:
-    """By the constructor, by its positions and names; blocks that nobody gave are None."""
+def test_constructors_equal_flex_attentions() -> None:
+    """By the constructor, by positions and names; missing blocks are None."""
     q, k, v = (torch.randn(2, 2, LENGTH, 32, dtype=torch.bfloat16) for _ in range(3))
     theirs = torchs.create_block_mask(documents, None, 2, LENGTH, LENGTH, "cpu", BLOCK_SIZE=BLOCK)
     length_q, length_k, *lists = theirs.as_tuple()[:10]
@@ -107,8 +107,8 @@ def test_block_masks_are_made_as_flex_attentions() -> None:
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_a_mask_made_of_lists_of_blocks(name: str) -> None:
-    """As models that make block masks by themselves do: of the function alone, or with blocks that it need not see."""
+def test_a_mask_from_lists_of_blocks(name: str) -> None:
+    """As in models that build block masks themselves: from the function only, or with blocks that it does not need."""
     q, k, v = (torch.randn(2, 2, LENGTH, 32, dtype=torch.bfloat16) for _ in range(3))
     mine, torchs_own = both(name)
     expected = ours.flex_attention(q, k, v, block_mask=mine)
@@ -126,8 +126,8 @@ def test_a_mask_made_of_lists_of_blocks(name: str) -> None:
     torch.testing.assert_close(whole, ours.scaled_dot_product_attention(q, k, v, blocks), atol=2e-2, rtol=2e-2)
 
 
-def test_decoding_by_a_row_of_blocks() -> None:
-    """An index gives blocks alone; the function is then one of the new indices, as of a token at an offset."""
+def test_decoding_with_a_row_of_blocks() -> None:
+    """An index selects blocks only; the function must then take the new indices, such as a token at an offset."""
     q, k, v = (torch.randn(1, 2, LENGTH, 32, dtype=torch.bfloat16) for _ in range(3))
     whole = ours.create_block_mask(causal, 1, 1, LENGTH, LENGTH, BLOCK_SIZE=BLOCK)
     expected = ours.flex_attention(q, k, v, block_mask=whole)
@@ -143,7 +143,7 @@ def test_decoding_by_a_row_of_blocks() -> None:
         torch.testing.assert_close(out, expected[:, :, position : position + 1], atol=1e-2, rtol=1e-2)
 
 
-def test_other_lengths() -> None:
+def test_lengths_that_differ() -> None:
     mine, torchs_own = both("documents")
     shorter = mine._adjust(48, 64)
     assert shorter.shape == (1, 2, 48, 64) and torch.equal(shorter.to_dense(), torchs_own.to_dense()[..., :3, :4])
@@ -151,7 +151,7 @@ def test_other_lengths() -> None:
     assert of_blocks.shape == shorter.shape and torch.equal(of_blocks.to_dense(), shorter.to_dense())
 
 
-def test_a_mask_whose_function_is_set_is_another() -> None:
+def test_a_mask_with_another_function_is_another_mask() -> None:
     q = torch.randn(1, 2, LENGTH, 32, dtype=torch.bfloat16)
     mask = ours.create_block_mask(causal, None, None, LENGTH, LENGTH)
     first = ours.flex_attention(q, q, q, block_mask=mask)
@@ -160,8 +160,8 @@ def test_a_mask_whose_function_is_set_is_another() -> None:
     assert not torch.equal(first, second) and mask.mask_mod is documents
 
 
-def test_joined_functions_are_functions() -> None:
-    """They take torch's own indices, too, and may be named."""
+def test_combined_functions_are_functions() -> None:
+    """They also accept torch's own indices, and may be named."""
     joined = ours.or_masks(ours.and_masks(causal, documents), lambda b, h, q, k: k < 3)
     joined.__name__ = "documents_and_begin"
     mine = ours.create_block_mask(joined, None, 2, LENGTH, LENGTH)
@@ -193,6 +193,6 @@ def test_joined_functions_are_functions() -> None:
         (lambda: ours.BlockMask.from_kv_blocks(torch.ones(1, 2).int(), torch.zeros(1, 2, 2)), r"shape \(1, 2, 2\)"),
     ],
 )
-def test_what_is_refused(call: Any, message: str) -> None:
+def test_refusals(call: Any, message: str) -> None:
     with pytest.raises((ArgumentError, AttributeError), match=message):
         call()

@@ -1,4 +1,4 @@
-"""Caches in torch: pages, 8 bits, appending and merging, under torch's checks and its compiler."""
+"""Caches in torch: pages, 8 bits, appending and merging, with torch's operator checks and its compiler."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def assert_near(out: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("splits", [None, 1, 3])
-def test_pages_beside_the_oracle(splits: Any) -> None:
-    """Slices of one tensor that holds keys beside values, too."""
+def test_pages_against_the_reference(splits: Any) -> None:
+    """Also with slices of one tensor that holds keys beside values."""
     q, both = torch.randn(2, 4, 1, 32).to(torch.bfloat16), torch.stack(pages(), 1)
     k, v = both[:, 0], both[:, 1]
     out, lse = attention(SPEC, q, k, v, num_splits=splits, return_lse=True, **where())
@@ -62,7 +62,7 @@ def test_pages_beside_the_oracle(splits: Any) -> None:
     assert out.shape == q.shape and lse.shape == (2, 4, 1)
 
 
-def test_sinks_and_lengths_at_the_borders_of_pages() -> None:
+def test_sinks_and_lengths_around_page_borders() -> None:
     sinks, table = torch.tensor([0.5, -1.0, 2.0, 0.0]), [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     q, (k, v) = torch.randn(4, 4, 1, 32).to(torch.bfloat16), pages(4, 12)
     for used in ([0, 1, 3, 4], [5, 8, 9, 12]):
@@ -71,8 +71,8 @@ def test_sinks_and_lengths_at_the_borders_of_pages() -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", NARROW)
-def test_eight_bits_with_scales(kv_dtype: str) -> None:
-    """Under torch.compile, too."""
+def test_8_bits_with_scales(kv_dtype: str) -> None:
+    """Also under torch.compile."""
     q, (k, v), spec = torch.randn(2, 4, 1, 32).to(torch.bfloat16), pages(), NARROW[kv_dtype]
     scales = {"k_scale": torch.tensor([0.03]), "v_scale": torch.tensor([0.03, 0.04])}
     k8, v8 = ((x.float() / 0.03).clamp(-127, 127).to(getattr(torch, kv_dtype)) for x in (k, v))
@@ -92,7 +92,7 @@ def test_splits_of_contiguous_keys_have_a_gradient() -> None:
 
 
 def step(cache: Any, k_new: Any, v_new: Any, q: Any, table: Any, used: Any) -> Any:
-    """A layer's step of decoding: append, attend, and merge with a prefix that all share."""
+    """One decode step of a layer: append, attend, and merge with a shared prefix."""
     k, v = cache[:, 0], cache[:, 1]
     append_kv(k_new, v_new, k, v, page_table=table, seqused_k=used)
     own = attention(SPEC, q, k, v, page_table=table, seqused_k=used + 1, return_lse=True)
@@ -102,7 +102,7 @@ def step(cache: Any, k_new: Any, v_new: Any, q: Any, table: Any, used: Any) -> A
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_step_compiles_without_breaks(backend: str) -> None:
-    """The appending operator writes into the cache that was given, whatever the compiler makes of it."""
+    """The appending operator writes into the cache that was passed, whatever the compiler does with it."""
     made = [torch.randn(2, 1, 2, 32).to(torch.bfloat16) for _ in range(2)]
     q, table, used = torch.randn(2, 4, 1, 32).to(torch.bfloat16), *where(used=[40, 17]).values()
     cache = torch.stack(pages(), 1)
@@ -113,7 +113,7 @@ def test_a_step_compiles_without_breaks(backend: str) -> None:
     assert torch.equal(cache[2, 0, 8], made[0][0, 0]) and torch.equal(cache[5, 1, 1], made[1][1, 0])
 
 
-def test_torchs_own_checks() -> None:
+def test_opcheck() -> None:
     made = [torch.randn(2, 1, 2, 32).to(torch.bfloat16) for _ in range(2)]
     given = (*made, *pages(), *where().values(), True)
     q = torch.randn(2, 4, 1, 32).to(torch.bfloat16)
@@ -148,7 +148,7 @@ def test_gradients_are_refused_by_name() -> None:
         merge_states([q, q.clone().requires_grad_()], [lse, lse])
 
 
-def test_what_does_not_fit() -> None:
+def test_mismatched_arguments() -> None:
     q, (k, v) = torch.randn(2, 4, 1, 32).to(torch.bfloat16), pages()
     for match, given in {
         "page_table is missing": {"seqused_k": where()["seqused_k"]},
@@ -164,8 +164,8 @@ def test_what_does_not_fit() -> None:
             append_kv(k[:2, :1], v[:2, :1], k, v, **{without: where()[without]})
 
 
-def test_autocast_is_for_queries_alone() -> None:
-    """A cache is what it is: each call would copy a server's memory."""
+def test_autocast_only_converts_queries() -> None:
+    """A cache keeps its type: each call would copy a server's memory."""
     q, (k, v) = torch.randn(2, 4, 1, 32), pages()
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(attention(SPEC, q, k, v, **where()), attention(SPEC, q.bfloat16(), k, v, **where()))

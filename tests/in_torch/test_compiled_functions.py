@@ -1,4 +1,4 @@
-"""Functions and block masks under torch.compile: all that they read is guarded, or an input of one graph."""
+"""Functions and block masks under torch.compile: everything they read is guarded, or an input of one graph."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def compiled(function: Any, backend: Any = "aot_eager", **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("dynamic", [None, True, False])
-def test_numbers_of_arguments(dynamic: bool | None, qkv_of_halves: Any) -> None:
-    """In comparisons and in arithmetic, from both sides, and equal to an index."""
+def test_number_arguments(dynamic: bool | None, qkv_of_halves: Any) -> None:
+    """In comparisons and in arithmetic, on both sides, and equal to an index."""
 
     def attend(q: Any, k: Any, v: Any, current: int) -> Any:
         end = current + 1
@@ -87,7 +87,7 @@ def test_globals_properties_and_defaults(qkv_of_halves: Any) -> None:
 
 
 class Layer(torch.nn.Module):
-    """A layer with a table of its own, read by a function that its forward makes."""
+    """A layer with its own table, read by a function that its forward creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def test_each_layer_has_its_own_table_and_gradient(qkv_of_halves: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
-def test_tensors_that_are_written_in_place(dtype: torch.dtype, qkv_of_halves: Any) -> None:
+def test_tensors_modified_in_place(dtype: torch.dtype, qkv_of_halves: Any) -> None:
     table, number = torch.tensor([1, 2], dtype=dtype), torch.tensor(2, dtype=dtype)
 
     def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -142,7 +142,7 @@ def test_tensors_that_are_written_in_place(dtype: torch.dtype, qkv_of_halves: An
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
-def test_arrays_of_a_spec_that_are_written_in_place(dtype: torch.dtype, qkv_of_halves: Any) -> None:
+def test_arrays_of_a_spec_modified_in_place(dtype: torch.dtype, qkv_of_halves: Any) -> None:
     table, number = torch.tensor([1, 2], dtype=dtype), torch.tensor(2, dtype=dtype)
     spec = fg.AttentionSpec(DIM, score=lambda s, b, h, q, k: s + table[h] * (q - k) / 10 + number * k / 10)
     attend = lambda q, k, v: ours.attention(spec, q, k, v)
@@ -171,7 +171,7 @@ def test_views(name: str, dynamic: bool | None, qkv_of_halves: Any) -> None:
     assert torch.equal(run(*qkv_of_halves, score), ours.flex_attention(*qkv_of_halves, score))
 
 
-def test_twelve_block_masks_of_one_kind_are_one_graph(qkv_of_halves: Any) -> None:
+def test_twelve_block_masks_of_one_kind_share_a_graph(qkv_of_halves: Any) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     run = compiled(lambda q, k, v, mask: ours.flex_attention(q, k, v, block_mask=mask), counter)
     for seed in range(12):
@@ -181,7 +181,7 @@ def test_twelve_block_masks_of_one_kind_are_one_graph(qkv_of_halves: Any) -> Non
     assert counter.frame_count == 1
 
 
-def test_block_masks_that_are_made_inside(qkv_of_halves: Any) -> None:
+def test_block_masks_created_inside(qkv_of_halves: Any) -> None:
     lists = torch.tensor([[[1]]], dtype=torch.int32), torch.tensor([[[[0, 1]]]], dtype=torch.int32)
 
     def attend(q: Any, k: Any, v: Any, end: int, ids: Any) -> Any:
@@ -223,7 +223,7 @@ def test_rows_inside_a_function(qkv_of_halves: Any) -> None:
     assert torch.equal(compiled(attend)(*qkv_of_halves), attend(*qkv_of_halves))
 
 
-def test_parts_of_arrays_indices_from_the_end_and_lengths(qkv_of_halves: Any) -> None:
+def test_slices_negative_indices_and_lengths(qkv_of_halves: Any) -> None:
     def attend(q: Any, k: Any, v: Any, table: Any, flat: Any) -> Any:
         def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
             part = table[h]
@@ -238,8 +238,8 @@ def test_parts_of_arrays_indices_from_the_end_and_lengths(qkv_of_halves: Any) ->
         assert torch.equal(run(*qkv_of_halves, *given), attend(*qkv_of_halves, *given))
 
 
-def test_only_the_numbers_that_an_operation_depends_on_are_guarded(qkv_of_halves: Any) -> None:
-    """An exponent decides which operations there are; other numbers of the function stay inputs of the graph."""
+def test_only_numbers_that_select_operations_are_guarded(qkv_of_halves: Any) -> None:
+    """An exponent selects operations; other numbers of the function stay inputs of the graph."""
     counter = CompileCounterWithBackend("aot_eager")
 
     def attend(q: Any, k: Any, v: Any, far: int, exponent: int) -> Any:
@@ -265,13 +265,13 @@ def test_only_the_numbers_that_an_operation_depends_on_are_guarded(qkv_of_halves
         (lambda s, b, h, i, j: s + 2**40, "does not fit in 32 bits"),
     ],
 )
-def test_what_cannot_be_traced_says_so(score: Any, says: str, qkv_of_halves: Any) -> None:
+def test_functions_that_cannot_be_traced_are_reported(score: Any, says: str, qkv_of_halves: Any) -> None:
     attend = lambda q, k, v: ours.flex_attention(q, k, v, score_mod=score)
     with pytest.raises(SpecError, match=re.escape(says)):
         torch.compile(attend, backend="aot_eager")(*qkv_of_halves)
 
 
-def test_control_flow_by_a_tensors_value_breaks_the_graph_with_a_warning(
+def test_control_flow_on_tensor_values_breaks_the_graph_with_a_warning(
     qkv_of_halves: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     far = torch.tensor(3)

@@ -1,4 +1,4 @@
-"""Functions that change, under inductor and in CUDA graphs: replays read what tensors hold then."""
+"""Functions that change, under inductor and in CUDA graphs: replays read the current contents of tensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def qkv() -> list[torch.Tensor]:
 
 
 def assert_same(run: Any, attend: Any, *given: Any) -> None:
-    """The same numbers by a compiled call as by one that is not; the kernels' bits are equal, as their inputs are."""
+    """Asserts equal results with and without compilation; the kernels' bits are equal, because their inputs are."""
     for _ in range(3):  # warms up, records and replays a graph
         with torch.no_grad():
             got, wanted = run(*given).clone(), attend(*given)
@@ -43,7 +43,7 @@ def assert_same(run: Any, attend: Any, *given: Any) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
-def test_tensors_that_are_written_in_place_between_replays(mode: str, dtype: torch.dtype, qkv: Any) -> None:
+def test_tensors_modified_between_replays(mode: str, dtype: torch.dtype, qkv: Any) -> None:
     table, number = torch.tensor([1, 2], dtype=dtype, device="cuda"), torch.tensor(2, dtype=dtype, device="cuda")
     ids = torch.zeros(LENGTH, dtype=torch.int64, device="cuda")
 
@@ -62,7 +62,7 @@ def test_tensors_that_are_written_in_place_between_replays(mode: str, dtype: tor
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
-def test_arrays_of_a_spec_between_replays(mode: str, dtype: torch.dtype, qkv: Any) -> None:
+def test_arrays_of_a_spec_modified_between_replays(mode: str, dtype: torch.dtype, qkv: Any) -> None:
     table = torch.tensor([1, 2], dtype=dtype, device="cuda")
     spec = fg.AttentionSpec(DIM, score=lambda s, b, h, q, k: s + table[h] * (q - k) / 10)
     attend = lambda q, k, v: ours.attention(spec, q, k, v) * 1
@@ -73,7 +73,7 @@ def test_arrays_of_a_spec_between_replays(mode: str, dtype: torch.dtype, qkv: An
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_numbers_and_functions_that_are_made_inside(mode: str, qkv: Any) -> None:
+def test_numbers_and_functions_created_inside(mode: str, qkv: Any) -> None:
     def attend(q: Any, k: Any, v: Any, current: int, w: Any) -> Any:
         end, bias = current + 1, w * 2
         mask = ours.create_block_mask(lambda b, h, i, j: (j <= end) | (i == j), None, None, LENGTH, LENGTH)
@@ -114,7 +114,7 @@ def test_each_layer_learns_its_own_table(mode: str, qkv: Any) -> None:
                 layer.table.add_(0.5)
 
 
-def test_a_captured_graph_reads_what_tensors_hold_when_it_is_replayed(qkv: Any) -> None:
+def test_a_captured_graph_reads_tensors_at_replay(qkv: Any) -> None:
     table = torch.randn(HEADS, dtype=torch.float64, device="cuda")
     score = lambda s, b, h, i, j: s + table.exp()[h] * (i - j) / 10
     stream = torch.cuda.Stream()
@@ -132,8 +132,8 @@ def test_a_captured_graph_reads_what_tensors_hold_when_it_is_replayed(qkv: Any) 
 
 
 @pytest.mark.parametrize("how", ["flex_attention", "attention", "compiled"])
-def test_a_captured_graph_reads_the_copy_of_an_array_of_the_host(how: str, qkv: Any) -> None:
-    """The copy is written over where it is when the array has changed, so that the graph's memory stays valid."""
+def test_a_captured_graph_reads_the_copy_of_a_host_array(how: str, qkv: Any) -> None:
+    """The copy is overwritten in place when the array has changed, so that the graph's memory stays valid."""
     table = torch.linspace(0, 1, HEADS)
     score = lambda s, b, h, i, j: s + table[h] * (i - j) / 10
     spec = fg.AttentionSpec(DIM, score=score)

@@ -1,4 +1,4 @@
-"""Calls that launch again what calls like them have worked out: the same launches, and for calls like them alone."""
+"""Replayed calls: they launch what an earlier call with the same cache key prepared, and only then."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Launched = list[tuple[Any, ...]]
 
 
 class _Memory:
-    """Memory for results: a call's are where those of the call before were, so that launches can be compared."""
+    """Memory for results at the addresses of the previous call, so that launches can be compared."""
 
     def __init__(self) -> None:
         self._kept: dict[Any, torch.Tensor] = {}
@@ -52,7 +52,7 @@ def memory() -> _Memory:
 
 @pytest.fixture
 def launched(memory: _Memory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
-    """What a GPU would be given of CPU tensors: (grid, struct, stream) of each launch."""
+    """Records what a GPU would be given for CPU tensors: (grid, struct, stream) of each launch."""
     seen: Launched = []
 
     def look(tensor: torch.Tensor, _argument: str) -> arrays.View:
@@ -82,19 +82,19 @@ def _tensors(number: int, *shape: int) -> list[torch.Tensor]:
 
 
 def _compiled(target: str, sharded: bool = False) -> Any:
-    """Of a spec that no other test has, as what is compiled of one is remembered, here with launches that are none."""
+    """Returns a spec that no other test has, because compiled attentions are cached, here with recorded launches."""
     spec = AttentionSpec(64, "float16", mask=fg.causal(), scale=1 / next(_SCALES))
     return fg.compile(spec.shard() if sharded else spec, target=target)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
-def test_launches_are_those_of_the_attention_itself(target: str, launched: Launched, memory: _Memory) -> None:
+def test_replayed_launches_equal_those_of_the_attention(target: str, launched: Launched, memory: _Memory) -> None:
     """Byte for byte, forward and backward, with and without the LSE and its gradient."""
     attention, (q, k, v, d_out) = _compiled(target), _tensors(4)
-    q = q.transpose(1, 2).contiguous().transpose(1, 2)  # results are nested as it is
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)  # results have the same structure
     for with_lse in (False, True):
         if not with_lse:
-            assert direct.forward(attention, q, k, v, with_lse) is None, "nothing is known yet"
+            assert direct.forward(attention, q, k, v, with_lse) is None, "nothing is cached yet"
         memory.again()
         made = attention(q, k, v, return_lse=with_lse)
         memory.again()
@@ -123,9 +123,9 @@ def test_launches_are_those_of_the_attention_itself(target: str, launched: Launc
             {"mask": fg.full()},
             (1, 8, 512, 64),
             (1, 8, 2048, 64),
-        ),  # blocks share the last tiles of keys, in memory for their parts
-        ({}, (1, 8, 512, 64), (1, 2, 2048, 64)),  # gradients of few heads of keys are sums, which begin as zeros
-        ({}, (2, 8, 1, 64), (2, 2, 4096, 64)),  # keys in parts, which a second kernel merges
+        ),  # blocks share the last tiles of keys, with partial results in memory
+        ({}, (1, 8, 512, 64), (1, 2, 2048, 64)),  # gradients of few KV heads are accumulators, which start at zero
+        ({}, (2, 8, 1, 64), (2, 2, 4096, 64)),  # split keys, which a second kernel merges
         ({"mask": fg.sliding_window(64), "score": fg.softcap(30.0)}, SHAPE, SHAPE),
         ({"value_dim": 96}, SHAPE, SHAPE),
         ({}, SHAPE, (2, 4, 0, 64)),  # without keys gradients are zeros, which are set
@@ -135,7 +135,7 @@ def test_launches_are_those_of_the_attention_itself(target: str, launched: Launc
 def test_launches_of_kernels_of_every_kind(
     options: dict[str, Any], rows_q: Any, rows_k: Any, target: str, launched: Launched, memory: _Memory
 ) -> None:
-    """By positions as by names: workspaces, counters, several stages; and what must be done beside launches is done."""
+    """By position and by name: workspaces, counters, several kernels; work besides launches is done, too."""
     spec = AttentionSpec(64, "float16", scale=1 / next(_SCALES), **options)
     attention = fg.compile(spec, target=target)
     (q, d_out), (k, v) = _tensors(2, *rows_q), _tensors(2, *rows_k)
@@ -189,8 +189,8 @@ def test_launches_into_given_memory_with_numbers(target: str, launched: Launched
         direct.backward(attention, read, (out, d_out, into[0]), numbers)
 
 
-def test_only_calls_like_them(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other shapes, strides, dtypes, places within 16 bytes and devices are looked at by the attention itself."""
+def test_only_calls_with_the_same_key_are_replayed(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other shapes, strides, dtypes, alignments and devices go through the attention itself."""
     attention, (q, k, v) = _compiled("sm_90a"), _tensors(3)
     attention(q, k, v)
     assert direct.forward(attention, *_tensors(3), True) is not None
@@ -264,7 +264,7 @@ def test_a_launch_found_before_the_cache_was_cleared_is_not_kept(launched: Launc
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
-    """Through the operator, in turns: each call's numbers are those of its own tensors, whatever was learned before."""
+    """Through the operator, alternating: each call uses its own tensors, whatever was cached before."""
     from flashgen.torch import attention
 
     spec = fg.AttentionSpec(64, "float16", mask=fg.causal())
@@ -285,7 +285,7 @@ def test_on_a_gpu() -> None:
             gradients = torch.autograd.grad(out, learned, d_out)
             for made, right in zip(gradients, compiled.backward(d_out, *inputs, wanted, lse), strict=True):
                 torch.testing.assert_close(made, right, rtol=2e-3, atol=2e-3)
-            # Of a sum, whose gradient has strides of 0.
+            # The gradient of a sum has strides of 0.
             ones = torch.autograd.grad(attention(spec, *learned, emulate=False).sum(), learned)
             right = compiled.backward(torch.ones_like(wanted), *inputs, wanted, lse)
             for made, each in zip(ones, right, strict=True):

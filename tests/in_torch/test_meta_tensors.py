@@ -1,4 +1,4 @@
-"""Tensors on the device "meta" have no elements: what would read them refuses them by name."""
+"""Tensors on the device "meta" have no elements: calls that would read them are refused by name."""
 
 from __future__ import annotations
 

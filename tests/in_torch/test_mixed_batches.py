@@ -1,4 +1,4 @@
-"""Prompts and single queries over pages in one call of torch: beside each sequence alone, in one graph."""
+"""Prompts and single queries over pages in one call of torch: compared with each sequence alone, in one graph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENDS, USED = [0, 1, 71, 71, 74, 75], [40, 90, 5, 3, 17]
 
 
 def pages(heads: int = 2) -> tuple[Any, Any, Any]:
-    """k and v for 12 pages of each of 5 sequences, and their table."""
+    """Returns k and v for 12 pages of each of 5 sequences, and their table."""
     torch.manual_seed(0)
     k, v = (torch.randn(60, 8, heads, 32, dtype=torch.bfloat16) for _ in range(2))
     return k, v, torch.randperm(60).to(torch.int32).view(5, 12)
@@ -31,8 +31,8 @@ def integers(numbers: list[int]) -> Any:
     return torch.tensor(numbers, dtype=torch.int32)
 
 
-def test_each_sequence_beside_itself_alone() -> None:
-    """Tokens behind the last sequence among them; int64 is taken for int32."""
+def test_each_sequence_equals_a_separate_call() -> None:
+    """Includes tokens behind the last sequence; int64 is converted to int32."""
     q, (k, v, table) = torch.randn(77, 4, 32, dtype=torch.bfloat16), pages()
     where = {"page_table": table, "cu_seqlens_q": torch.tensor(ENDS), "seqused_k": torch.tensor(USED)}
     out, lse = attention(SPEC, q, k, v, return_lse=True, **where)
@@ -45,7 +45,7 @@ def test_each_sequence_beside_itself_alone() -> None:
 
 
 def test_flash_attns_signature() -> None:
-    """Its block_table, with the sums of lengths that it takes, or with the lengths."""
+    """Its block_table, with cumulative lengths or with lengths."""
     q, (k, v, table) = torch.randn(75, 4, 32, dtype=torch.bfloat16), pages()
     spec = fg.AttentionSpec(
         32, "bfloat16", layout="thd", mask=fg.sliding_window(20, 0), score=fg.softcap(15.0), page_size=8
@@ -64,7 +64,7 @@ def test_flash_attns_signature() -> None:
 
 
 @pytest.mark.parametrize("bounds", [False, True])
-def test_torchs_own_checks(bounds: bool) -> None:
+def test_opcheck(bounds: bool) -> None:
     q, (k, v, table) = torch.randn(77, 4, 32, dtype=torch.bfloat16), pages()
     arrays = [integers(ENDS), table, integers(USED)]
     given = (q, k, v, arrays, register(SPEC), [70, -1] if bounds else [], [], None)
@@ -87,7 +87,7 @@ def test_one_graph_for_all_batches() -> None:
     assert counter.frame_count == 2
 
 
-def test_what_does_not_fit() -> None:
+def test_mismatched_arguments() -> None:
     q, (k, v, table) = torch.randn(75, 4, 32, dtype=torch.bfloat16), pages()
     starts, used = integers(ENDS), integers(USED)
     for match, given in {
@@ -117,7 +117,7 @@ def test_what_does_not_fit() -> None:
 @pytest.mark.gpu
 @pytest.mark.quick
 def test_a_captured_graph_follows_lengths() -> None:
-    """One graph, replayed for other offsets, lengths and pages."""
+    """One graph, replayed with other offsets, lengths and pages."""
     k, v, table = (x.cuda() for x in pages())
     q, starts, used = torch.randn(75, 4, 32, dtype=torch.bfloat16).cuda(), integers(ENDS).cuda(), integers(USED).cuda()
     call = lambda: varlen_attention(

@@ -1,4 +1,4 @@
-"""The operators as torch checks them, and as its compiler takes them."""
+"""The operators under torch's checks and its compiler."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def arguments(name: str, qkv: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_torchs_own_checks_of_the_forward(qkv: Any, name: str) -> None:
-    """Of its schema, its autograd, its fake kernel, and of all of it under AOTAutograd with symbolic sizes."""
-    tolerances = {"atol": 3e-2, "rtol": 3e-2}  # dq is a sum in an order that differs
+def test_opcheck_of_the_forward(qkv: Any, name: str) -> None:
+    """Schema, autograd, fake kernel, and AOTAutograd with symbolic sizes."""
+    tolerances = {"atol": 3e-2, "rtol": 3e-2}  # the order of additions to dq varies
     results = torch.library.opcheck(torch.ops.flashgen.forward.default, arguments(name, qkv), **tolerances)
     assert set(results.values()) == {"SUCCESS"} and len(results) == 4
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_torchs_own_checks_of_the_backward(qkv: Any, name: str) -> None:
+def test_opcheck_of_the_backward(qkv: Any, name: str) -> None:
     q, k, v, captures, *numbers = arguments(name, [x.detach() for x in qkv])
     captures = [each.detach() for each in captures]
     out, lse = torch.ops.flashgen.forward(q, k, v, captures, *numbers)
@@ -67,8 +67,8 @@ def test_torchs_own_checks_of_the_backward(qkv: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_results_of_swapped_heads_and_rows_are_joined_without_a_copy(compiled: bool) -> None:
-    """A model splits one product into heads, and saves the output for its backward: one of its own and no copy."""
+def test_outputs_of_transposed_inputs_are_joined_without_a_copy(compiled: bool) -> None:
+    """A model splits one product into heads, and saves the output for its backward: a tensor of its own and no copy."""
     spec = SPECS["causal"][0]
 
     def model(rows: Any) -> Any:
@@ -128,7 +128,7 @@ def test_functions_of_every_signature_compile_without_breaks() -> None:
 
 @pytest.mark.parametrize("name", ["sdpa", "flex", "varlen"])
 def test_one_graph_for_all_lengths_of_every_signature(name: str) -> None:
-    """With dynamic=True all sizes and numbers are symbols, those too that a spec is made of."""
+    """With dynamic=True all sizes and numbers are symbols, including those of which a spec is created."""
     counter = CompileCounterWithBackend("aot_eager")
 
     def model(q: Any, k: Any, v: Any, starts: Any) -> Any:
@@ -146,10 +146,10 @@ def test_one_graph_for_all_lengths_of_every_signature(name: str) -> None:
         torch.testing.assert_close(out, model(*given))
         out.sum().backward()
         counts.append(counter.frame_count)
-    assert len(set(counts)) == 1, "the first may begin once more, when it has met a number that is none of its symbols"
+    assert len(set(counts)) == 1, "the first may recompile once, on a number that is not among its symbols"
 
 
-def test_functions_that_are_made_inside_are_part_of_the_graph() -> None:
+def test_functions_created_inside_are_part_of_the_graph() -> None:
     qkv, table = fresh(40), torch.tensor([0.1, -0.2], requires_grad=True)
 
     def with_score(q: Any, k: Any, v: Any) -> Any:
@@ -170,8 +170,8 @@ def test_functions_that_are_made_inside_are_part_of_the_graph() -> None:
     assert torch.equal(learned, *torch.autograd.grad(with_score(*qkv).float().sum(), [table]))
 
 
-def test_what_is_compiled_by_itself() -> None:
-    """As programs for FlexAttention begin: its two functions through torch.compile."""
+def test_separately_compiled_functions() -> None:
+    """As in FlexAttention programs, which pass its two functions to torch.compile."""
     qkv, ids = fresh(40), torch.arange(40) // 13
     mask = lambda b, h, i, j: ids[i] == ids[j]
     made = torch.compile(create_block_mask, backend="aot_eager")(mask, None, None, 40, 40)
@@ -181,7 +181,7 @@ def test_what_is_compiled_by_itself() -> None:
     assert torch.equal(call(*qkv, score_mod=score, block_mask=made), expected)
 
 
-def test_specs_of_layers_are_told_apart() -> None:
+def test_specs_of_layers_are_distinguished() -> None:
     specs = [fg.AttentionSpec(32, "bfloat16", mask=mask) for mask in (fg.causal(), fg.full(), fg.sliding_window(3))]
     qkv = fresh(40)
     compiled = torch.compile(lambda spec, *x: attention(spec, *x), fullgraph=True, backend="aot_eager")
@@ -190,7 +190,7 @@ def test_specs_of_layers_are_told_apart() -> None:
 
 
 def test_a_graph_draws_its_seeds() -> None:
-    """One graph, which drops what the same calls drop outside of it; checkpointed, too."""
+    """One graph, which drops the same elements as the same calls outside it, also with checkpointing."""
     spec = SPECS["dropout"][0]
 
     def model(q: Any, k: Any, v: Any) -> Any:
@@ -232,7 +232,7 @@ def test_inductors_code(seed: int | None) -> None:
 
 
 def assert_dropped_alike(out: Any, qkv: Any) -> None:
-    """Whether the backward drops what the forward did: the output is linear in v, and so the sum of dv * v."""
+    """Checks that the backward drops what the forward did: the output is linear in v, and so is the sum of dv * v."""
     d_out = torch.randn_like(out)
     (dv,) = torch.autograd.grad(out, qkv[2], d_out)
     ours, expected = ((x.double() * y.double()).sum().item() for x, y in ((dv, qkv[2]), (d_out, out)))
@@ -256,7 +256,7 @@ def test_exported_programs_name_their_specs() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_on_a_gpu(mode: str) -> None:
-    """With CUDA graphs, too."""
+    """Also with CUDA graphs."""
     spec = fg.AttentionSpec(64, "bfloat16", mask=fg.causal())
     from flashgen.torch import emulated
 
@@ -284,7 +284,7 @@ def on_gpu(length: int = 256) -> list[Any]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_dropout_in_a_graph_of_torchs_compiler(mode: str) -> None:
-    """Each replay drops anew, its backward what its forward dropped; torch.manual_seed repeats it."""
+    """Each replay draws new dropout, and its backward that of its forward; torch.manual_seed repeats it."""
     from flashgen.torch import emulated
 
     with emulated(False):
@@ -301,7 +301,7 @@ def test_dropout_in_a_graph_of_torchs_compiler(mode: str) -> None:
 
 
 @pytest.mark.gpu
-def test_dropout_in_a_graph_that_is_captured_by_hand() -> None:
+def test_dropout_in_a_graph_captured_by_hand() -> None:
     from flashgen.torch import emulated
 
     with emulated(False):
@@ -330,4 +330,4 @@ def test_dropout_in_a_graph_that_is_captured_by_hand() -> None:
             seen.append(out)
         assert torch.equal(seen[1], seen[2]) and not torch.equal(seen[0], seen[1])
         graph.replay()
-        assert not torch.equal(made[0], seen[2]), "the generator goes on"
+        assert not torch.equal(made[0], seen[2]), "the generator advances"

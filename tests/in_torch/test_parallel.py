@@ -1,4 +1,4 @@
-"""Data parallel training, replicated and sharded, in one process of its own."""
+"""Data parallel training, replicated and sharded, in one separate process."""
 
 from __future__ import annotations
 
@@ -57,6 +57,6 @@ with tempfile.TemporaryDirectory() as folder:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_gradients_are_those_of_one_process(kind: str) -> None:
+def test_gradients_equal_those_of_one_process(kind: str) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, kind], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,10 +1,8 @@
-"""Ragged batches, layout "thd", in torch: beside each sequence alone, gradients, torch's checks, one graph."""
+"""Varlen batches in torch: compared with each sequence alone; gradients, torch's checks, one graph."""
 
 from __future__ import annotations
 
-import importlib.util
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,19 +12,10 @@ torch = pytest.importorskip("torch")
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flashgen as fg
+import plain
 from flashgen.errors import ArgumentError
 from flashgen.torch import Attention, attention, register, varlen_attention
 
-
-def beside(name: str) -> Any:
-    found = importlib.util.spec_from_file_location(f"in_torch_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert found and found.loader
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
-
-
-plain = beside("plain")
 slopes = fg.Tensor("slopes", "float32", 1, grad=True)
 SPEC = fg.AttentionSpec(
     32, "bfloat16", layout="thd", mask=fg.causal(), score=lambda s, b, h, q, k: s + slopes[h] * (q - k)
@@ -44,7 +33,7 @@ def offsets(ends: list[int]) -> Any:
 
 
 def of_each(qkv: Any, used: Any, slope: Any) -> Any:
-    """The output of each sequence by itself, in float64; rows of none are 0."""
+    """Returns the output of each sequence by itself, in float64; rows of no sequence are 0."""
     q, k, v = qkv
     expected = torch.zeros(q.shape, dtype=torch.float64)
     for b, (start, end) in enumerate(pairwise(ENDS_Q)):
@@ -60,8 +49,8 @@ def of_each(qkv: Any, used: Any, slope: Any) -> Any:
 
 
 @pytest.mark.parametrize("used", [None, [15, 0, 24]])
-def test_each_sequence_beside_itself_alone(used: Any) -> None:
-    """Tokens behind the last sequence among them, and keys that are not used."""
+def test_each_sequence_equals_a_separate_call(used: Any) -> None:
+    """Includes tokens behind the last sequence, and unused keys."""
     qkv, slope = packed(44, 54, 54), torch.tensor([0.1, 0.2], requires_grad=True)
     where = {"cu_seqlens_q": offsets(ENDS_Q), "cu_seqlens_k": offsets(ENDS_K)}
     where |= {"seqused_k": torch.tensor(used)} if used else {}
@@ -73,15 +62,15 @@ def test_each_sequence_beside_itself_alone(used: Any) -> None:
 
 
 def arguments(qkv: Any, used: bool, bounds: bool) -> Any:
-    """What the operator takes: the last array and the integers may be left out."""
+    """Returns what the operator takes: the last array and the integers may be omitted."""
     arrays = [torch.tensor([0.1, 0.2], requires_grad=True), offsets(ENDS_Q), offsets(ENDS_K)]
     arrays += [torch.tensor([15, 0, 24], dtype=torch.int32)] if used else []
     return (*qkv, arrays, register(SPEC), [27, -1] if bounds else [], [], None)
 
 
 @pytest.mark.parametrize("used", [False, True])
-def test_torchs_own_checks(used: bool) -> None:
-    tolerances = {"atol": 3e-2, "rtol": 3e-2}  # dq is a sum in an order that differs
+def test_opcheck(used: bool) -> None:
+    tolerances = {"atol": 3e-2, "rtol": 3e-2}  # the order of additions to dq varies
     given = arguments(packed(44, 54, 54), used, bounds=used)
     results = torch.library.opcheck(torch.ops.flashgen.forward.default, given, **tolerances)
     assert set(results.values()) == {"SUCCESS"} and len(results) == 4
@@ -95,7 +84,7 @@ def test_torchs_own_checks(used: bool) -> None:
 
 
 def test_one_graph_for_all_batches() -> None:
-    """Tokens, sequences and bounds compile once more, when torch first sees them change, and no more."""
+    """Tokens, sequences and bounds compile once more, when torch first sees them change, and not again."""
     counter = CompileCounterWithBackend("aot_eager")
 
     def model(q: Any, k: Any, v: Any, slope: Any, starts: Any, longest: int) -> Any:
@@ -131,7 +120,7 @@ def test_sinks_of_packed_sequences_are_learned() -> None:
 
 
 @pytest.mark.parametrize("window", [(5, -1), (-1, 4), (0, 0)])
-def test_windows_that_are_open_on_a_side(window: Any) -> None:
+def test_windows_open_on_one_side(window: Any) -> None:
     q, k, v = packed(24, 30, 30)
     starts_q, starts_k = offsets([0, 24]), offsets([0, 30])
     out = varlen_attention(q, k, v, starts_q, starts_k, 24, 30, window_size=window)
@@ -144,7 +133,7 @@ def test_windows_that_are_open_on_a_side(window: Any) -> None:
 
 
 def test_transforms_of_torch() -> None:
-    """vmap calls once for each: sequences of several batches do not join; grad and vjp as anywhere."""
+    """vmap makes a call for each: sequences of several batches are not merged; grad and vjp work as elsewhere."""
     stacked = [torch.stack([x.detach() for x in packed(24, 24, 24)]) for _ in range(3)]
     starts, slope = offsets([0, 10, 24]), torch.tensor([0.1, 0.2])
 
@@ -160,7 +149,7 @@ def test_transforms_of_torch() -> None:
     torch.testing.assert_close(found, expected, atol=3e-2, rtol=3e-2)
 
 
-def test_slopes_of_each_sequence() -> None:
+def test_per_sequence_slopes() -> None:
     q, k, v = packed(24, 24, 24)
     table = torch.tensor([[0.1, 0.2], [0.3, 0.4]])
     starts = offsets([0, 10, 24])
@@ -171,7 +160,7 @@ def test_slopes_of_each_sequence() -> None:
         torch.testing.assert_close(out[rows], alone)
 
 
-def test_what_does_not_fit() -> None:
+def test_mismatched_arguments() -> None:
     q, k, v = packed(24, 24, 24)
     starts = offsets([0, 24])
     plain_spec = fg.AttentionSpec(32, "bfloat16", layout="thd")
@@ -193,7 +182,7 @@ def test_what_does_not_fit() -> None:
 
 @pytest.mark.gpu
 def test_a_captured_graph_follows_lengths() -> None:
-    """Offsets are read when kernels run: one graph, replayed for other sequences."""
+    """Offsets are read when kernels run: one graph is replayed for other sequences."""
     qkv = [x.detach().cuda() for x in packed(44, 44, 44)]
     starts = offsets([0, 13, 44]).cuda()
     call = lambda: varlen_attention(*qkv, starts, starts, 44, 44, causal=True, emulate=False)

@@ -1,9 +1,7 @@
-"""What users of scaled_dot_product_attention give it beside the plain call: torch's own answers, or a refusal."""
+"""Unusual arguments of scaled_dot_product_attention: torch's results, or a refusal."""
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +13,10 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import flashgen as fg
+import plain
 from flashgen.errors import ArgumentError
 from flashgen.runtime.arrays import nesting
 from flashgen.torch import attention, scaled_dot_product_attention
-
-PLAIN = importlib.util.spec_from_file_location("plain", Path(__file__).with_name("plain.py"))
-assert PLAIN and PLAIN.loader
-plain: Any = importlib.util.module_from_spec(PLAIN)
-PLAIN.loader.exec_module(plain)
 
 
 def rows(*shapes: Any) -> list[Any]:
@@ -30,7 +24,7 @@ def rows(*shapes: Any) -> list[Any]:
 
 
 def assert_as_torchs(inputs: Any, expected_options: Any = None, **options: Any) -> None:
-    """Output and gradients beside torch's, in float64; expected_options where torch is asked in another way."""
+    """Compares output and gradients with torch's in float64; expected_options change torch's call."""
     out = scaled_dot_product_attention(*inputs, **options)
     wide = {
         name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -57,7 +51,7 @@ BROADCAST: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", BROADCAST)
-def test_dimensions_before_the_length_broadcast(name: str) -> None:
+def test_leading_dimensions_broadcast(name: str) -> None:
     inputs = rows(*BROADCAST[name])
     assert_as_torchs(inputs)
     out = scaled_dot_product_attention(*inputs)
@@ -68,13 +62,13 @@ def test_dimensions_before_the_length_broadcast(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "three dimensions", "batch of 1"])
-def test_groups_of_heads_broadcast(name: str) -> None:
+def test_grouped_heads_broadcast(name: str) -> None:
     before = {"plain": (2,), "three dimensions": (), "batch of 1": (2,)}[name]
     of_keys = (1, 2, 11, 32) if name == "batch of 1" else (*before, 2, 11, 32)
     assert_as_torchs(rows((*before, 4, 9, 32), of_keys, of_keys), enable_gqa=True)
 
 
-def test_what_does_not_broadcast() -> None:
+def test_shapes_that_do_not_broadcast() -> None:
     for q, k in (((2, 4, 9, 32), (3, 4, 9, 32)), ((2, 4, 9, 32), (2, 2, 9, 32))):
         with pytest.raises(ArgumentError, match=r"have sizes \d, \d, \d in one dimension, which do not broadcast"):
             scaled_dot_product_attention(*rows(q, k, k))
@@ -91,7 +85,7 @@ def test_dims_that_are_no_multiple_of_8(dim: int, value_dim: int) -> None:
     assert all(nesting(x.stride()) == (0, 2, 1, 3) for x in torch.autograd.grad(out.sum(), turned))
 
 
-def test_dims_that_are_refused() -> None:
+def test_head_dims_that_are_refused() -> None:
     q, k = rows((2, 2, 9, 30), (2, 2, 9, 31))
     with pytest.raises(ArgumentError, match="query has a last dimension of 30 and key of 31: give both the same"):
         scaled_dot_product_attention(q, k, k)
@@ -104,7 +98,7 @@ def test_scales_that_are_not_positive(scale: float) -> None:
     assert_as_torchs(inputs, scale=scale, attn_mask=torch.randn(9, 9))
 
 
-def test_a_scale_that_is_a_tensor_is_read_by_each_call_and_learned() -> None:
+def test_a_scale_tensor_is_read_by_each_call_and_learned() -> None:
     inputs, scale = rows(*[(2, 2, 9, 32)] * 3), torch.tensor(0.3, requires_grad=True)
     bias = torch.randn(9, 9, requires_grad=True)
     for value in (0.3, -0.7):
@@ -122,8 +116,8 @@ def test_a_scale_that_is_a_tensor_is_read_by_each_call_and_learned() -> None:
         scaled_dot_product_attention(*inputs, scale=torch.ones(2))
 
 
-def test_causal_biases_of_torch_mean_what_they_say() -> None:
-    """They are tensors over memory that is not initialised."""
+def test_causal_biases_of_torch() -> None:
+    """They are tensors over uninitialized memory."""
     inputs = rows((2, 2, 9, 32), (2, 2, 12, 32), (2, 2, 12, 32))
     assert_as_torchs(inputs, {"is_causal": True}, attn_mask=causal_upper_left(9, 12))
     lower_right = torch.ones(9, 12, dtype=torch.bool).tril(3)
@@ -140,7 +134,7 @@ def test_causal_biases_of_torch_mean_what_they_say() -> None:
 
 
 class Meaningful(torch.Tensor):
-    """A tensor whose functions do something else."""
+    """A tensor subclass whose functions behave differently."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -148,7 +142,7 @@ class Meaningful(torch.Tensor):
 
 
 class Named(torch.Tensor):
-    """A tensor like any other."""
+    """A tensor subclass without special behaviour."""
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
@@ -170,7 +164,7 @@ def test_masks_of_other_classes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
-def test_rows_and_captures_of_other_classes_or_layouts() -> None:
+def test_inputs_and_captures_of_other_classes_or_layouts() -> None:
     q, k, v = (x.detach() for x in rows(*[(2, 2, 9, 32)] * 3))
     with pytest.raises(ArgumentError, match=r"query of type .*MaskedTensor: the meaning of its elements is not known"):
         scaled_dot_product_attention(torch.masked.masked_tensor(q, q > 0), k, v)
@@ -187,7 +181,7 @@ def test_rows_and_captures_of_other_classes_or_layouts() -> None:
             attention(spec, q, k, v, bias=other)
 
 
-def test_everything_dropped_gives_zeros() -> None:
+def test_dropping_everything_gives_zeros() -> None:
     inputs = rows(*[(2, 2, 9, 32)] * 3)
     inputs[2].data[0, 0, 0, 0] = float("inf")
     for probability in (1, 1.0):
@@ -210,7 +204,7 @@ def test_probabilities_that_are_refused(probability: Any, message: str) -> None:
         scaled_dot_product_attention(*rows(*[(1, 1, 9, 32)] * 3), dropout_p=probability)
 
 
-def test_tensors_without_data_have_results_without_data() -> None:
+def test_tensors_without_data_give_results_without_data() -> None:
     q, k, v = (torch.empty(2, 9, 4, 32, device="meta", dtype=torch.float16).transpose(1, 2) for _ in range(3))
     out = scaled_dot_product_attention(q, k, v)
     assert (out.device.type, out.shape, out.stride(), out.dtype) == ("meta", q.shape, q.stride(), q.dtype)
@@ -219,7 +213,7 @@ def test_tensors_without_data_have_results_without_data() -> None:
     assert [x.shape for x in torch.autograd.grad(out.sum(), (q, bias))] == [q.shape, bias.shape]
 
 
-def test_8_bit_rows_are_refused() -> None:
+def test_8_bit_inputs_are_refused() -> None:
     (q,) = rows((2, 2, 9, 32))
     narrow = q.detach().to(torch.float8_e4m3fn)
     with pytest.raises(ArgumentError, match="query is float8_e4m3fn; flashgen computes in float16 and bfloat16"):

@@ -1,11 +1,8 @@
-"""torch's, FlexAttention's and flash-attn's signatures: the same numbers as theirs."""
+"""torch's, FlexAttention's and flash-attn's signatures give their results."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,19 +14,9 @@ from torch.nn import functional
 from torch.nn.attention import flex_attention as torchs
 
 import flashgen.torch as ours
+import flex_functions as functions
+import plain
 from flashgen.errors import ArgumentError, SpecError
-
-
-def beside(name: str) -> Any:
-    """A module that stands beside this one."""
-    found = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert found and found.loader
-    module = sys.modules[name] = importlib.util.module_from_spec(found)  # where torch's compiler looks for it
-    found.loader.exec_module(module)
-    return module
-
-
-plain, functions = beside("plain"), beside("flex_functions")
 
 SDPA: dict[str, Any] = {
     "nothing": {},
@@ -56,7 +43,7 @@ def test_scaled_dot_product_attention(name: str) -> None:
 
 
 @pytest.mark.parametrize("leading", [(), (3,), (2, 3), (2, 1, 3)])
-def test_any_dimensions_before(leading: Any) -> None:
+def test_any_leading_dimensions(leading: Any) -> None:
     q, k, v = (torch.randn(*leading, 24, 32, dtype=torch.bfloat16) for _ in range(3))
     mask = torch.rand(*leading, 24, 24) > 0.3
     mask[..., 0] = True
@@ -65,7 +52,7 @@ def test_any_dimensions_before(leading: Any) -> None:
     plain.assert_close(out, functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask))
 
 
-def test_groups_of_heads_and_a_learned_mask() -> None:
+def test_grouped_heads_and_a_learned_mask() -> None:
     q, k, v = (torch.randn(2, heads, 24, 32, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
     mask = torch.zeros(24, 24, requires_grad=True)
     out = ours.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
@@ -76,7 +63,7 @@ def test_groups_of_heads_and_a_learned_mask() -> None:
     assert not torch.equal(dropped, ours.scaled_dot_product_attention(q, k, v, enable_gqa=True))
 
 
-def test_what_sdpa_refuses() -> None:
+def test_refusals_of_sdpa() -> None:
     q, k = torch.zeros(2, 4, 24, 32, dtype=torch.bfloat16), torch.zeros(2, 2, 24, 32, dtype=torch.bfloat16)
     with pytest.raises(ArgumentError, match="enable_gqa=True"):
         ours.scaled_dot_product_attention(q, k, k)
@@ -94,7 +81,7 @@ def test_what_sdpa_refuses() -> None:
 @pytest.mark.rotated(4)
 @pytest.mark.parametrize("name", functions.every_function("cpu"))
 def test_flex_attention(name: str) -> None:
-    """Beside FlexAttention itself, of which only the import changes."""
+    """Compared with FlexAttention itself; only the import differs."""
     score_mod, mask_mod = functions.every_function("cpu")[name]
     shape = (functions.BATCH, functions.HEADS, functions.LENGTH, 32)
     q, k, v = (torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
@@ -115,7 +102,7 @@ def test_flex_attention(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", functions.every_function("cpu"))
 def test_flex_attention_on_a_gpu(name: str) -> None:
-    """Beside FlexAttention as it is used there, compiled: outputs, and gradients."""
+    """Compared with compiled FlexAttention: outputs and gradients."""
     score_mod, mask_mod = functions.every_function("cuda")[name]
     shape = (functions.BATCH, functions.HEADS, functions.LENGTH, 64)
     qkv = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
@@ -135,7 +122,7 @@ def causal_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return q_idx >= kv_idx
 
 
-def test_a_function_that_changed_is_traced_anew() -> None:
+def test_a_function_that_changed_is_traced_again() -> None:
     q = torch.randn(1, 1, 16, 32, dtype=torch.bfloat16)
     add, table = 1.0, torch.zeros(16)
 
@@ -155,7 +142,7 @@ def test_a_function_that_changed_is_traced_anew() -> None:
 
 @pytest.mark.parametrize("columns", [1, 5, 8])
 def test_products_of_rows(columns: int) -> None:
-    """As rotary parts are added in: their gradients, too."""
+    """As rotary parts are added, with their gradients."""
     parts = torch.randn(2, 1, 24, columns, requires_grad=True)
     q, k, v = (torch.randn(2, 2, 24, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     product = parts[:, 0] @ parts[:, 0].mT
@@ -176,7 +163,7 @@ def test_rows_of_arrays_are_no_elements() -> None:
         ours.flex_attention(q, q, q, lambda s, b, h, i, j: s + (parts[b] * 2)[h, i])
 
 
-def test_what_flex_attention_refuses() -> None:
+def test_refusals_of_flex_attention() -> None:
     q = torch.zeros(1, 2, 24, 32, dtype=torch.bfloat16)
     with pytest.raises(ArgumentError, match=r"make it by flashgen\.torch\.create_block_mask"):
         ours.flex_attention(q, q, q, block_mask=torchs.create_block_mask(causal_mask, 1, 1, 24, 24, "cpu"))
@@ -195,7 +182,7 @@ def test_what_flex_attention_refuses() -> None:
 @pytest.mark.parametrize("window", [(-1, -1), (5, 0), (3, 4)])
 @pytest.mark.parametrize("alike", [True, False])
 def test_varlen_attention(causal: bool, window: Any, alike: bool) -> None:
-    """Each sequence beside itself alone; sequences of no tokens, and tokens behind the last, among them."""
+    """Compared with each sequence alone, including sequences without tokens, and tokens behind the last one."""
     ends_q, ends_k = torch.tensor([0, 13, 13, 40]), torch.tensor([0, 13, 13, 40] if alike else [0, 20, 26, 50])
     q, k, v = (torch.randn(size, 2, 32, dtype=torch.bfloat16, requires_grad=True) for size in (44, 54, 54))
     slopes = torch.tensor([0.1, 0.2], requires_grad=True)
@@ -219,7 +206,7 @@ def test_varlen_attention(causal: bool, window: Any, alike: bool) -> None:
     plain.assert_gradients(out, expected, [q, k, v, slopes])
 
 
-def test_what_varlen_attention_refuses() -> None:
+def test_refusals_of_varlen_attention() -> None:
     q, cu = torch.zeros(24, 2, 32, dtype=torch.bfloat16), torch.tensor([0, 24])
     with pytest.raises(ArgumentError, match="packed tokens are"):
         ours.varlen_attention(q[None], q, q, cu, cu)

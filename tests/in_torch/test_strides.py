@@ -1,4 +1,4 @@
-"""The output lies in memory as q does, and each gradient as its own input, eagerly and as torch's compiler is told."""
+"""The output has the memory order of q, and each gradient that of its input, eagerly and under torch's compiler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = (2, 3, 24, 16)  # batch, heads, length, dim: no two are equal
 
 
 def laid_out(permutation: Any, sizes: Any = SIZES) -> Any:
-    """A tensor of these sizes whose axes lie in memory in the order of a permutation, the outermost first."""
+    """Returns a tensor of these sizes whose axes lie in memory in the order of a permutation, the outermost first."""
     outermost_first = torch.randn([sizes[axis] for axis in permutation]).half()
     return outermost_first.permute([permutation.index(axis) for axis in range(len(sizes))])
 
@@ -45,7 +45,7 @@ def test_every_order_of_axes(permutation: Any) -> None:
             torch.testing.assert_close(got, want, atol=4e-3, rtol=4e-3)
 
 
-def test_each_gradient_lies_as_its_own_input() -> None:
+def test_each_gradient_has_the_memory_order_of_its_input() -> None:
     q, k, v = (laid_out(order).requires_grad_() for order in ((2, 0, 1, 3), (0, 1, 3, 2), (1, 2, 0, 3)))
     bias = torch.randn(24, 24).mT.requires_grad_()
     out = attention(WITH_BIAS, q, k, v, bias=bias)
@@ -56,7 +56,7 @@ def test_each_gradient_lies_as_its_own_input() -> None:
 
 @pytest.mark.parametrize("permutation", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (3, 1, 0, 2), (0, 1, 3, 2)])
 def test_fake_results_have_the_strides_of_real_ones(permutation: Any) -> None:
-    """Which torch.compile plans memory by."""
+    """torch.compile plans memory by them."""
     q, k, v = (laid_out(permutation) for _ in range(3))
     bias = torch.randn(24, 24).mT
     forward = (q, k, v, [bias], register(WITH_BIAS), [], [], None)
@@ -77,7 +77,7 @@ def test_compiled_graphs_keep_the_order() -> None:
     assert all(nesting(x.stride()) == (2, 0, 3, 1) for x in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
-def test_packed_tokens_whose_heads_are_outermost() -> None:
+def test_packed_tokens_with_heads_outermost() -> None:
     spec = fg.AttentionSpec(16, layout="thd", mask=fg.causal())
     ends, q = torch.tensor([0, 10, 30], dtype=torch.int32), torch.randn(4, 30, 16).half().transpose(0, 1)
     out = attention(spec, q, q, q, cu_seqlens_q=ends)
@@ -85,7 +85,7 @@ def test_packed_tokens_whose_heads_are_outermost() -> None:
     assert torch.equal(out, attention(spec, *[q.contiguous()] * 3, cu_seqlens_q=ends))
 
 
-def test_axes_that_are_broadcast_have_the_place_of_a_contiguous_array() -> None:
+def test_broadcast_axes_are_ordered_as_in_a_contiguous_array() -> None:
     assert nesting((0, 8, 64, 1)) == (0, 2, 1, 3) and nesting((8, 0, 64, 1)) == (2, 1, 0, 3)
     assert strides_like((2, 3, 5, 8), (0, 8, 64, 1)) == (120, 8, 24, 1)
     q = torch.randn(1, 3, 24, 16).half().expand(2, -1, -1, -1)

@@ -1,4 +1,4 @@
-"""Eight threads call torch's operators: whatever they begin at once, each gets what one thread gets."""
+"""Eight threads call torch's operators: whatever they begin at once, each gets the results of a single thread."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BIAS, DOCUMENTS = torch.tensor([0.1, -0.2]), torch.arange(64) // 19
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """So that gradients can be compared bitwise."""
+    """Deterministic, so that gradients can be compared bitwise."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -47,7 +47,7 @@ def deterministic() -> Iterator[None]:
 
 @functools.cache
 def of_documents(length: int) -> BlockMask:
-    """One for all calls, as a stream that is captured can copy no array to a GPU."""
+    """Shared by all calls, because a stream under capture cannot copy arrays to a GPU."""
     return create_block_mask(documents, None, None, length, length)
 
 
@@ -57,7 +57,7 @@ def documents(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 @functools.cache
 def integers(device: torch.device, *numbers: int) -> Any:
-    """Likewise one for all calls, int32."""
+    """Shared by all calls, int32."""
     return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
@@ -69,7 +69,7 @@ def packed(q: Any, k: Any, v: Any, bias: Any, scale: float, emulate: bool) -> An
 
 
 def paged(q: Any, k: Any, v: Any, spec: fg.AttentionSpec, emulate: bool) -> Any:
-    """A key is added to sequences of 16 and 13, in pages of 8; then 4 queries of each attend. It has no gradient."""
+    """A key is appended to sequences of 16 and 13, in pages of 8; then 4 queries of each attend. No gradient."""
     q, k, v = (x.detach().transpose(1, 2) for x in (q[:, :, :4], k, v))
     pages = [x[:, :24].reshape(6, 8, 2, 32).clone() for x in (k, v)]
     where: Any = {"page_table": integers(q.device, 4, 0, 2, 1, 5, 3).view(2, 3), "emulate": emulate}
@@ -79,7 +79,7 @@ def paged(q: Any, k: Any, v: Any, spec: fg.AttentionSpec, emulate: bool) -> Any:
 
 
 def attends(emulate: bool, width: int) -> dict[str, Attend]:
-    """Calls of every kind; `width` makes their specs others than those of earlier tests."""
+    """Returns calls of every kind; `width` makes their specs differ from those of earlier tests."""
     biased = fg.AttentionSpec(32, "bfloat16", score=lambda s, b, h, q, k: s + slopes[h] * (q - k) / width)
     pages = fg.AttentionSpec(32, "bfloat16", layout="bshd", scale=1 / width, mask=fg.causal(), page_size=8)
     seed = functools.partial(torch.full, (), 3, dtype=torch.int64)
@@ -105,7 +105,7 @@ def inputs(length: int, device: str) -> list[Any]:
 
 
 def results(attend: Attend, given: list[Any]) -> list[Any]:
-    """The output, without a graph and with one, and the gradients that are there."""
+    """Returns the output, without a graph and with one, and the gradients that exist."""
     with torch.no_grad():
         alone = attend(*given)
     out = attend(*given)
@@ -116,8 +116,8 @@ def results(attend: Attend, given: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", attends(True, 1))
-def test_threads_that_begin_together(name: str, at_once: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of the specs is registered when they begin: one entry is made of each, and bits are those of one thread."""
+def test_threads_that_start_together(name: str, at_once: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of the specs is registered when they start: one entry is created for each, with the bits of one thread."""
     monkeypatch.setattr(table, "_BY_SPEC", Cache())
     monkeypatch.setattr(variants, "_VARIANTS", Cache())
     attend = attends(True, 5)[name]
@@ -139,7 +139,7 @@ def test_threads_that_begin_together(name: str, at_once: AtOnce, monkeypatch: py
 @pytest.mark.parametrize("name", attends(False, 1))
 @pytest.mark.parametrize("graphs", [0, 2])
 def test_threads_and_streams_on_a_gpu(name: str, graphs: int, at_once: AtOnce) -> None:
-    """Four streams for eight threads, forward and backward; beside two that replay graphs of both."""
+    """Four streams for eight threads, forward and backward, beside two that replay graphs of both."""
     attend, steps = attends(False, 7)[name], 30
     with emulated(False):
         given = {length: inputs(length, "cuda") for length in LENGTHS}
@@ -147,7 +147,7 @@ def test_threads_and_streams_on_a_gpu(name: str, graphs: int, at_once: AtOnce) -
         torch.cuda.synchronize()
         streams = [torch.cuda.Stream() for _ in range(STREAMS + graphs)]
         recorded = []
-        for number in range(graphs):  # one after another: a graph may be captured while nothing else is launched
+        for number in range(graphs):  # one after another: during capture nothing else may be launched
             with torch.cuda.stream(streams[STREAMS + number]):
                 results(attend, given[LENGTHS[number]])
             torch.cuda.synchronize()

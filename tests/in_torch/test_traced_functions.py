@@ -1,4 +1,4 @@
-"""Functions that are given at a call: what they read is read at that call, and has the gradients of autograd."""
+"""Functions passed at a call: what they read is read at that call, and has autograd's gradients."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def item(holder: Any, key: Any) -> tuple[Callable[[], int], Callable[[int], None
 
 
 def numbers() -> dict[str, tuple[Callable[[], int], Callable[[int], None]]]:
-    """How a function may read a number, and how that is changed."""
+    """The ways in which a function may read a number, and how that is changed."""
     module, with_property = types.ModuleType("settings"), WithProperty(3)
     shared = Shared()
     nested, array, attribute.window = [[3]], np.array(3), 3  # type: ignore[attr-defined]
@@ -147,7 +147,7 @@ def test_a_number_is_read_at_the_call(name: str, q: Any, kv: Any) -> None:
     write(3)
 
 
-def test_a_number_that_changes_is_an_operand_from_its_second_value_on() -> None:
+def test_a_changing_number_becomes_an_operand_at_its_second_value() -> None:
     device, text = torch.device("cpu"), spec_text(DIM, DIM, "float16", None, "bhsd", True, False)
 
     def traced(window: int, far: int = 0) -> Any:
@@ -165,11 +165,11 @@ def test_a_number_that_changes_is_an_operand_from_its_second_value_on() -> None:
     both, integers, _ = at(7, 2)
     assert integers == [7, 2] and [capture.name for capture in both.spec.captures] == ["integer_a", "integer_b"]
     one, integers, _ = at(7, 7)
-    assert integers == [7], "equal numbers are one operand, by which more is known of them"
+    assert integers == [7], "equal numbers are one operand"
     assert len(one.spec.captures) == 1
 
 
-def test_numbers_that_no_capture_may_be_stand_in_the_text() -> None:
+def test_numbers_that_cannot_be_captures_are_in_the_text() -> None:
     device, text = torch.device("cpu"), spec_text(DIM, DIM, "float16", None, "bhsd", True, False)
 
     def key_of(value: float) -> str:
@@ -254,7 +254,7 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
 @pytest.mark.parametrize("how", WRITES)
-def test_a_tensor_that_is_written_to(how: str, dtype: torch.dtype, q: Any, kv: Any) -> None:
+def test_a_tensor_modified_in_place(how: str, dtype: torch.dtype, q: Any, kv: Any) -> None:
     table = torch.tensor([1, 2], dtype=dtype)
     number = torch.tensor(2, dtype=dtype)
 
@@ -276,7 +276,7 @@ NEGATIVE: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", NEGATIVE)
-def test_indices_below_0_count_from_the_end(name: str, q: Any, kv: Any) -> None:
+def test_negative_indices_count_from_the_end(name: str, q: Any, kv: Any) -> None:
     table = torch.randn(2 * LENGTH, requires_grad=True)
     for length in (LENGTH, 7):
         places = torch.arange(LENGTH)[:length] - 9
@@ -290,7 +290,7 @@ def test_indices_below_0_count_from_the_end(name: str, q: Any, kv: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64])
 def test_arrays_of_other_libraries(dtype: Any) -> None:
-    """They cannot be indexed by traced values; stand-ins are put in their place, at each call."""
+    """They cannot be indexed by traced values; stand-ins replace them at each call."""
     q, k, v = (torch.randn(1, HEADS, LENGTH, DIM).half() for _ in range(3))
     table = np.arange(1, HEADS + 1).astype(dtype)
     score = lambda s, b, h, i, j: s + table[h] * (i - j) / 10
@@ -305,7 +305,7 @@ def test_arrays_of_other_libraries(dtype: Any) -> None:
 
 
 class Rounded(torch.autograd.Function):
-    """Rounds down on the way forward, and lets gradients through."""
+    """Rounds down in the forward, and passes gradients through."""
 
     @staticmethod
     def forward(x: Any, _keep: Any) -> Any:
@@ -321,7 +321,7 @@ class Rounded(torch.autograd.Function):
 
 
 class Scaled(torch.autograd.Function):
-    """Hands on its input, and scales its gradient."""
+    """Returns its input, and scales its gradient."""
 
     @staticmethod
     def forward(x: Any) -> Any:
@@ -355,7 +355,7 @@ def stopped(s: Any, gate: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", STOPPED)
-def test_gradients_are_those_of_autograd(name: str, q: Any, kv: Any) -> None:
+def test_gradients_equal_autograds(name: str, q: Any, kv: Any) -> None:
     gate = torch.randn(HEADS, requires_grad=True)
     score = lambda s, b, h, i, j: STOPPED[name](s, h, i, j, gate)
     d_out = torch.randn(1, HEADS, LENGTH, DIM, dtype=torch.float64)
@@ -388,7 +388,7 @@ def test_a_table_that_is_frozen_and_then_learned(q: Any, kv: Any) -> None:
     assert table.grad is None
 
 
-def test_a_backward_that_is_not_linear_is_refused(q: Any, kv: Any) -> None:
+def test_a_nonlinear_backward_is_refused(q: Any, kv: Any) -> None:
     class Clipped(Scaled):
         @staticmethod
         def backward(ctx: Any, gradient: Any) -> Any:
@@ -398,7 +398,7 @@ def test_a_backward_that_is_not_linear_is_refused(q: Any, kv: Any) -> None:
         ours.flex_attention(q, *kv, score_mod=lambda s, b, h, i, j: Clipped.apply(s))
 
 
-def test_a_spec_does_not_keep_what_its_function_computes() -> None:
+def test_a_spec_does_not_keep_results_of_its_function() -> None:
     table = torch.randn(HEADS, requires_grad=True)
     with pytest.raises(SpecError, match="a tensor that it computes from others"):
         fg.AttentionSpec(DIM, score=lambda s, b, h, q, k: s + table.exp()[h])

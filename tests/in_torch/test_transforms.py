@@ -1,10 +1,8 @@
-"""torch.func's transforms in each other, and forward-mode differentiation, which is refused by name."""
+"""Nested transforms of torch.func, and forward-mode differentiation, which is refused by name."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +15,8 @@ from torch.func import grad, hessian, jacfwd, jvp, vmap
 
 import flashgen as fg
 import flashgen.torch as ours
+import plain
 from flashgen.errors import UnsupportedError
-
-PLAIN = importlib.util.spec_from_file_location("plain", Path(__file__).with_name("plain.py"))
-assert PLAIN and PLAIN.loader
-plain: Any = importlib.util.module_from_spec(PLAIN)
-PLAIN.loader.exec_module(plain)
 
 SLOPES = fg.Tensor("slopes", "float32", 1, grad=True)
 SPEC = fg.AttentionSpec(16, mask=fg.causal(), score=lambda s, b, h, q, k: s + SLOPES[h] * (q - k))
@@ -48,7 +42,7 @@ def expected_loss(q: Any, k: Any, v: Any, slopes: Any) -> Any:
 
 
 def test_gradients_of_mapped_calls() -> None:
-    """With respect to what is mapped, and to what all of the mapped share; of captures, too."""
+    """With respect to mapped arguments and to shared ones, including captures."""
     (q, k, v), slopes = rows(3, 2), torch.randn(3, 2)
     inputs = [x.clone().requires_grad_() for x in (q, k[0], v, slopes)]
 
@@ -117,7 +111,7 @@ def test_pages_are_not_written_with_a_tangent() -> None:
 
 
 def test_compiled_functions_with_transforms() -> None:
-    """Mapped calls are in the graph; derivatives break it, as torch's compiler loses tangents of operators."""
+    """Mapped calls are in the graph; derivatives break it, because torch's compiler loses tangents of operators."""
     q, tangent, _ = rows(3)
     attend = lambda x: ours.scaled_dot_product_attention(x, x, x)
     mapped = torch.compile(lambda q: vmap(attend)(q), fullgraph=True, backend="aot_eager")

@@ -1,10 +1,8 @@
-"""What users of packed sequences give beside the plain call: lengths that are used, scales, dims, dropout."""
+"""Unusual arguments of varlen_attention: used lengths, scales, dims, dropout."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +11,9 @@ pytest.importorskip("torch", reason="flashgen.torch needs torch: pip install 'fl
 
 import torch
 
+import plain
 from flashgen.errors import ArgumentError
 from flashgen.torch import varlen_attention
-
-PLAIN = importlib.util.spec_from_file_location("plain", Path(__file__).with_name("plain.py"))
-assert PLAIN and PLAIN.loader
-plain: Any = importlib.util.module_from_spec(PLAIN)
-PLAIN.loader.exec_module(plain)
 
 ENDS_Q, ENDS_K = torch.tensor([0, 13, 13, 40], dtype=torch.int32), torch.tensor([0, 20, 26, 50], dtype=torch.int32)
 
@@ -57,8 +51,8 @@ def expected(
         ({"window_size": (-1, 3)}, (-math.inf, 3)),
     ],
 )
-def test_queries_that_are_used(options: Any, bounds: Any) -> None:
-    """The last query that is used stands on the last key; those behind it have outputs and gradients of 0."""
+def test_used_queries(options: Any, bounds: Any) -> None:
+    """The last used query is aligned with the last key; those behind it have outputs and gradients of 0."""
     inputs, used = rows(), torch.tensor([9, 0, 27])
     used_k = torch.tensor([15, 6, 24], dtype=torch.int32)
     out, lse = varlen_attention(*inputs, ENDS_Q, ENDS_K, seqused_q=used, seqused_k=used_k, return_lse=True, **options)
@@ -68,7 +62,7 @@ def test_queries_that_are_used(options: Any, bounds: Any) -> None:
     assert not out[9:13].any() and lse[:, 9:13].isneginf().all()
 
 
-def test_slopes_follow_the_queries_that_are_used() -> None:
+def test_slopes_follow_the_used_queries() -> None:
     (q, k, v), used, slopes = rows(), torch.tensor([9, 0, 27]), torch.tensor([0.1, 0.4])
     own = [x.detach() for x in (q[:9], k[:20], v[:20])]
     ends_q, ends_k = torch.tensor([0, 9], dtype=torch.int32), torch.tensor([0, 20], dtype=torch.int32)
@@ -76,7 +70,7 @@ def test_slopes_follow_the_queries_that_are_used() -> None:
     assert torch.equal(varlen_attention(q, k, v, ENDS_Q, ENDS_K, alibi_slopes=slopes, seqused_q=used)[:9], alone)
 
 
-def test_queries_used_that_are_refused() -> None:
+def test_invalid_used_queries() -> None:
     with pytest.raises(ArgumentError, match=r"seqused_q is float32 of shape \(3,\): give integers \(sequences,\)"):
         varlen_attention(*rows(), ENDS_Q, ENDS_K, seqused_q=torch.ones(3))
 
@@ -89,7 +83,7 @@ def test_scales_that_are_not_positive(scale: float) -> None:
     plain.assert_gradients(out, want, inputs)
 
 
-def test_a_scale_that_is_a_tensor_is_learned() -> None:
+def test_a_scale_tensor_is_learned() -> None:
     inputs, scale = rows(), torch.tensor(-0.4, requires_grad=True)
     out, want = varlen_attention(*inputs, ENDS_Q, ENDS_K, softmax_scale=scale), expected(inputs, scale.double())
     plain.assert_close(out, want)
@@ -107,7 +101,7 @@ def test_dims_that_are_no_multiple_of_8() -> None:
     assert lse.shape == (2, 40)
 
 
-def test_everything_dropped_gives_zeros_and_leaves_the_lse() -> None:
+def test_dropping_everything_gives_zeros_and_keeps_the_lse() -> None:
     inputs = rows()
     out, lse = varlen_attention(*inputs, ENDS_Q, ENDS_K, dropout_p=1.0, return_lse=True)
     assert not out.any() and not any(x.any() for x in torch.autograd.grad(out.sum(), inputs, retain_graph=True))

@@ -1,6 +1,6 @@
-"""Architectures of transformers with random weights: which there are, of what they are made, and what they are given.
+"""Architectures of transformers with random weights: configurations, inputs and error bounds.
 
-What is right is attn_implementation="eager" in float32; what it may be off by is twice what "eager" in bfloat16 is.
+The reference is attn_implementation="eager" in float32; the error may be twice that of "eager" in bfloat16.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-# With all experts in each token, so that rounding chooses none; weights that make scores of about 1.
+# All experts in each token, so that rounding selects none; weights that give scores of about 1.
 DECODER = SIZES | {"head_dim": 8, "initializer_range": 0.1, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 DECODER |= {"num_experts": 2, "num_local_experts": 2, "shared_expert_intermediate_size": 24}
 ALL_HEADS = {name: size for name, size in DECODER.items() if name != "num_key_value_heads"} | {"ffn_dim": 48}
@@ -57,14 +57,14 @@ LATENT = SIZES | {
     "moe_intermediate_size": 24, "first_k_dense_replace": 2, "initializer_range": 0.1,
 }  # fmt: skip
 
-# Every second layer is no attention, and has a cache of its own.
+# Every second layer has no attention but a cache of its own.
 JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "use_mamba_kernels": False}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2, "linear_num_key_heads": 2}
 LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
 
 
 class Architecture(NamedTuple):
-    """A class of transformers and its configuration. inputs: what it reads, a key of `INPUTS`."""
+    """A class of transformers and its configuration. inputs: its kind of inputs, a key of `INPUTS`."""
 
     kind: str
     options: dict[str, Any]
@@ -186,7 +186,7 @@ def _speech(ids: Any, _mask: Any, random: Any) -> dict[str, Any]:
 
 
 def _picture(ids: Any, mask: Any, random: Any) -> dict[str, Any]:
-    """A picture, whose tokens are number 98, before others; where rows are padded, at the left."""
+    """An image, whose tokens have number 98, before text; padded rows are padded at the left."""
     ids = torch.cat([torch.full((2, 4), 98), ids.clamp(max=97)], -1)
     given = {"input_ids": ids, "attention_mask": None, "pixel_values": torch.randn(2, 3, 16, 16, generator=random)}
     if mask is not None:
@@ -197,7 +197,7 @@ def _picture(ids: Any, mask: Any, random: Any) -> dict[str, Any]:
 
 
 def _typed_picture(ids: Any, mask: Any, random: Any) -> dict[str, Any]:
-    """With the type of each token, by which those of a picture see each other."""
+    """With the type of each token, which lets image tokens see each other."""
     given = _picture(ids, mask, random)
     return given | {"token_type_ids": (given["input_ids"] == 98).long()}
 
@@ -213,11 +213,11 @@ INPUTS: dict[str, Callable[[Any, Any, Any], dict[str, Any]]] = {
     "wave": lambda ids, mask, random: {"input_values": torch.randn(2, 400, generator=random)},
     "spectrogram": lambda ids, mask, random: {"input_values": torch.randn(2, 32, 16, generator=random)},
 }
-PADDED = ("tokens", "both", "picture", "typed picture")  # kinds of inputs that have a mask
+PADDED = ("tokens", "both", "picture", "typed picture")  # kinds of inputs with a mask
 
 
 def model_of(name: str, device: str) -> Any:
-    """A model of random weights, always the same."""
+    """Returns a model with reproducible random weights."""
     torch.manual_seed(0)
     kind, options, *_ = ARCHITECTURES[name]
     model = getattr(transformers, f"{name}{kind}")(getattr(transformers, f"{name}Config")(**options)).eval().to(device)
@@ -227,13 +227,13 @@ def model_of(name: str, device: str) -> Any:
 
 
 def _has_interface(model: Any) -> bool:
-    """Whether the file of any part of a model asks transformers for its attention."""
+    """Whether the file of any part of a model calls transformers' attention interface."""
     files = {type(part).__module__ for part in model.modules()}
     return any(hasattr(sys.modules[file], "ALL_ATTENTION_FUNCTIONS") for file in files)
 
 
 def inputs_of(name: str, padding: str, device: str) -> dict[str, Any]:
-    """What a model is called with: token 0 stands where a sequence is padded."""
+    """Returns the inputs of a model; padding is token 0."""
     random = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 99, (2, LENGTH), generator=random)
     given = INPUTS[ARCHITECTURES[name].inputs](ids, PADDINGS[padding], random)
@@ -241,6 +241,6 @@ def inputs_of(name: str, padding: str, device: str) -> dict[str, Any]:
 
 
 def assert_right(got: Any, low: Any, exact: Any, what: str = "") -> None:
-    """The numerics' rule."""
+    """Asserts the numerics rule."""
     error, allowed = ((x.float() - exact.float()).abs().max().item() for x in (got, low))
     assert error <= 2 * allowed + 1e-5 * max(exact.abs().max().item(), 1), f"{what}: {error:.2e}, allowed {allowed:.2e}"

@@ -1,19 +1,15 @@
-"""What the tests of transformers' models share: `architectures`, and where the models are."""
+"""Shared fixtures of the tests of transformers' models: `architectures`, and the device."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Where the models are: on a GPU, or on the CPU, where the emulator runs the kernels."""
+    """The device of the models: a GPU, or the CPU, where the emulator runs the kernels."""
     from flashgen.torch import emulated
     from flashgen.transformers import register
 

@@ -1,4 +1,4 @@
-"""Architectures of transformers with random weights: logits and gradients, by the numerics' rule; which are refused."""
+"""Architectures of transformers with random weights: logits and gradients by the numerics rule; refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from architectures import ARCHITECTURES, PADDED, PADDINGS, REFUSED, assert_right
 
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
 
-# Each padding of one architecture of each kind of mask; of the others one that has rows of other lengths.
+# Each padding with one architecture per kind of mask; one padding with different lengths for the others.
 THOROUGH = ["Bert", "ModernBert", "GPT2", "Llama", "Mistral", "Gemma2", "Qwen2", "Qwen3", "GptOss", "DeepseekV3"]
 THOROUGH += ["T5", "Bart", "Whisper", "ViT", "Gemma3"]
 
@@ -35,10 +35,10 @@ CASES = [(name, padding) for name in ARCHITECTURES for padding in paddings_of(na
 
 
 def in_three_ways(model: Any, call: Callable[[], Any]) -> tuple[Any, Any, Any]:
-    """What a call gives by flashgen, by eager attention in the same precision, and by it in float32."""
+    """Returns the results with flashgen, with eager attention in the same precision, and with it in float32."""
     made = []
     for name, rounded in (("flashgen", True), ("eager", True), ("eager", False)):
-        for part in model.modules():  # some versions leave an encoder whose configuration is a copy as it was
+        for part in model.modules():  # some versions do not change an encoder whose configuration is a copy
             if isinstance(part, transformers.PreTrainedModel):
                 part.set_attn_implementation(name)
                 assert part.config._attn_implementation == name
@@ -51,7 +51,7 @@ def in_three_ways(model: Any, call: Callable[[], Any]) -> tuple[Any, Any, Any]:
 @pytest.mark.rotated(8)
 @pytest.mark.parametrize(("name", "padding"), CASES)
 def test_logits_and_gradients(name: str, padding: str, device: str) -> None:
-    """Of what a token that is none gives, nothing is asked."""
+    """Outputs of padding tokens are not compared."""
     model, inputs = model_of(name, device), inputs_of(name, padding, device)
     mask = None if "decoder_input_ids" in inputs else inputs.get("attention_mask")
     more = {"use_cache": False} if ARCHITECTURES[name].generates else {}
@@ -70,16 +70,16 @@ def test_logits_and_gradients(name: str, padding: str, device: str) -> None:
 
     (got, ours), (low, theirs), (exact, wanted) = in_three_ways(model, call)
     assert_right(got, low, exact, "logits")
-    assert not torch.equal(got, low), "it was flashgen that computed"
+    assert not torch.equal(got, low), "flashgen computed the attention"
     assert ours.keys() == theirs.keys() == wanted.keys()
     error, allowed = (relative_error(each, wanted) for each in (ours, theirs))
     assert error <= 2 * allowed + 1e-5, f"gradients: {error:.2e}, allowed {allowed:.2e}"
 
 
 def relative_error(got: dict[str, Any], wanted: dict[str, Any]) -> float:
-    """Of all parameters together, each by its own size: most of the error is of other layers, and in one it is chance.
+    """Compares all parameters together, relative to their sizes: most of the error comes from other layers, by chance.
 
-    Gradients that are 0 but for rounding, as those of the biases of keys, count by the largest.
+    Gradients that are 0 except for rounding, such as those of key biases, count relative to the largest.
     """
     sizes = {key: float(one.norm()) for key, one in wanted.items()}
     least = 1e-3 * max(sizes.values())
@@ -89,7 +89,7 @@ def relative_error(got: dict[str, Any], wanted: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refused_architecture(name: str) -> None:
-    """By name, before any of its weights are made."""
+    """By name, before any weights are created."""
     from flashgen.errors import UnsupportedError
     from flashgen.transformers import register
 
@@ -112,6 +112,6 @@ def test_a_refused_architecture(name: str) -> None:
         ("refused", REFUSED),
     ],
 )
-def test_the_page_lists_what_is_tested_here(kind: str, names: Any) -> None:
+def test_the_page_lists_the_tested_architectures(kind: str, names: Any) -> None:
     row = re.search(rf"^\| {kind} \| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert row is not None and row[1].split(", ") == sorted(names)

@@ -1,6 +1,6 @@
-"""transformers' caches: in steps, in chunks, by `generate`, with beams; compared with eager attention and its cache.
+"""transformers' caches in steps, in chunks, in `generate` and with beams, compared with eager attention.
 
-Tokens do not follow from logits here, so that no tie makes runs differ: all logits of all steps are compared.
+Tokens do not depend on logits, so that ties make no difference: all logits of all steps are compared.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ CASES = [
     (name, mode)
     for name, each in ARCHITECTURES.items()
     for mode in MODES
-    # Of a decoder behind an encoder transformers cuts the encoder's mask to the decoder's chunk.
+    # For a decoder behind an encoder, transformers cuts the encoder's mask to the decoder's chunk.
     if each.generates and not (name in ENCODER_DECODERS and "chunks" in mode)
 ]
 STEPS = [(LENGTH,), (5, 1, 1, 7), (8, 6), (1,) * LENGTH]
-QUANTIZED = ("fp8", "quanto", "hqq")  # of models without windows
+QUANTIZED = ("fp8", "quanto", "hqq")  # models without windows
 
 
 def quantized(backend: str, config: Any) -> Any:
@@ -58,7 +58,7 @@ CACHES: dict[str, Callable[[Any], Any]] = {
 
 
 class Forced(transformers.LogitsProcessor):  # type: ignore[misc, name-defined]
-    """Scores that depend on the step alone."""
+    """Returns scores that depend only on the step."""
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         random = torch.Generator().manual_seed(input_ids.shape[1])
@@ -66,7 +66,7 @@ class Forced(transformers.LogitsProcessor):  # type: ignore[misc, name-defined]
 
 
 def compare(name: str, device: str, call: Callable[[Any], Any]) -> None:
-    """Calls by flashgen and eager attention in bfloat16, and by eager attention in float32, of the same weights."""
+    """Compares flashgen and eager attention in bfloat16 with eager attention in float32, with equal weights."""
     low = model_of(name, device).to(torch.bfloat16)
     mine, exact = copy.deepcopy(low), copy.deepcopy(low).float()
     for model, how in ((mine, "flashgen"), (low, "eager"), (exact, "eager")):
@@ -74,16 +74,16 @@ def compare(name: str, device: str, call: Callable[[Any], Any]) -> None:
     with torch.no_grad():
         wanted, allowed, got = call(exact), call(low), call(mine)
     assert_right(got, allowed, wanted, name)
-    assert not torch.equal(got, allowed), "it was flashgen that computed"
+    assert not torch.equal(got, allowed), "flashgen computed the attention"
 
 
 def given_to(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Inputs in the precision of a model."""
+    """Converts inputs to the precision of a model."""
     return {key: each.to(model.dtype) if key.endswith(("values", "features")) else each for key, each in inputs.items()}
 
 
 def generate(name: str, mode: str, device: str) -> None:
-    """All logits of a generation, from a batch that is padded at the left."""
+    """Returns all logits of a generation, from a left-padded batch."""
     padding = "left" if ARCHITECTURES[name].inputs in PADDED else "whole"
     inputs = {key: each for key, each in inputs_of(name, padding, device).items() if key != "decoder_input_ids"}
     options: dict[str, Any] = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
@@ -94,19 +94,19 @@ def generate(name: str, mode: str, device: str) -> None:
 
 @pytest.mark.rotated(8)
 @pytest.mark.parametrize(("name", "mode"), CASES)
-def test_generating(name: str, mode: str, device: str) -> None:
+def test_generation(name: str, mode: str, device: str) -> None:
     generate(name, mode, device)
 
 
 @pytest.mark.parametrize(
     ("name", "mode"), [("Llama", "static-chunks"), ("GptOss", "static-chunks"), ("Bart", "static"), ("Llava", "static")]
 )
-def test_generating_where_queries_saw_too_many_keys(name: str, mode: str, device: str) -> None:
+def test_generation_where_queries_once_saw_too_many_keys(name: str, mode: str, device: str) -> None:
     generate(name, mode, device)
 
 
 def in_steps(name: str, make: Callable[[Any], Any], sizes: tuple[int, ...], padding: str, device: str) -> None:
-    """The logits of tokens that are no padding; each step is given the mask of all tokens so far."""
+    """Returns the logits of tokens that are no padding; each step gets the mask of all tokens so far."""
     inputs = inputs_of(name, padding, device)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
 
@@ -144,14 +144,14 @@ def test_steps(name: str, cache: str, sizes: tuple[int, ...], padding: str, devi
 
 @pytest.mark.parametrize("padding", ["whole", "left"])
 @pytest.mark.parametrize("name", ["Llama", "GptOss"])
-def test_steps_in_which_queries_saw_too_many_keys(name: str, padding: str, device: str) -> None:
+def test_steps_where_queries_once_saw_too_many_keys(name: str, padding: str, device: str) -> None:
     in_steps(name, CACHES["static"], (5, 1, 1, 7), padding, device)
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("name", ["Bart", "T5", "Whisper"])
 def test_steps_of_a_decoder_behind_an_encoder(name: str, static: bool, device: str) -> None:
-    """The keys of the encoder are written in the first step, and read in all."""
+    """The keys of the encoder are written in the first step and read in all."""
     inputs = inputs_of(name, "left" if ARCHITECTURES[name].inputs in PADDED else "whole", device)
     ids = inputs.pop("decoder_input_ids")
 
@@ -178,8 +178,8 @@ def test_steps_of_a_decoder_behind_an_encoder(name: str, static: bool, device: s
 @pytest.mark.rotated(2)
 @pytest.mark.parametrize("padding", ["whole", "left"])
 @pytest.mark.parametrize("name", ["Llama", "GptOss"])
-def test_compiled_steps_with_masks_made_before(name: str, padding: str, device: str) -> None:
-    """As `generate` has it on a GPU: the prompt is no graph, and the tokens behind it are, with masks made outside."""
+def test_compiled_steps_with_masks_created_before(name: str, padding: str, device: str) -> None:
+    """As in `generate` on a GPU: the prompt runs eagerly, later tokens run compiled, with masks created outside."""
     from transformers.masking_utils import create_masks_for_generate
 
     inputs = inputs_of(name, padding, device)

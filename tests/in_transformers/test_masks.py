@@ -1,4 +1,4 @@
-"""The masks that transformers' functions ask for: what they keep, and that nothing written later changes them."""
+"""The masks that transformers' functions request: what they keep, and that later writes do not change them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ BATCH, QUERIES, KEYS = 2, 5, 12
 
 
 class Asked(NamedTuple):
-    """What a mask is made of, and the tensors of it that belong to the model."""
+    """Returns the inputs of a mask, and those of its tensors that belong to the model."""
 
     arguments: dict[str, Any]
     owned: list[Any]
 
 
 def offset_of_queries() -> Asked:
-    """As StaticCache gives it: its length, without dimensions."""
+    """As in StaticCache: its length is a tensor without dimensions."""
     length = torch.tensor(4)
     return Asked({"q_offset": length}, [length])
 
@@ -73,7 +73,7 @@ def chunks() -> Asked:
 
 
 def whole_mask() -> Asked:
-    """A function of one's own over a mask of all queries and keys."""
+    """A custom function over a mask of all queries and keys."""
     table = torch.rand(KEYS, KEYS, generator=torch.Generator().manual_seed(4)) < 0.6
     table.fill_diagonal_(True)
     return Asked({"q_length": KEYS, "mask_function": lambda b, h, q, k: table[q, k]}, [table])
@@ -85,8 +85,8 @@ ALL: list[Callable[[], Asked]] = [
 
 
 @pytest.mark.parametrize("make", ALL, ids=lambda make: make.__name__)
-def test_a_mask_keeps_the_values_that_it_was_made_of(make: Callable[[], Asked]) -> None:
-    """A model writes to all of its tensors between the mask and the attention."""
+def test_a_mask_keeps_the_values_of_its_creation(make: Callable[[], Asked]) -> None:
+    """A model writes to all of its tensors between mask and attention."""
     from flashgen.transformers.mask import attention_mask
 
     arguments, owned = make()
@@ -99,7 +99,7 @@ def test_a_mask_keeps_the_values_that_it_was_made_of(make: Callable[[], Asked]) 
 
 
 def assert_keeps(mask: Any, expected: Any) -> None:
-    """Attention by a mask is what softmax makes of the booleans."""
+    """Attention with a mask equals softmax with the booleans."""
     from flashgen.transformers.forward import attention_forward
 
     random = torch.Generator().manual_seed(5)
@@ -111,7 +111,7 @@ def assert_keeps(mask: Any, expected: Any) -> None:
     assert (got.transpose(1, 2).float() - wanted).abs().max() <= 0.02 * wanted.abs().max()
 
 
-def test_an_offset_of_each_sequence_is_refused() -> None:
+def test_per_sequence_offsets_are_refused() -> None:
     from flashgen.errors import UnsupportedError
     from flashgen.transformers.mask import attention_mask
 

@@ -1,4 +1,4 @@
-"""What models of transformers give to an attention: packed rows, caches, masks of all kinds, torch.compile; errors."""
+"""What models of transformers pass to an attention: packed rows, caches, masks of all kinds, torch.compile; errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tokens() -> Any:
 
 
 def both(model: Any, call: Callable[[], Any]) -> tuple[Any, Any]:
-    """What a call gives by flashgen under autocast, and by eager attention in float32."""
+    """Returns the results with flashgen under autocast, and with eager attention in float32."""
     model.set_attn_implementation("eager")
     expected = call()
     model.set_attn_implementation("flashgen")
@@ -70,7 +70,7 @@ def test_sequences_packed_in_a_row() -> None:
 
 
 def packed_attention(**given: Any) -> Any:
-    """The gradient of queries of two sequences in a row, by what transformers calls for a name."""
+    """Returns the gradient of queries of two packed sequences, through the function that transformers looks up."""
     from transformers import AttentionInterface
 
     random = torch.Generator().manual_seed(2)
@@ -82,7 +82,7 @@ def packed_attention(**given: Any) -> Any:
     return torch.autograd.grad(out.float().sum(), q)[0]
 
 
-def test_packed_rows_are_deterministic_where_register_was_told_so() -> None:
+def test_packed_rows_are_deterministic_if_registered_so() -> None:
     from flashgen.torch import table
     from flashgen.transformers import register
 
@@ -94,7 +94,7 @@ def test_packed_rows_are_deterministic_where_register_was_told_so() -> None:
     assert torch.equal(bits, packed_attention(name="flashgen-deterministic", scaling=0.3125))
 
 
-def test_packed_rows_drop_nothing() -> None:
+def test_packed_rows_ignore_dropout_in_eval() -> None:
     from flashgen.errors import UnsupportedError
     from flashgen.transformers.mask import attention_mask
 
@@ -107,7 +107,7 @@ def test_packed_rows_drop_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral"])
-def test_generating_token_by_token_compiles_nothing_anew(name: str) -> None:
+def test_generation_does_not_recompile(name: str) -> None:
     from flashgen.torch import table
 
     model, ids = model_of(name, *DECODERS[name]).eval(), tokens()
@@ -116,15 +116,15 @@ def test_generating_token_by_token_compiles_nothing_anew(name: str) -> None:
     short, _ = both(model, lambda: model.generate(ids, **options))
     known = len(table._TEXTS)
     longer, expected = both(model, lambda: model.generate(ids, **(options | {"max_new_tokens": 9})))
-    assert len(table._TEXTS) == known, "the tokens after the second need no other spec"
-    same = (longer.sequences == expected.sequences).cumprod(-1)[:, LENGTH:]  # until a tie is broken otherwise
+    assert len(table._TEXTS) == known, "tokens after the second need no other spec"
+    same = (longer.sequences == expected.sequences).cumprod(-1)[:, LENGTH:]  # until a tie is resolved differently
     assert same[:, 0].all() and short.sequences.shape[1] == LENGTH + 2
     for step, (ours, theirs) in enumerate(zip(longer.logits, expected.logits, strict=True)):
         rows = torch.ones(2, dtype=torch.bool) if step == 0 else same[:, step - 1].bool()
         assert not rows.any() or (ours - theirs)[rows].abs().max() <= 0.02 * theirs.abs().max()
 
 
-def test_a_cache_of_a_fixed_size() -> None:
+def test_a_static_cache() -> None:
     model, ids = model_of("Llama", *DECODERS["Llama"]).eval(), tokens()
     options: dict[str, Any] = {"attention_mask": LEFT, "do_sample": False, "max_new_tokens": 3}
     options |= {"cache_implementation": "static", "disable_compile": True, "output_logits": True}
@@ -133,7 +133,7 @@ def test_a_cache_of_a_fixed_size() -> None:
         model.to(dtype).set_attn_implementation(name)
         made.append(model.generate(ids, return_dict_in_generate=True, **options))
     expected, got = made
-    same = (got.sequences == expected.sequences).cumprod(-1)[:, LENGTH:]  # until a tie is broken otherwise
+    same = (got.sequences == expected.sequences).cumprod(-1)[:, LENGTH:]  # until a tie is resolved differently
     for step, (ours, theirs) in enumerate(zip(got.logits, expected.logits, strict=True)):
         rows = torch.ones(2, dtype=torch.bool) if step == 0 else same[:, step - 1].bool()
         assert not rows.any() or (ours.float() - theirs)[rows].abs().max() <= 0.04 * theirs.abs().max()
@@ -160,7 +160,7 @@ def test_masks_of_four_dimensions() -> None:
         assert_close(model(ids, attention_mask=mask, use_cache=False).logits, expected)
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     from flashgen.errors import ArgumentError, UnsupportedError
 
     model, ids = model_of("Llama", *DECODERS["Llama"]).eval(), tokens()

@@ -1,4 +1,4 @@
-"""Models that compute attention by themselves: refused by name wherever they are given flashgen's."""
+"""Models that compute attention by themselves are refused by name in every way to select flashgen's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def registered() -> Iterator[None]:
 
 
 def of_two_parts() -> Any:
-    """A decoder that is served behind an encoder that is not."""
+    """A supported decoder behind an unsupported encoder."""
     encoder = transformers.MPNetConfig(**TINY)
     decoder = transformers.BertConfig(**TINY)
     return transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
@@ -39,8 +39,8 @@ def falcon() -> Any:
 
 
 @pytest.mark.parametrize("how", ["made", "set"])
-def test_a_model_with_an_attention_of_its_own(how: str) -> None:
-    """Falcon says that it supports sdpa, computes by itself under any other name, and reads `flash` as flash-attn."""
+def test_a_model_with_its_own_attention(how: str) -> None:
+    """Falcon declares support of sdpa, computes by itself under any other name, and takes `flash` for flash-attn."""
     from flashgen.errors import UnsupportedError
 
     with pytest.raises(
@@ -52,7 +52,7 @@ def test_a_model_with_an_attention_of_its_own(how: str) -> None:
             transformers.FalconForCausalLM(falcon()).set_attn_implementation("flashgen")
 
 
-def test_a_class_of_ones_own_is_what_it_inherits() -> None:
+def test_subclasses_inherit_support() -> None:
     from flashgen.errors import UnsupportedError
 
     class Mine(transformers.FalconForCausalLM):  # type: ignore[misc, name-defined]
@@ -70,8 +70,8 @@ def test_a_class_of_ones_own_is_what_it_inherits() -> None:
     assert model.config._attn_implementation == "flashgen"
 
 
-def test_a_part_with_an_attention_of_its_own() -> None:
-    """The parts are named in a dictionary; those that it leaves out stay as they were."""
+def test_a_part_with_its_own_attention() -> None:
+    """The parts are named in a dictionary; other parts keep their implementation."""
     from flashgen.errors import UnsupportedError
 
     config = of_two_parts()
@@ -85,14 +85,14 @@ def test_a_part_with_an_attention_of_its_own() -> None:
     assert model.encoder.config._attn_implementation == "eager"
 
 
-def test_other_names_are_transformers_own_affair() -> None:
+def test_other_names_are_passed_to_transformers() -> None:
     model = transformers.FalconForCausalLM(falcon())
     model.set_attn_implementation("eager")
     assert transformers.AutoModelForCausalLM.from_config(falcon(), attn_implementation="eager") is not None
 
 
 def test_a_mask_is_no_tensor() -> None:
-    """What would compute with it, where a model was given the name behind our back, is named."""
+    """A model that computes with the mask is named, if flashgen was selected in another way."""
     from flashgen.errors import UnsupportedError
     from flashgen.transformers.mask import attention_mask
 
@@ -116,7 +116,7 @@ ALONE: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", ALONE)
 def test_no_model_keeps_its_own_attention_silently(name: str) -> None:
-    """transformers logs a warning for these, and leaves them as they are."""
+    """For these transformers logs a warning and changes nothing."""
     from flashgen.errors import UnsupportedError
 
     kind, options = ALONE[name]

@@ -1,4 +1,4 @@
-"""Functions that close over arrays: what becomes a capture, by which name, and what it stands for."""
+"""Functions that close over arrays: captures, their names and their values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _parity = np.arange(LENGTH) % 2
 
 
 def of_mask(mask: fg.Mask) -> np.ndarray:
-    """The mask on all positions, by its own arrays."""
+    """Evaluates the mask at all positions with its own arrays."""
     values = {BATCH: np.arange(2)[:, None, None], QUERY: np.arange(LENGTH)[:, None], KEY: np.arange(LENGTH)}
     values |= {HEAD: 0, LEN_Q: LENGTH, LEN_K: LENGTH}
     captures = {name: array.on_host() for name, array in mask.bound.items()}
@@ -60,7 +60,7 @@ def every(*masks: Any) -> Any:
 
 
 class Documents:
-    """A mask that is an object."""
+    """A mask that is a callable object."""
 
     def __init__(self) -> None:
         self.ids = IDS
@@ -91,7 +91,7 @@ class Documents:
         (fg.document(np.stack([IDS, IDS])), "ids"),
     ],
 )
-def test_wherever_a_function_has_an_array_from(mask: Any, name: str) -> None:
+def test_every_way_to_refer_to_an_array(mask: Any, name: str) -> None:
     traced = fg.AttentionSpec(64, mask=mask).mask
     assert list(traced.bound) == [name]
     assert [(capture.name, capture.dtype) for capture in traced.captures] == [(name, "int32")]
@@ -109,14 +109,14 @@ def test_wherever_a_function_has_an_array_from(mask: Any, name: str) -> None:
         (fg.tree, fg.tree("bits"), np.zeros((2, 3, 1), np.int32)),
     ],
 )
-def test_named_variants_take_arrays_as_they_take_tensors(made: Any, declared: Any, array: np.ndarray) -> None:
+def test_named_variants_accept_arrays_like_tensors(made: Any, declared: Any, array: np.ndarray) -> None:
     given = made(array)
     assert given.expression == declared.expression
     ((name, bound),) = given.bound.items()
     assert np.array_equal(bound.on_host(), array) and [capture.name for capture in declared.captures] == [name]
 
 
-def test_other_arrays_of_one_name_get_names_of_their_own() -> None:
+def test_distinct_arrays_of_one_name_get_distinct_names() -> None:
     other = np.arange(LENGTH) // 6
     for mask in (
         fg.trace_mask(every(closing_over(IDS), closing_over(other))),
@@ -132,7 +132,7 @@ def test_other_arrays_of_one_name_get_names_of_their_own() -> None:
     assert [capture.name for capture in given.captures] == ["ids", "ids_2"] and list(given.bound) == ["ids_2"]
 
 
-def test_a_mask_and_a_score_may_have_other_arrays_of_one_name() -> None:
+def test_mask_and_score_may_use_one_name_for_distinct_arrays() -> None:
     table = np.linspace(0, 1, LENGTH)
     spec = fg.AttentionSpec(64, mask=lambda b, h, q, k: table[q] >= 0.5, score=lambda s, b, h, q, k: s + table[k])
     assert [capture.name for capture in spec.captures] == ["table"]
@@ -147,7 +147,7 @@ def test_a_mask_and_a_score_may_have_other_arrays_of_one_name() -> None:
     assert np.array_equal(spec.bound["ids_2"].on_host(), ids.astype(np.float32))
 
 
-def test_names_that_captures_may_not_have() -> None:
+def test_names_that_captures_cannot_have() -> None:
     q_ids = {"q": IDS, "class": IDS}
     named = q_ids["q"]
     assert list(fg.trace_mask(lambda b, h, q, k: _parity[q] == 1).bound) == ["parity"]
@@ -169,7 +169,7 @@ def test_names_that_captures_may_not_have() -> None:
         (np.linspace(0, 1, LENGTH).astype(np.float16), "float16"),
     ],
 )
-def test_what_kernels_read_of_a_dtype(values: np.ndarray, read: str) -> None:
+def test_dtypes_that_kernels_read(values: np.ndarray, read: str) -> None:
     mask = fg.trace_mask(lambda b, h, q, k: values[q] == values[k])
     (array,) = mask.bound.values()
     assert array.dtype == read
@@ -178,7 +178,7 @@ def test_what_kernels_read_of_a_dtype(values: np.ndarray, read: str) -> None:
     assert np.array_equal(of_mask(mask)[0], held[:, None] == held)
 
 
-def test_dtypes_that_cannot_be_read() -> None:
+def test_unsupported_dtypes() -> None:
     for values in (np.ones(4, np.complex64), np.array([2**63], np.uint64), np.ones((1,) * 9)):
         with pytest.raises(SpecError, match="the array 'values'"):
             fg.trace_mask(lambda b, h, q, k, values=values: values[(q,) * values.ndim] == 1)
@@ -191,7 +191,7 @@ def test_dtypes_that_cannot_be_read() -> None:
     (lambda b, h, q, k: np.arange(3) == q, "an array .* is not a number of a traced function: create it outside"),
     (lambda b, h, q, k: q.half() > 1, "conversion to half is not part .*: values are int32 and float32; give one"),
 ])  # fmt: skip
-def test_errors_call_arrays_by_the_names_that_they_have(function: Any, message: str) -> None:
+def test_errors_use_the_names_of_arrays(function: Any, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         fg.AttentionSpec(64, mask=function)
 
@@ -203,17 +203,17 @@ def test_an_array_without_dimensions_is_read_at_the_call() -> None:
     assert [(capture.name, capture.ndim) for capture in mask.captures] == [("ahead", 1)]
 
 
-def test_arrays_that_no_element_is_read_of_are_no_captures() -> None:
+def test_arrays_without_element_reads_are_no_captures() -> None:
     assert fg.trace_mask(lambda b, h, q, k: q < IDS.shape[0] + len(IDS)).captures == ()
 
 
-def test_arrays_are_no_part_of_what_a_spec_is() -> None:
+def test_arrays_are_not_part_of_a_spec() -> None:
     one, other = (fg.AttentionSpec(64, mask=closing_over(ids)) for ids in (IDS, IDS[::-1].copy()))
     assert one == other and one.to_json() == other.to_json() and hash(one) == hash(other)
     assert not fg.AttentionSpec.from_json(one.to_json()).bound
 
 
-def test_a_function_of_its_own_stays_as_it_is() -> None:
+def test_a_function_without_arrays_is_unchanged() -> None:
     mask = closing_over(IDS)
     fg.trace_mask(mask)
     assert mask.__closure__[0].cell_contents is IDS and read_as_a_global.__globals__["IDS"] is IDS
@@ -225,7 +225,7 @@ def test_torch_tensors() -> None:
     mask = fg.trace_mask(closing_over(ids))
     assert np.array_equal(of_mask(mask), SAME)
     ids[:] = 0
-    assert of_mask(mask).all(), "a tensor that was written to is read again"
+    assert of_mask(mask).all(), "a tensor that was modified is read again"
     ids[:] = 2**40
     with pytest.raises(SpecError, match="create the mask again"):
         of_mask(mask)
@@ -236,7 +236,7 @@ def test_torch_tensors() -> None:
     assert fg.trace_mask(lambda b, h, q, k: halves[q] >= halves[k]).bound["halves"].on_host().dtype.name == "bfloat16"
 
 
-def test_copies_are_of_the_values_of_now() -> None:
+def test_copies_have_current_values() -> None:
     values = np.array([0.0, np.nan, 2.0], np.float32)
     bound, copies = BoundArray(values, "values"), []
 
@@ -247,7 +247,7 @@ def test_copies_are_of_the_values_of_now() -> None:
     assert [bound.moved("there", move), bound.moved("there", move), bound.moved("elsewhere", move)] == [1, 1, 2]
     values[0] = -0.0
     assert bound.moved("there", move) == 3 and np.signbit(copies[-1][0][0])
-    assert [there for _, there in copies] == [None, None, 1], "a copy that there is, is written over"
+    assert [there for _, there in copies] == [None, None, 1], "an existing copy is overwritten"
 
 
 def test_a_torch_tensor_in_a_list_of_another_module() -> None:

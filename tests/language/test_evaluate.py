@@ -1,4 +1,4 @@
-"""NumPy's meaning of every operation, against plain Python."""
+"""The NumPy implementation of every operation, compared with plain Python."""
 
 import math
 import warnings
@@ -21,7 +21,7 @@ INT32 = st.integers(-(2**31), 2**31 - 1)
 FLOAT = st.floats(-1e6, 1e6)
 
 
-def test_every_operation_has_a_meaning():
+def test_every_operation_is_implemented():
     assert set(MEANINGS) == set(OPERATIONS.values())
 
 
@@ -62,7 +62,7 @@ def test_floats_as_in_python(a, b):
         assert evaluate(cls(SCORE), {SCORE: abs(b)}).item() == pytest.approx(value, rel=1e-12, abs=1e-12)
 
 
-def test_nothing_warns():
+def test_no_warnings():
     q = np.arange(-2, 3)
     score = np.array([-np.inf, -1.0, 0.0, 1e308, np.nan])
     with warnings.catch_warnings():
@@ -92,8 +92,8 @@ def test_nothing_warns():
         (-1.0, 0.0, 0.0, -1.0),
     ],
 )
-def test_extremes_of_zeros_and_of_nan(length, a, b, greater, less):
-    """-0.0 is less than 0.0 in either order, and of a NaN and a number the number is meant."""
+def test_minimum_and_maximum_of_zeros_and_nan(length, a, b, greater, less):
+    """-0.0 is less than 0.0 in either order, and NaN is ignored beside a number."""
     for cls, expected in ((ops.Maximum, greater), (ops.Minimum, less)):
         node = cls(SCORE, ops.Load(ops.Capture("b", "float32", 1), QUERY))
         found = evaluate(node, {SCORE: np.full(length, a), QUERY: np.arange(length)}, {"b": np.full(length, b)})
@@ -110,7 +110,7 @@ def test_conversions():
     assert evaluate((flags[fg.len_q] == 1).node, {ops.LEN_Q: 1}, {"flags": np.array([False, True])}).item() is True
 
 
-def test_broadcast_is_lazy():
+def test_broadcasting_is_lazy():
     q, k = np.arange(4)[:, None], np.arange(5)[None, :]
     assert evaluate(fg.full().expression, {}).shape == ()
     assert evaluate(fg.causal("top_left").expression, {QUERY: q, KEY: k}).shape == (4, 5)
@@ -143,7 +143,7 @@ def test_captures_take_their_declared_dtype():
         evaluate(ops.Exp(SCORE), {})
 
 
-def test_shared_parts_are_computed_once(monkeypatch):
+def test_shared_subexpressions_are_computed_once(monkeypatch):
     calls = []
     monkeypatch.setitem(MEANINGS, ops.Exp, lambda a: calls.append(1) or np.exp(a))
     node = ops.Exp(SCORE)
@@ -153,7 +153,7 @@ def test_shared_parts_are_computed_once(monkeypatch):
     assert len(calls) == 1
 
 
-def test_the_deepest_tree_allowed_runs_through_everything():
+def test_the_deepest_allowed_tree_is_processed_everywhere():
     def deep(score, b, h, q, k):
         for i in range(MAX_DEPTH - 1):
             score = fg.where(q > i, score, 0.5) if i % 2 else score + 1
@@ -175,7 +175,7 @@ INDICES = np.arange(500)
 AT = {QUERY: INDICES, KEY: INDICES[::-1], SCORE: 0.0}
 
 
-def test_what_decides_is_float32_operation_by_operation():
+def test_decisions_use_float32_in_each_operation():
     q, k = (SINGLE(AT[symbol]) for symbol in (QUERY, KEY))
     tenth, third = SINGLE(0.1), SINGLE(1 / 3)
     by_operation = {
@@ -196,11 +196,11 @@ def test_what_decides_is_float32_operation_by_operation():
 
 
 def test_a_product_and_a_sum_of_tenths_decide_as_the_product_does():
-    """On its own diagonal q / 10 - k / 10 is 0, and fused it would not be."""
+    """On the diagonal q / 10 - k / 10 is 0; with a fused operation it would not be."""
     assert evaluate(ops.GreaterEqual(ops.Sub(tenths(QUERY), tenths(KEY)), 0), {QUERY: INDICES, KEY: INDICES}).all()
 
 
-def test_a_score_is_float64_beside_a_condition_that_is_not():
+def test_a_score_without_a_condition_is_float64():
     condition = ops.Less(tenths(QUERY), sympy.Float(4.1))  # in float32 41 * 0.1 is 4.1000004
     node = ops.Where(condition, ops.Add(SCORE, tenths(QUERY)), tenths(QUERY))
     found = evaluate(node, AT)
@@ -211,14 +211,14 @@ def test_a_score_is_float64_beside_a_condition_that_is_not():
     assert decisive(of_score, node) == {condition, condition.args[0]}
 
 
-def test_what_a_tolerance_judges():
+def test_which_values_have_a_tolerance():
     capped = ops.Divide(ops.Add(SCORE, tenths(QUERY)), 20)
     stepping = ops.Floor(ops.Divide(SCORE, 41))
     assert tolerant(ops.Add(capped, stepping)) == {capped, capped.args[0], ops.Add(capped, stepping)}
 
 
-def test_a_remainder_is_continuous_but_for_its_floor():
-    """Its floor is float32's, on which side of a jump it is; the rest is as exact as the arithmetic around it."""
+def test_a_remainder_is_float64_except_its_floor():
+    """The floor is float32's and determines the side of a jump; the rest is as exact as the surrounding arithmetic."""
     remainder = ops.FloorMod(tenths(QUERY), sympy.Float(0.7))
     floors = np.floor(SINGLE(INDICES) * SINGLE(0.1) / SINGLE(0.7))
     np.testing.assert_array_equal(evaluate(remainder, AT), INDICES * 0.1 - 0.7 * np.float64(floors))

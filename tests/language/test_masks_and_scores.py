@@ -1,4 +1,4 @@
-"""The named masks and scores against plain loops, their names, and how they combine."""
+"""Named masks and scores against plain loops; their names and combinations."""
 
 import math
 import operator
@@ -16,7 +16,7 @@ from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY, 
 
 
 def grid(expression, len_q=6, len_k=9, batch=2, heads=3, score=None, **captures):
-    """The expression on all indices, as (batch, heads, len_q, len_k)."""
+    """Evaluates the expression at all indices, as (batch, heads, len_q, len_k)."""
     shape = (batch, heads, len_q, len_k)
     b, h, q, k = np.ogrid[tuple(slice(n) for n in shape)]
     values = {BATCH: b, HEAD: h, QUERY: q, KEY: k, LEN_Q: len_q, LEN_K: len_k}
@@ -184,9 +184,9 @@ def test_named_scores(name, score, expected, captures):
 
 
 @pytest.mark.parametrize(("table", "module"), [(MASKS, masks), (SCORES, scores)], ids=["masks", "scores"])
-def test_every_named_one_stands_in_the_tables_above(table, module):
+def test_every_named_variant_is_in_the_tables_above(table, module):
     missing = set(module.__all__) - {row[0].partition("(")[0] for row in table}
-    assert not missing, "add a row: how it prints, how it is called, what it is by plain loops, its captures"
+    assert not missing, "add a row: printed form, call, meaning by plain loops, captures"
 
 
 def near(b, h, q, k):
@@ -210,7 +210,7 @@ def test_masks_combine_with_masks_and_functions():
     assert np.array_equal(grid((~causal).expression)[0, 0], ~a)
 
 
-def test_names_have_the_brackets_they_need():
+def test_names_have_the_necessary_parentheses():
     a, b, c = fg.full(), fg.causal(), fg.sliding_window(3)
     for mask, name in [
         (a & b & c, "full() & causal() & sliding_window(3)"), (a & (b & c), "full() & (causal() & sliding_window(3))"),
@@ -222,7 +222,7 @@ def test_names_have_the_brackets_they_need():
         assert fg.parse_mask(name) == mask
 
 
-def test_masks_are_called_in_traced_functions():
+def test_masks_can_be_called_in_traced_functions():
     causal = fg.causal()
     swapped = fg.trace_mask(lambda b, h, q, k: causal(b, h, k, q))
     assert swapped.expression == ops.LessEqual(QUERY, ops.Add(KEY, ops.Sub(LEN_K, LEN_Q)))
@@ -278,7 +278,7 @@ def test_refusals(make, message):
         make()
 
 
-def test_functions_name_masks():
+def test_functions_name_their_masks():
     class Callable:
         def __call__(self, b, h, q, k):
             return q > k

@@ -1,4 +1,4 @@
-"""Masks and scores from text. Nothing is evaluated; errors show the column."""
+"""Masks and scores from text: nothing is evaluated, and errors show the column."""
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +29,7 @@ def test_every_named_mask_and_score_has_an_example(module, parse):
 
 
 @pytest.mark.parametrize(("module", "kind"), [(masks, fg.Mask), (scores, fg.Score)])
-def test_every_function_that_makes_one_is_named(module, kind):
+def test_every_function_that_creates_one_is_listed(module, kind):
     found = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
     returns = {name: vars(module)[name].__annotations__["return"] for name in found if not name.startswith("_")}
     assert sorted(name for name, made in returns.items() if made == kind.__name__) == module.__all__
@@ -66,7 +66,7 @@ def test_errors_show_the_column(parse, text, column, message):
 @pytest.mark.parametrize("text", ["", "   ", None, 3, "full()\n", "full()\x00", "é()", "x" * 3000,
 "~" * 1900 + "full()",
                                   "(" * 900 + "full()" + ")" * 900, "&".join(["full()"] * 280)])  # fmt: skip
-def test_texts_that_are_no_expression(text):
+def test_invalid_texts(text):
     if text == "full()\n":
         assert fg.parse_mask(text.strip()) == fg.full()
     with pytest.raises(SpecError):
@@ -75,7 +75,7 @@ def test_texts_that_are_no_expression(text):
 
 @given(st.text(alphabet="causalfdocument()&|^~'1, =", max_size=40))
 @settings(max_examples=300, deadline=None)
-def test_any_text_is_read_or_refused(text):
+def test_any_text_is_parsed_or_refused(text):
     try:
         mask = fg.parse_mask(text)
     except SpecError:

@@ -1,4 +1,4 @@
-"""Functions written for FlexAttention, torch and NumPy trace unchanged."""
+"""Functions written for FlexAttention, torch and NumPy are traced unchanged."""
 
 import math
 
@@ -42,15 +42,15 @@ def test_numpy_functions(function):
         assert value_of(function(S, Q, K), q, k, s) == pytest.approx(float(expected), rel=1e-12, nan_ok=True)
 
 
-def test_floats_do_not_go_by_way_of_integers():
-    """Which saturate beyond int32, or wrap beyond int64."""
+def test_floats_are_not_converted_through_integers():
+    """Integers would saturate beyond int32, or wrap beyond int64."""
     for value in (1e10, -1e10, 3e38, -0.75, 2.5, -7.0):
         assert value_of(np.trunc(S), 7, 3, value) == math.trunc(value)
     assert value_of(Q**4.0, 10**6) == pytest.approx(1e24)
     assert value_of(Q**-4, 10**6) == pytest.approx(1e-24)
 
 
-def test_numpy_that_needs_arrays_is_refused():
+def test_numpy_functions_that_need_arrays_are_refused():
     for function, message in [
         (lambda: np.add.reduce(Q), "reduce"), (lambda: np.cumsum(Q), "numpy.cumsum cannot be traced; known"),
         (lambda: np.arange(3) + Q, "flashgen.Tensor"), (lambda: np.where(Q > K), "one argument"),
@@ -63,7 +63,7 @@ def test_numpy_that_needs_arrays_is_refused():
 
 
 def torch_function(name):
-    """What torch hands to __torch_function__ of its first argument that has one."""
+    """Mimics how torch calls __torch_function__ of the first argument that has one."""
     return type(name, (), {})
 
 
@@ -116,8 +116,8 @@ def test_methods_of_tensors():
         Q.cumsum()
 
 
-def test_constants_made_of_an_index():
-    """torch's own and_masks and noop_mask start so."""
+def test_constants_created_from_an_index():
+    """torch's own and_masks and noop_mask begin that way."""
     assert Q.new_ones((), dtype="torch.bool").node == Q.new_ones(size=(), dtype=bool, device=Q.device).node
     assert value_of(Q.new_ones((), dtype="bool")) is True
     assert value_of(Q.new_zeros((), dtype="torch.bool")) is False
@@ -127,7 +127,7 @@ def test_constants_made_of_an_index():
 
 
 def test_flexattention_functions_run_unchanged():
-    """As they stand in torch's and attention-gym's documentation, NumPy in the place of torch."""
+    """As in the documentation of torch and attention-gym, with NumPy in place of torch."""
 
     def and_masks(*mask_mods):
         def and_mask(b, h, q_idx, kv_idx):

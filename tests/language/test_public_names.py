@@ -1,4 +1,4 @@
-"""`import flashgen` is lazy, and offers what it lists."""
+"""`import flashgen` is lazy and offers the names that it lists."""
 
 import ast
 import subprocess
@@ -23,7 +23,7 @@ def test_names_of_the_language_are_reexported():
 
 
 def literal_names(module):
-    """The names that a module's `__all__` holds as literals, which is all that mypy reads of it."""
+    """Returns the names that a module's `__all__` holds as literals, which is all that mypy reads."""
     changes = [node for node in syntax_of(module).body if isinstance(node, ast.Assign | ast.AugAssign)]
     return {
         item.value
@@ -38,7 +38,7 @@ def syntax_of(module):
     return ast.parse(Path(find_spec(module).origin).read_text(encoding="utf-8"))
 
 
-def test_type_checkers_see_what_is_there():
+def test_type_checkers_see_the_existing_names():
     imports = next(node.body for node in syntax_of("flashgen").body if isinstance(node, ast.If))
     seen = set()
     for line in imports:
@@ -47,7 +47,7 @@ def test_type_checkers_see_what_is_there():
     assert sorted(seen) == flashgen.__all__
 
 
-def test_a_star_imports_what_is_listed():
+def test_star_import_gives_the_listed_names():
     found = {}
     exec("from flashgen import *", found)
     assert sorted(found.keys() - {"__builtins__"}) == flashgen.__all__

@@ -1,4 +1,4 @@
-"""Canonical JSON both ways, also of random trees, in other processes, and of damaged text."""
+"""Canonical JSON in both directions: random trees, other processes, damaged text."""
 
 import json
 import os
@@ -42,7 +42,7 @@ LEAVES = st.one_of(
 
 @st.composite
 def trees(draw, depth=5):
-    """A random tree of the language: operations that refuse their operands are replaced by a leaf."""
+    """Returns a random tree of the language; operations that refuse their operands are replaced by a leaf."""
     if depth == 0 or draw(st.integers(0, 4)) == 0:
         return draw(LEAVES)
     cls = draw(st.sampled_from([*OPERATIONS.values()]))
@@ -57,7 +57,7 @@ def trees(draw, depth=5):
 
 @given(trees())
 @settings(max_examples=300, deadline=None)
-def test_random_trees_survive(tree):
+def test_round_trip_of_random_trees(tree):
     check_expression(tree)
     text = canonical(node_to_data(tree))
     back = node_from_data(json.loads(text))
@@ -66,7 +66,7 @@ def test_random_trees_survive(tree):
     assert canonical(node_to_data(back)) == text
 
 
-def test_specs_survive():
+def test_round_trip_of_specs():
     spec = make_spec()
     back = fg.AttentionSpec.from_json(spec.to_json())
     assert back == spec and back.to_json() == spec.to_json() and back.name == spec.name
@@ -81,13 +81,13 @@ def test_the_digest_is_the_same_in_every_process():
     for seed in ("0", "1", "4711"):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-c", SPEC + "print(spec.digest)"]
-        # The lambdas' names and lines take no part; the expression does.
+        # Names and lines of the lambdas have no effect; the expression does.
         digests.add(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip())
     assert len(digests) == 1
 
 
 def test_the_digest_never_changes():
-    """Kernels are kept under their specs' digests: a change here is a change of format, and needs a new version."""
+    """Kernels are stored under the digests of their specs: a change here needs a new version of the format."""
     assert fg.AttentionSpec(64).to_json() == (
         '{"dropout":0.0,"dtype":"float16","head_dim":64,"layout":"bhsd","mask":{"expression":true,"name":"full()"},'
         '"scale":0.125,"score":null,"value_dim":64,"version":1}'
@@ -161,7 +161,7 @@ def test_damaged_specs(text, message):
     max_leaves=12,
 ))  # fmt: skip
 @settings(max_examples=300, deadline=None)
-def test_any_json_is_read_or_refused(data):
+def test_any_json_is_parsed_or_refused(data):
     try:
         node = node_from_data(data)
     except SpecError:

@@ -1,4 +1,4 @@
-"""AttentionSpec: validation, identity, names."""
+"""AttentionSpec: validation, equality, names."""
 
 import dataclasses
 import math
@@ -55,7 +55,7 @@ def test_names_are_readable(arguments, start):
     assert re.fullmatch("[a-z0-9._-]+", spec.name)
 
 
-def test_long_names_are_cut():
+def test_long_names_are_truncated():
     mask = fg.full()
     for i in range(8):
         mask = mask & fg.sliding_window(1000 + i)
@@ -63,7 +63,7 @@ def test_long_names_are_cut():
     assert len(spec.name) <= 105 and spec.name.endswith(spec.digest)
 
 
-def test_dtypes_by_every_name():
+def test_dtypes_by_all_their_names():
     for given, dtype in [
         ("fp16", "float16"), ("half", "float16"), (np.float16, "float16"), (np.dtype("float16"), "float16"),
         ("bf16", "bfloat16"), ("torch.bfloat16", "bfloat16"), (ml_dtypes.bfloat16, "bfloat16"),
@@ -121,21 +121,21 @@ def test_specs_are_values():
     assert dataclasses.replace(make(), dropout=0.5) == make(dropout=0.5)
 
 
-def test_constants_of_one_value_and_two_kinds_are_two_specs():
+def test_constants_of_equal_value_and_different_kind_give_different_specs():
     one = fg.AttentionSpec(64, score=lambda s, b, h, q, k: s + 1)
     other = fg.AttentionSpec(64, score=lambda s, b, h, q, k: s + 1.0)
     assert one != other and one.digest != other.digest
 
 
 @pytest.mark.parametrize(("given", "told"), [("64", "integer"), (264, "256"), (0, "256")])
-def test_zeros_are_advised_only_where_they_help(given, told):
+def test_padding_with_zeros_is_only_advised_where_it_helps(given, told):
     with pytest.raises(SpecError, match=told) as caught:
         fg.AttentionSpec(given)
     assert "zeros" not in str(caught.value)
 
 
-def test_padding_is_as_advised():
-    """Scores of 60 elements, from a spec of 64 with the scale that its message names."""
+def test_padding_as_advised_works():
+    """Scores of 60 elements, from a spec of 64 with the scale that the message names."""
     random = np.random.default_rng(0)
     q, k, v = (random.standard_normal((1, 1, 5, 60)) for _ in range(3))
     padded = [np.pad(array, [(0, 0)] * 3 + [(0, 4)]) for array in (q, k, v)]

@@ -1,4 +1,4 @@
-"""FlexAttention's functions, with torch's own functions in them. Skipped where torch is not installed."""
+"""FlexAttention functions that call torch. Skipped if torch is not installed."""
 
 import math
 
@@ -43,7 +43,7 @@ def test_torch_functions(function):
         assert got == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
 
-def test_torch_that_needs_arrays_is_refused():
+def test_torch_functions_that_need_arrays_are_refused():
     table = torch.arange(8)
     with pytest.raises(SpecError, match=r"torch\.softmax cannot be traced"):
         torch.softmax(S, 0)

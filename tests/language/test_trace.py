@@ -1,4 +1,4 @@
-"""Tracing: operators, kinds, literals, captures, and what is refused."""
+"""Tracing: operators, kinds, literals, captures, and refusals."""
 
 import math
 
@@ -37,7 +37,7 @@ def value_of(traced, q=7, k=3, score=0.5, **captures):
     lambda q, k: math.ceil(-q / k), lambda q, k: math.trunc(-q / k), lambda q, k: 8 / q, lambda q, k: True + k,
     lambda q, k: (q > k) * 2.5,
 ])  # fmt: skip
-def test_operators_mean_what_they_mean_in_python(function):
+def test_operators_have_pythons_semantics(function):
     for q, k in [(7, 3), (3, 7), (1, 1), (12, 5)]:
         expected = function(q, k)
         traced = function(Q, K)
@@ -59,14 +59,14 @@ def test_comparisons_and_logic(function):
     assert value_of(~(Q > K)) is False
 
 
-def test_sympy_decides_nothing():
+def test_sympy_simplifies_nothing():
     assert ((Q // 4) == (K // 4)).node == ops.Equal(ops.FloorDiv(QUERY, 4), ops.FloorDiv(KEY, 4))
     assert ((S + 1e8) - 1e8).node == ops.Sub(ops.Add(SCORE, sympy.Float(1e8)), sympy.Float(1e8))
     assert (Q - Q).node == ops.Sub(QUERY, QUERY)
     assert (Q == Q).node == ops.Equal(QUERY, QUERY)
 
 
-def test_literal_booleans_fold():
+def test_literal_booleans_are_folded():
     true = traced_node(sympy.true)
     condition = Q >= K
     assert (true & condition).node == condition.node
@@ -96,7 +96,7 @@ def test_literals_keep_their_kind_and_value():
     ("mask", "message"),
     [(lambda b, h, q, k: q < len(q), "len_q"), (lambda b, h, q, k: q[0] < k, "cannot be indexed")],
 )
-def test_values_are_no_sequences(mask, message):
+def test_traced_values_are_no_sequences(mask, message):
     with pytest.raises(SpecError, match=message):
         fg.AttentionSpec(64, mask=mask)
 
@@ -171,7 +171,7 @@ def test_scores_that_are_refused():
             fg.trace_score(function)
 
 
-def test_results_of_every_sort():
+def test_results_of_every_kind():
     assert fg.trace_mask(lambda b, h, q, k: True).expression == sympy.true
     assert fg.trace_mask(lambda b, h, q, k: np.bool_(False)).expression == sympy.false
     assert fg.trace_mask(lambda b, h, q, k: fg.causal()).expression == fg.causal().expression
@@ -183,7 +183,7 @@ def test_results_of_every_sort():
     assert fg.trace_mask(lambda b, h, q, k=None, *rest: q > k).name == "mask"
 
 
-def test_trees_are_bounded():
+def test_tree_sizes_are_limited():
     def deep(b, h, q, k):
         for i in range(3000):
             q = q + i
@@ -258,7 +258,7 @@ def test_captures_are_checked():
     assert repr(fg.Scalar("window")) == "Scalar('window', 'int32')"
 
 
-def test_one_name_is_declared_once():
+def test_a_name_is_declared_once():
     one, other = fg.Tensor("a", "float32", 1), fg.Tensor("a", "float16", 1)
     with pytest.raises(SpecError, match="'a' is declared twice and differently"):
         fg.trace_score(lambda s, b, h, q, k: s + one[h] + other[h])

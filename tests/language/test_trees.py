@@ -1,4 +1,4 @@
-"""Trees of drafted tokens: their bits by their parents, and what is refused."""
+"""Trees of drafted tokens: bits from parents, and refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def ancestors(parents: list[int], token: int) -> set[int]:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 31, 32, 33, 64, 100, 128])
-def test_bits_are_those_of_a_token_and_of_what_it_follows(tokens: int) -> None:
+def test_bits_include_a_token_and_its_ancestors(tokens: int) -> None:
     parents = np.random.default_rng(tokens).integers(-1, np.maximum(np.arange(tokens), 0), (3, tokens))
     bits = fg.tree_bits(parents)
     assert bits.shape == (3, tokens, -(-tokens // 32)) and bits.dtype == np.int32
@@ -32,23 +32,23 @@ def test_bits_are_those_of_a_token_and_of_what_it_follows(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("parents", [[0], [-1, 1], [-2], [-1, 0, 5], [[-1, 0], [-1, 2]]], ids=str)
-def test_parents_stand_before_their_tokens(parents: Any) -> None:
+def test_parents_precede_their_tokens(parents: Any) -> None:
     with pytest.raises(SpecError, match="a parent must precede its token"):
         fg.tree_bits(parents)
 
 
 @pytest.mark.parametrize("parents", [[-1.0], -1, [[[-1]]]], ids=str)
-def test_parents_are_integers_of_tokens(parents: Any) -> None:
+def test_parents_are_indices_of_tokens(parents: Any) -> None:
     with pytest.raises(SpecError, match="must be integers"):
         fg.tree_bits(parents)
 
 
 @pytest.mark.parametrize("bits", [fg.Tensor("bits", "int64", 3), fg.Tensor("bits", "int32", 1)], ids=str)
-def test_bits_are_words_of_queries(bits: fg.Tensor) -> None:
+def test_bits_are_words_per_query(bits: fg.Tensor) -> None:
     with pytest.raises(SpecError, match="must be an int32 Tensor of ndim 2"):
         fg.tree(bits)
 
 
-def test_drafts_of_other_lengths_are_filled_up() -> None:
+def test_shorter_drafts_are_padded() -> None:
     with pytest.raises(SpecError, match="every sequence must have the same number of parents"):
         fg.tree_bits([[-1, 0], [-1]])

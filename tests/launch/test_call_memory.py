@@ -1,4 +1,4 @@
-"""The memory of a call's own: on a GPU one allocation, whose arrays are apart, aligned, zeroed where they must be."""
+"""Memory of a call: on a GPU one allocation, whose arrays are disjoint, aligned, and zeroed where needed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cleared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def on_host() -> tuple[Library, list[np.ndarray[Any, Any]]]:
-    """A library as a GPU's, whose memory is the host's, and what it was asked for."""
+    """A mock GPU library with host memory, which records requests."""
     made: list[np.ndarray[Any, Any]] = []
 
     def maker(shape: tuple[int, ...], dtype: str, device: int) -> Any:
@@ -46,10 +46,10 @@ def on_host() -> tuple[Library, list[np.ndarray[Any, Any]]]:
     return replace(NUMPY, maker=maker), made
 
 
-def test_arrays_of_a_block_are_apart_and_aligned(cleared: list[tuple[Any, ...]]) -> None:
+def test_arrays_of_a_block_are_disjoint_and_aligned(cleared: list[tuple[Any, ...]]) -> None:
     library, made = on_host()
     block, taken = Block(ARRAYS, library, 1), Addresses(q=64)
-    assert not made, "memory is a call's, and no plan's"
+    assert not made, "memory belongs to a call, not to a plan"
     block.take(taken, stream=7)
     (array,) = made
     begin = array.ctypes.data
@@ -60,7 +60,7 @@ def test_arrays_of_a_block_are_apart_and_aligned(cleared: list[tuple[Any, ...]])
     assert cleared == [(taken["sums"], (7,), (8,), 8, 7, 1)]
 
 
-def test_each_call_has_a_block_of_its_own_as_long_as_its_addresses(cleared: list[tuple[Any, ...]]) -> None:
+def test_each_call_keeps_its_block_while_its_addresses_live(cleared: list[tuple[Any, ...]]) -> None:
     library, made = on_host()
     block, first, second = Block(ARRAYS, library, 1), Addresses(), Addresses()
     for taken in (first, second):
@@ -69,7 +69,7 @@ def test_each_call_has_a_block_of_its_own_as_long_as_its_addresses(cleared: list
     assert Addresses().owners == ()
 
 
-def test_no_elements_are_memory_all_the_same() -> None:
+def test_empty_arrays_have_memory_too() -> None:
     library, made = on_host()
     taken = Addresses()
     Block({"nothing": Memory((0,), "int32")}, library, 1).take(taken, 0)
@@ -78,8 +78,10 @@ def test_no_elements_are_memory_all_the_same() -> None:
 
 @pytest.mark.parametrize("library", [CUPY, TORCH], ids=lambda library: library.name)
 @pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
-def test_memory_in_a_graph_is_the_graphs(library: Library, captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch has pools for graphs, and is not asked whether there is one; of CuPy's pool no graph may take anything."""
+def test_memory_of_a_graph_comes_from_the_graphs_pool(
+    library: Library, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch has pools for graphs and is not asked whether one is active; a graph must take nothing from CuPy's pool."""
     asked: list[int] = []
     own, made = on_host()
     like = replace(own, pools_for_graphs=library.pools_for_graphs)
@@ -99,7 +101,7 @@ def test_memory_in_a_graph_is_the_graphs(library: Library, captured: bool, monke
     assert taken["last"] == (made_in_graphs if of_graph else made)[0].ctypes.data
 
 
-def test_the_emulator_has_an_array_for_each() -> None:
+def test_the_emulator_allocates_each_array_separately() -> None:
     taken: dict[str, Any] = {}
     SeparateArrays(ARRAYS).take(taken, 0)
     assert {name: (array.shape, array.dtype.name) for name, array in taken.items()} == {

@@ -1,4 +1,4 @@
-"""Block-sparse layouts in the forms that users have them, and attention by them."""
+"""Block-sparse layouts in the forms that users have, and attention with them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INDICES = np.nonzero(DENSE)[1]
 
 
 def _padded(dense: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Lists as FlexAttention's: kept blocks first, then the others."""
+    """Lists like FlexAttention's: kept blocks first, then the others."""
     return dense.sum(axis=-1), np.argsort(~dense, axis=-1, kind="stable")
 
 
@@ -38,7 +38,7 @@ def _padded(dense: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         lambda: fg.BlockLayout.from_lists(*_padded(DENSE), 7),
     ],
 )
-def test_every_form_means_the_same(make: Callable[[], fg.BlockLayout]) -> None:
+def test_every_form_is_equivalent(make: Callable[[], fg.BlockLayout]) -> None:
     layout = make()
     np.testing.assert_array_equal(layout.to_dense(), DENSE)
     np.testing.assert_array_equal(np.asarray(layout), DENSE)
@@ -46,7 +46,7 @@ def test_every_form_means_the_same(make: Callable[[], fg.BlockLayout]) -> None:
     assert not layout.to_dense().flags.writeable
 
 
-def test_lists_for_heads_and_batches() -> None:
+def test_per_head_and_per_batch_lists() -> None:
     dense = _random.random((2, 3, 4, 6)) < 0.5
     np.testing.assert_array_equal(fg.BlockLayout.from_lists(*_padded(dense), 6).to_dense(), dense)
 
@@ -69,14 +69,14 @@ def test_lists_for_heads_and_batches() -> None:
         (lambda: fg.BlockLayout.from_lists([[1]], [0], 4), "blocks_q, capacity"),
     ],
 )
-def test_what_is_no_layout_is_refused(make: Callable[[], Any], message: str) -> None:
+def test_invalid_layouts_are_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         make()
 
 
 @pytest.mark.parametrize("block", [(16, 16), (32, 64), (64, 32), (128, 64)])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_attention_by_a_layout(block: tuple[int, int], mixed: bool) -> None:
+def test_attention_with_a_layout(block: tuple[int, int], mixed: bool) -> None:
     """Blocks that divide the kernel's tile of 64 x 32, that are multiples of it, and both; with a mask and a score."""
     mask = fg.block_sparse("layout", *block)
     spec = fg.AttentionSpec(
@@ -100,7 +100,7 @@ def test_attention_by_a_layout(block: tuple[int, int], mixed: bool) -> None:
     assert verdict.ok, verdict
 
 
-def test_a_layout_has_the_blocks_of_the_lengths() -> None:
+def test_a_layout_must_match_the_lengths() -> None:
     attention = fg.compile(fg.AttentionSpec(head_dim=32, mask=fg.block_sparse("layout", 64, 64)), emulate=True)
     q = np.zeros((1, 1, 200, 32), np.float16)
     with pytest.raises(ArgumentError, match=r"3 blocks along axis 0; len_q=200 in blocks of 64 has 4"):

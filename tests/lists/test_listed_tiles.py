@@ -24,7 +24,7 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 @dataclass(frozen=True)
 class Listed:
-    """A mask, the lengths it is listed at, and what it captures there."""
+    """A mask, the lengths at which it is listed, and its captures."""
 
     mask: fg.Mask
     len_q: int
@@ -35,7 +35,7 @@ class Listed:
 
 
 def brute_force(case: Listed, tile: tuple[int, int]) -> np.ndarray:
-    """The class of every tile, by its elements, as the kernels define it."""
+    """Returns the class of every tile, by its elements, as the kernels define it."""
     values = {
         BATCH: np.arange(case.batch)[:, None, None, None],
         HEAD: np.arange(case.heads)[:, None, None],
@@ -65,7 +65,7 @@ def list_tiles(
     sanitize: Any = None,
     schedule: Schedule | None = None,
 ) -> TileLists:
-    """The lists that the emitted kernel makes on the emulator."""
+    """Returns the lists that the emitted kernel writes on the emulator."""
     plan = ForwardPlan(*tile, 1)
     engine = Emulator(sanitize, schedule or Schedule())
     spec = fg.AttentionSpec(head_dim=32, mask=case.mask)
@@ -75,13 +75,13 @@ def list_tiles(
 
 @pytest.fixture(autouse=True)
 def _compact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also small lists are counted first, and have no gaps."""
+    """Makes small lists be counted first as well, so that they have no gaps."""
     monkeypatch.setattr("flashgen.attention.tile_lists._FEW_ENTRIES", 0)
 
 
 @pytest.fixture
 def check() -> Callable[..., TileLists]:
-    """Lists a case and compares it with brute force; where the lists share batch or heads, so must the classes."""
+    """Lists a case and compares with brute force; where lists share batch or heads, the classes must be equal."""
 
     def compare(case: Listed, tile: tuple[int, int], direction: Direction = "keys", **options: Any) -> TileLists:
         lists = list_tiles(case, tile, direction, **options)
@@ -94,7 +94,7 @@ def check() -> Callable[..., TileLists]:
 
 
 def check_compact(lists: TileLists) -> None:
-    """Ascending within each list, no gap between lists."""
+    """Asserts ascending entries, and no gaps between lists."""
     ends = np.cumsum(lists.counts.ravel())
     np.testing.assert_array_equal(lists.offsets.ravel(), ends - lists.counts.ravel())
     if ends.size:
@@ -112,7 +112,7 @@ def _sorted_ids(length: int, documents: int) -> np.ndarray:
 
 
 def _neighbourhood(rows: int, columns: int, reach: int) -> Listed:
-    """Keys within `reach` of the query on a canvas, the centre clamped so that every query has as many."""
+    """Keys within `reach` of the query on a canvas, with the centre clamped so that every query has equally many."""
 
     def near(b: Any, h: Any, q: Any, k: Any) -> Any:
         row = fg.clamp(q // columns, reach, rows - 1 - reach)
@@ -159,7 +159,7 @@ def _shared_prefix(length: int) -> Listed:
 
 
 def _packed_windows(length: int) -> Listed:
-    """Documents by ids and offsets, a window within each."""
+    """Documents by ids and offsets, with a window within each."""
     off, doc = fg.Tensor("off", "int32", 1), fg.Tensor("doc", "int32", 1)
 
     def windowed(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -188,7 +188,7 @@ def _tree(prefix: int, nodes: int) -> Listed:
 
 
 def _chosen_blocks(length: int, block: int) -> Listed:
-    """Each block of queries of each head chooses two blocks of keys."""
+    """Each block of queries of each head selects two blocks of keys."""
     chosen = fg.Tensor("chosen", "int16", 4)
 
     def attends(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -307,7 +307,7 @@ CASES: dict[str, Listed] = {
 @pytest.mark.rotated(8)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", CASES)
-def test_lists_are_the_classes_of_the_elements(name: str, direction: Direction, check: Callable[..., Any]) -> None:
+def test_lists_equal_the_classes(name: str, direction: Direction, check: Callable[..., Any]) -> None:
     check(CASES[name], (32, 16) if direction == "keys" else (16, 32), direction)
 
 
@@ -317,21 +317,21 @@ def test_any_tile(name: str, tile: tuple[int, int], check: Callable[..., Any]) -
     check(CASES[name], tile)
 
 
-def test_more_tiles_than_a_block_takes_at_once(check: Callable[..., Any]) -> None:
-    """16 warps of 8 tiles: 128 at a time, so that 3,000 keys in tiles of 16 take two rounds."""
+def test_more_tiles_than_a_block_handles_at_once(check: Callable[..., Any]) -> None:
+    """16 warps of 8 tiles handle 128 at a time, so 3,000 keys in tiles of 16 take two iterations."""
     lists = check(_layout((), 16, 16, 40, 3000, 0.3), (16, 16))
     assert lists.counts.max() > 30
 
 
 @pytest.mark.parametrize("schedule", list(schedules(4)), ids=str)
-def test_every_schedule_makes_the_same_lists(schedule: Any, check: Callable[..., Any]) -> None:
+def test_thread_orders_give_the_same_lists(schedule: Any, check: Callable[..., Any]) -> None:
     for name in ("documents, causal", "windows by token", "layout finer than tiles"):
         check(CASES[name], (32, 16), schedule=schedule)
 
 
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 @pytest.mark.parametrize("name", ["documents, causal", "layout coarser than tiles", "windows by token"])
-def test_nothing_outside_of_the_arrays(name: str, sanitize: str, check: Callable[..., Any]) -> None:
+def test_no_access_outside_the_arrays(name: str, sanitize: str, check: Callable[..., Any]) -> None:
     check(CASES[name], (32, 32), sanitize=sanitize)
 
 
@@ -339,11 +339,11 @@ def test_nothing_outside_of_the_arrays(name: str, sanitize: str, check: Callable
     "name", ["64-bit arithmetic", "bits of 64", "64-bit differences", "what may wrap", "by negative constants"]
 )
 def test_no_integer_overflows(name: str, check: Callable[..., Any]) -> None:
-    """UBSan stops at one that does."""
+    """UBSan stops at an overflow."""
     check(CASES[name], (32, 16), sanitize="address")
 
 
-def test_what_the_mask_does_not_read_is_shared(check: Callable[..., Any]) -> None:
+def test_dimensions_that_the_mask_does_not_read_are_shared(check: Callable[..., Any]) -> None:
     batched = check(CASES["documents of a batch"], (32, 16))
     assert batched.counts.shape[:2] == (2, 1)
     assert check(CASES["head by head"], (32, 16)).counts.shape[:2] == (1, 4)

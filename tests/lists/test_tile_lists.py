@@ -1,4 +1,4 @@
-"""Lists to keep: `attention.tile_lists`, what a call does with them, and what it refuses."""
+"""Precomputed lists: `attention.tile_lists`, their use in calls, and refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _ids(length: int) -> np.ndarray:
     return np.sort(_random.integers(0, 3, length)).astype(np.int32)
 
 
-def test_given_lists_give_the_same_output() -> None:
+def test_precomputed_lists_give_the_same_output() -> None:
     attention, ids, inputs = _compiled(fg.document("ids") & fg.causal()), _ids(150), _inputs(150)
     lists = attention.tile_lists(150, ids=ids)
     np.testing.assert_array_equal(attention(*inputs, ids=ids, tile_lists=lists), attention(*inputs, ids=ids))
@@ -40,14 +40,14 @@ def test_given_lists_give_the_same_output() -> None:
     assert (lists.tile, lists.len_q, lists.len_k) == ((32, 32), 150, 150)
 
 
-def test_lists_serve_another_attention_of_the_same_mask() -> None:
+def test_lists_fit_another_attention_with_the_same_mask() -> None:
     plain, capped = _compiled(fg.document("ids")), _compiled(fg.document("ids"), fg.softcap(20))
     ids, inputs = _ids(100), _inputs(100)
     lists = plain.tile_lists(100, ids=ids)
     np.testing.assert_array_equal(capped(*inputs, ids=ids, tile_lists=lists), capped(*inputs, ids=ids))
 
 
-def test_lists_of_a_mask_without_captures_are_remembered() -> None:
+def test_lists_of_a_mask_without_captures_are_cached() -> None:
     attention = _compiled(NEAR)
     assert attention.tile_lists(90) is attention.tile_lists(90)
     assert attention.tile_lists(90) is not attention.tile_lists(91)
@@ -64,11 +64,11 @@ def test_small_lists_are_equally_spaced() -> None:
     assert (lists.counts == 4).all() and lists.entries.size == 20
 
 
-def test_larger_lists_of_sparse_masks_take_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_larger_lists_of_sparse_masks_use_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flashgen.attention.tile_lists._FEW_ENTRIES", 0)
     attention = fg.compile(fg.AttentionSpec(head_dim=32, mask=fg.document("ids")), emulate=True)
     tile_q, tile_k = attention.plan.tile_q, attention.plan.tile_k
-    document = math.lcm(tile_q, tile_k)  # so that documents end where tiles do, whatever the plan
+    document = math.lcm(tile_q, tile_k)  # so that documents end at tile borders in every plan
     lists = attention.tile_lists(8 * document, ids=(np.arange(8 * document) // document).astype(np.int32))
     assert lists.entries.size * tile_q * tile_k == 8 * document**2
 
@@ -89,15 +89,15 @@ def test_empty_lengths() -> None:
         ({"counts": np.zeros((2, 1, 4), np.int32)}, "batch, heads"),
     ],
 )
-def test_lists_of_something_else_are_refused(change: dict[str, Any], message: str) -> None:
+def test_mismatched_lists_are_refused(change: dict[str, Any], message: str) -> None:
     attention, ids = _compiled(fg.document("ids")), _ids(100)
     lists = replace(attention.tile_lists(100, ids=ids), **change)
     with pytest.raises(ArgumentError, match=message):
         attention(*_inputs(100), ids=ids, tile_lists=lists)
 
 
-def test_lists_are_checked_once_for_calls_of_a_shape_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that fitted are refused where they do not fit, however often, and other lists are checked themselves."""
+def test_lists_are_checked_once_per_shape_and_not_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists that fitted once are refused where they do not fit, and other lists are checked again."""
     attention, checked = _compiled(fg.document("ids")), []
     check = attention._lister._check
     monkeypatch.setattr(

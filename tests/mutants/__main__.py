@@ -1,4 +1,4 @@
-"""Plants each mutant of the table in a copy of the tree, and looks whether its tests fail: `python tests/mutants`."""
+"""Plants each mutant of the table in a copy of the tree and runs its tests, which must fail: `python tests/mutants`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KILLED, SURVIVED, NOT_RUN = "killed", "survived", "no test ran"
 
 
 def copied_tree(into: Path) -> Path:
-    """A copy of the tree as it is on disk."""
+    """Returns a copy of the working tree."""
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
@@ -41,7 +41,7 @@ def copied_tree(into: Path) -> Path:
 
 
 def planted(mutant: Mutant, root: Path) -> str:
-    """The file's text with the mistake; ValueError where the table fits it no more."""
+    """Returns the file's text with the mutation. Raises ValueError if the table no longer fits."""
     text = (root / mutant.file).read_text(encoding="utf-8")
     if text.count(mutant.before) != 1:
         raise ValueError(f"{mutant.name}: {mutant.before!r} stands {text.count(mutant.before)} times in {mutant.file}")
@@ -49,7 +49,7 @@ def planted(mutant: Mutant, root: Path) -> str:
 
 
 def verdict(tree: Path, tests: tuple[str, ...]) -> tuple[str, str]:
-    """(what became of a mutant in that tree, what pytest says in its last lines)."""
+    """Returns (the verdict about a mutant in that tree, the last lines of pytest's output)."""
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", "--all", *tests]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
@@ -65,7 +65,7 @@ def main() -> int:
     words = parser.parse_args().words
     chosen = [m for m in MUTANTS if not words or any(word in f"{m.name} {m.file}" for word in words)]
     with tempfile.TemporaryDirectory(prefix="flashgen-mutants-") as folder:
-        os.environ.setdefault("FLASHGEN_CACHE_DIR", f"{folder}/cache")  # what no mutant changes is compiled once
+        os.environ.setdefault("FLASHGEN_CACHE_DIR", f"{folder}/cache")  # code that no mutant changes is compiled once
         (tree := Path(folder) / "tree").mkdir()
         copied_tree(tree)
         found = [examined(mutant, tree) for mutant in chosen]
@@ -74,7 +74,7 @@ def main() -> int:
 
 
 def examined(mutant: Mutant, tree: Path) -> str:
-    """Prints and gives what becomes of a mutant, whose tests must pass without it."""
+    """Prints and returns the verdict about a mutant; its tests must pass without it."""
     found, said = verdict(tree, mutant.tests)
     if found == SURVIVED:
         found, said = with_mistake(mutant, tree)
@@ -87,7 +87,7 @@ def examined(mutant: Mutant, tree: Path) -> str:
 
 
 def with_mistake(mutant: Mutant, tree: Path) -> tuple[str, str]:
-    """The verdict with the mistake in the tree, which is as it was afterwards."""
+    """Returns the verdict with the mutation in the tree, which is restored afterwards."""
     file = tree / mutant.file
     text = file.read_text(encoding="utf-8")
     try:

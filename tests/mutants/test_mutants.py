@@ -1,21 +1,19 @@
-"""The table of mutants fits the code. `python tests/mutants` runs the mutants; this is done by hand."""
+"""The table of mutants fits the code. `python tests/mutants` runs the mutants; that is done by hand."""
 
 from __future__ import annotations
 
 import ast
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 from table import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_fits_the_code(mutant: Mutant) -> None:
+def test_mutants_fit_the_code(mutant: Mutant) -> None:
     text = (ROOT / mutant.file).read_text(encoding="utf-8")
     assert text.count(mutant.before) == 1, f"{mutant.before!r} does not stand once in {mutant.file}"
     changed = text.replace(mutant.before, mutant.after)
@@ -25,11 +23,11 @@ def test_a_mutant_fits_the_code(mutant: Mutant) -> None:
 
 
 @pytest.mark.parametrize("test", sorted({test for mutant in MUTANTS for test in mutant.tests}))
-def test_the_tests_that_kill_exist(test: str) -> None:
+def test_the_named_tests_exist(test: str) -> None:
     path, _, name = test.partition("::")
     assert (ROOT / path).exists()
     assert not name or f"def {name.partition('[')[0]}(" in (ROOT / path).read_text(encoding="utf-8")
 
 
-def test_names_are_different() -> None:
+def test_names_are_unique() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rotation
 from hypothesis import HealthCheck, Phase, given, note, seed, settings
 
+import rotation
 from random_variants.cases import Case, Options, cases, targets_of_gpu
 from random_variants.check import check
 

@@ -1,4 +1,4 @@
-"""Everything that a case may hold is drawn, and options narrow what is."""
+"""Everything that a case may contain is drawn, and options restrict it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def drawn(strategy: st.SearchStrategy[Any], count: int) -> list[Any]:
 
 @st.composite
 def kernels(draw: Draw) -> dict[str, Any]:
-    """What decides the kernels of a case, as for calls of a server half of the time."""
+    """Returns what determines the kernels of a case; half of the cases are serving calls."""
     source = Source(draw)
     options = draw_kernels(source, Options())
     return options | draw_serving(source) if source.chance(50) else options
@@ -87,14 +87,14 @@ def test_the_backward_meets_sizes_of_0_and_1_of_every_kind() -> None:
     assert all(met[what] for what in ("sm_90", "sm_90a", GPU_CALLS, "sink", "varlen"))
 
 
-def test_options_narrow_cases() -> None:
+def test_options_restrict_cases() -> None:
     assert all(case.sanitize == "thread" and case.passes for case in drawn(cases(Options(sanitize="thread")), 20))
     narrow = drawn(cases(Options(targets=("sm_90",), passes=("forward",))), 100)
     assert {(case.passes, case.target) for case in narrow} == {((), None), (("forward",), "sm_90")}
 
 
 def test_the_grammar_has_every_operation_of_the_language() -> None:
-    """An operation that is new in the language is new here, too, but for those that concern gradients alone."""
+    """An operation that is added to the language must be added here, except those for gradients only."""
     own = set(EVERYTHING) - set(SYMBOLS) - set(LITERALS) - set(MASKS) - set(SCORES) - {"scalar"}
     assert len(own) == len(OPERATIONS.keys() - {"Detach", "Surrogate"})
     assert len(set(EVERYTHING)) == len(EVERYTHING)

@@ -1,4 +1,4 @@
-"""The rule where it holds, and what is still asked where scores are too large for it."""
+"""The numerics rule where it applies, and the remaining bounds where scores are too large for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def changed(value: float) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["out", "dq", "lse"])
 @pytest.mark.parametrize("largest", [3.0, 1e6, 1e30])
-def test_what_is_right_passes(name: str, largest: float) -> None:
+def test_right_results_pass(name: str, largest: float) -> None:
     assert complaint([drawn(RIGHT, name, largest)], "float16") is None
 
 
@@ -43,12 +43,12 @@ def test_what_is_right_passes(name: str, largest: float) -> None:
         (drawn(RIGHT + 3e-3, "dq"), "is not <="),
     ],
 )
-def test_what_is_wrong_does_not(draw: Judged, words: str) -> None:
+def test_wrong_results_fail(draw: Judged, words: str) -> None:
     assert words in str(complaint([draw], "float16"))
 
 
 def test_draws_are_judged_together() -> None:
-    """What fails alone, by luck of a small error of the low precision, need not fail beside others."""
+    """A draw that fails alone, because the low-precision error is small by chance, need not fail with others."""
     lucky = drawn(RIGHT + 1.5e-3, low=RIGHT + 1e-4)
     assert complaint([lucky], "float16") and complaint([lucky, drawn(RIGHT + 1.5e-3)], "float16") is None
 

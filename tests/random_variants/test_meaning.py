@@ -1,4 +1,4 @@
-"""The reference of random cases: by hand, by Python's own numbers one element at a time, and by differences."""
+"""The reference of random cases, checked by hand, with Python's numbers element by element, and by differences."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_integers_are_exact_to_64_bits_and_wrap(term: Term, value: int) -> None:
     assert int(of(term, ids=np.int64(2**63 - 1))[0, 0, 0, 10]) == value
 
 
-def test_floats_that_decide_in_a_score_are_float32s() -> None:
+def test_deciding_floats_of_a_score_are_float32() -> None:
     third = Term("*", Q, number(1 / 3))
     meaning = Meaning(SIZES, {}, np.float64)
     assert meaning.of(Term("floor", Term("*", Q, number(0.1 / 0.3)))).dtype == np.float64
@@ -70,8 +70,8 @@ def test_named_masks_count_in_integers_of_any_size() -> None:
     assert not of(Term("sliding_window", Term("scalar", "width"), integer(0), "top_left"), width=-(2**31)).any()
 
 
-def test_floats_of_a_mask_are_float32s() -> None:
-    """q · 1.1 and k · 0.1 are rounded each: 3 · 1.1 is more than 33 · 0.1 in float32, and not in float64."""
+def test_floats_of_a_mask_are_float32() -> None:
+    """q · 1.1 and k · 0.1 are rounded separately: 3 · 1.1 is more than 33 · 0.1 in float32, and not in float64."""
     difference = Term("-", Term("*", Q, number(1.1)), Term("*", K, number(0.1)))
     positive = Meaning(Sizes(1, 1, 4, 34), {}).of(Term(">", difference, number(0.0)))
     assert positive[0, 0, 3, 33] == (np.float32(3) * np.float32(1.1) > np.float32(33) * np.float32(0.1))
@@ -86,7 +86,7 @@ def test_loads_are_clamped_and_conversions_saturate() -> None:
     assert whole.tolist() == [0, 2**31 - 1, -(2**31), 2, -2, 2**31 - 1, -(2**31)]
 
 
-def test_dropouts_bytes_are_the_documented_ones() -> None:
+def test_dropout_bytes_equal_the_documented_ones() -> None:
     sizes = Sizes(2, 3, 37, 70)
     kept = random_bytes(2**40 + 7, 5, sizes) < reference.threshold(0.3)
     np.testing.assert_array_equal(kept, reference.dropout_keep(2**40 + 7, 5, *sizes, 0.3))
@@ -124,8 +124,8 @@ OTHERS = np.array([0.0, 0.0, -0.0, -0.0, -0.0, np.nan, np.nan], np.float32)
 
 @pytest.mark.parametrize(("op", "signs"), [("max", [0, 0, 0, 1, 1, 0]), ("min", [0, 1, 1, 1, 1, 0])])
 @pytest.mark.parametrize("real", [np.float32, np.float64, np.complex128])
-def test_extremes_of_zeros_and_of_nan(op: str, signs: list[int], real: type) -> None:
-    """-0.0 is less than 0.0, and of a NaN and a number the number is meant."""
+def test_minimum_and_maximum_of_zeros_and_nan(op: str, signs: list[int], real: type) -> None:
+    """-0.0 is less than 0.0, and NaN is ignored beside a number."""
     term = Term(op, Term("load", "a", Q), Term("load", "b", Q))
     found = np.real(Meaning(SIZES, {"a": ZEROS, "b": OTHERS}, real).of(term))[0, 0, :, 0]
     assert np.isnan(found).tolist() == [False] * 6 + [True]
@@ -142,13 +142,13 @@ def test_extremes_of_zeros_and_of_nan(op: str, signs: list[int], real: type) -> 
         (Term("abs", SCORE), 0.0),
     ],
 )
-def test_slopes_where_two_are_equal(term: Term, slope: float) -> None:
+def test_slopes_at_ties(term: Term, slope: float) -> None:
     assert Meaning(Sizes(1, 1, 1, 1), {}, np.float64, np.zeros((1,) * 4)).derivative(term, SCORE).item() == slope
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_gradients_are_those_of_differences(name: str) -> None:
-    """Captures are read in float32, so that steps are powers of two, and large."""
+def test_gradients_equal_finite_differences(name: str) -> None:
+    """Captures are read in float32, so steps are large powers of two."""
     score = SCORES[name]
     random = np.random.default_rng(4)
     d_out, d_lse = random.normal(size=(1, 4, 5, 8)), random.normal(size=(1, 4, 5))
@@ -180,8 +180,8 @@ def test_scores_without_a_value_are_not_judged() -> None:
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_what_kinks_leave_unsure(name: str) -> None:
-    """Nothing without kinks; away from them, no more than roundings; at them, all that the other side's slope makes."""
+def test_gradient_uncertainty_at_kinks(name: str) -> None:
+    """None without kinks; roundings away from them; at kinks the difference to the other side's slope."""
     random = np.random.default_rng(4)
     d_out = random.normal(size=(1, 4, 5, 8))
     call = call_of(SCORES[name])

@@ -1,4 +1,4 @@
-"""Faults planted in each part are found: by the first random cases that can meet them, or by a case made for them."""
+"""Planted faults in each component are found: by the first random cases that can, or by a case made for them."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ Planter = Callable[[pytest.MonkeyPatch], None]
 
 @pytest.fixture(autouse=True)
 def recompiled() -> None:
-    """Forgets what other tests compiled without the fault."""
+    """Clears what other tests compiled without the fault."""
     compiling.clear()
 
 
 def failure(case: Case) -> str:
-    """What is found in a case, or nothing."""
+    """Returns what is found in a case, or nothing."""
     try:
         check(case)
     except Exception as error:
@@ -59,7 +59,7 @@ def failure(case: Case) -> str:
 
 
 def first_failure(*operations: str) -> str:
-    """What is found in the first random case without kernels whose mask has one of these operations, or any."""
+    """Returns what is found in the first random case without kernels whose mask has one of these operations, or any."""
     search = settings(PLAIN, max_examples=150, phases=[Phase.generate], derandomize=True)
     drawn = cases(Options()).map(lambda case: replace(case, passes=()))
     if operations:
@@ -77,12 +77,14 @@ def first_failure(*operations: str) -> str:
     ],
     ids=["modulo", "division", "comparison", "minimum"],
 )
-def test_an_operation_of_the_oracle(operation: Any, meaning: Any, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_operation_of_the_reference(
+    operation: Any, meaning: Any, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(oracle.MEANINGS, operation, meaning)
     assert first_failure(named).startswith(("Found: oracle", "Found: tiles"))
 
 
-def test_an_interval_that_is_too_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrow_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = evaluation.classify
 
     def hopeful(*given: Any) -> Any:
@@ -110,25 +112,25 @@ SIZES = {"head_dim": 16, "value_dim": 16, "target": "sm_80"}
 
 
 def one_call(mask: Term, score: Term | None = None, **given: Any) -> Case:
-    """A small case of one call, on the emulator."""
+    """Returns a small case of one call, on the emulator."""
     return Case(mask, score, {}, (Problem(Shape(60, 90, 1, 2, 1), {}, d_lse=True),), **(SIZES | given))
 
 
 def loading(operation: str, index: Term, wanted: int) -> Case:
-    """A case whose mask compares an element of a capture of 60 numbers."""
+    """Returns a case whose mask compares an element of a capture of 60 numbers."""
     case = one_call(Term(operation, Term("load", "ids", index), integer(wanted)))
     problem = replace(case.problems[0], values={"ids": Fill("few", (60,), 1)})
     return replace(case, declared={"ids": Declared("int8", 1)}, problems=(problem,))
 
 
 def serving(batch: int = 3, **given: Any) -> Case:
-    """Two calls of few queries."""
+    """Returns a case with two calls of few queries."""
     problems = tuple(Problem(Shape(2, 90, batch, 4, 2), {}, seed=seed) for seed in range(2))
     return replace(one_call(CAUSAL, sink=True, **given), problems=problems)
 
 
 def sharded(**given: Any) -> Case:
-    """A call in several shards, whose score depends on where they begin."""
+    """Returns a case of several shards, whose score depends on their positions."""
     distance = Term("-", Term("to_float", Term("k")), Term("to_float", Term("q")))
     case = one_call(CAUSAL, Term("+", SCORE, distance), passes=BOTH, sharded=True, dropout=0.17, **given)
     return replace(case, problems=(Problem(Shape(70, 90, 2, 2, 1), {}, seed=1),))
@@ -241,8 +243,8 @@ def test_faults_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 # What the judge forgives, and what it does not ------------------------------------------------------------------------
 
 
-def test_kinks_that_the_error_of_tanh_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The signs of scores of 1e-6 are decided by the accurate tanh's error; the judge allows the other side's slope."""
+def test_kinks_within_the_error_of_tanh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The accurate tanh's error decides the signs of scores of 1e-6; the other side's slope is allowed."""
     problem = replace(PEAKED.problems[0], inputs="tiny", gradient=1e30, d_lse=False)
     case = replace(PEAKED, problems=(problem,), dtype="bfloat16")
     assert not failure(case)
@@ -251,8 +253,8 @@ def test_kinks_that_the_error_of_tanh_reaches(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("inputs", ["garbage", "padding"])
-def test_garbage_that_must_not_be_seen(inputs: Any) -> None:
-    """Rows from 50 on attend to nothing, no row to keys from 30 on; and there are calls without rows or keys."""
+def test_invalid_values_that_must_have_no_effect(inputs: Any) -> None:
+    """Rows from 50 on attend to nothing, no row to keys from 30 on; some calls have no rows or keys."""
     mask = Term("and", Term("<", Term("k"), integer(30)), Term("<", Term("q"), integer(50)))
     shapes = (Shape(60, 90, 1, 4, 2), Shape(0, 90, 1, 2, 1), Shape(60, 0, 1, 2, 1))
     case = replace(one_call(mask), problems=tuple(Problem(shape, {}, inputs) for shape in shapes))
@@ -262,8 +264,8 @@ def test_garbage_that_must_not_be_seen(inputs: Any) -> None:
     assert forbidden.sum() == (90 if inputs == "garbage" else 60) and forbidden[30:].all()
 
 
-def test_garbage_that_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that lets one key of the padding pass gives NaN."""
+def test_invalid_values_with_an_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that lets one padded key pass gives NaN."""
     case = one_call(Term("<", Term("k"), integer(30)))
     case = replace(case, problems=(Problem(Shape(60, 90, 1, 1, 1), {}, "padding"),))
     monkeypatch.setattr("random_variants.cases.mask_of", lambda *_given: fg.trace_mask(lambda b, h, q, k: k <= 30))
@@ -273,8 +275,8 @@ def test_garbage_that_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "NaN" in failure(case)
 
 
-def test_arguments_that_are_refused_are_a_failure() -> None:
-    """Cases give what the documentation allows."""
+def test_refused_arguments_are_a_failure() -> None:
+    """Cases only use documented arguments."""
     assert failure(replace(LOADED, problems=(replace(LOADED.problems[0], values={"ids": 3}),)))
 
 
@@ -287,11 +289,11 @@ def test_calls_of_a_size_of_0_pass(layout: str, monkeypatch: pytest.MonkeyPatch)
     how: Any = {} if layout == "equal" else {layout: True}
     case = replace(SINKS, target="sm_90a", problems=tuple(Problem(shape, {}) for shape in shapes), **how)
     assert check(case)["backward calls of a size of 0"] == len(shapes)
-    assert (0 in tokens) == (layout == "varlen"), "packed arrays without a token"
+    assert (0 in tokens) == (layout == "varlen"), "packed arrays without tokens"
 
 
-def test_lengths_are_at_the_borders_of_pages() -> None:
-    """0, 1 and around borders, of several sequences."""
+def test_lengths_are_around_page_borders() -> None:
+    """0, 1 and around borders, for several sequences."""
     case = serving(batch=12, page_size=16, splits=2)
     checked = check_predicates(case, case.spec(), Counter())
     lengths = {length for each in checked for length in Cached(case, case.spec(), each, 0).lengths}

@@ -1,4 +1,4 @@
-"""What is found is made small and printed; what ends a process is reported, and the next tests run."""
+"""Findings are shrunk and printed; crashes are reported, and the next tests run."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def pytest_configure(config):
 """
 
 
-def test_what_is_found_is_small_and_can_be_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As though every division of floats failed."""
+def test_findings_are_shrunk_and_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mocks a failure of every float division."""
 
     def planted(case: Case) -> Any:
         if any(part.op == "/" for part in case.mask.walk()):
@@ -57,7 +57,7 @@ def test_what_is_found_is_small_and_can_be_run_again(monkeypatch: pytest.MonkeyP
     assert "passes=()" in case and "score=None" in case and case.count("Problem(") == 1 and case.count("Term(") <= 6
 
 
-def test_a_process_that_ends_is_reported_with_its_case(tmp_path: Path) -> None:
+def test_a_crashed_process_is_reported_with_its_case(tmp_path: Path) -> None:
     (tmp_path / "losing.py").write_text(LOSING)
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "losing", "-n", "1"]
@@ -69,7 +69,7 @@ def test_a_process_that_ends_is_reported_with_its_case(tmp_path: Path) -> None:
 
 
 class Config:
-    """The options of a command line."""
+    """Returns the options of a command line."""
 
     def __init__(self, **given: Any) -> None:
         self.given = given
@@ -78,7 +78,7 @@ class Config:
         return self.given.get(name.removeprefix("--").replace("-", "_"))
 
 
-def test_options_narrow_a_search_and_stand_in_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_restrict_a_search_and_are_in_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     config: Any = Config(random_pass="backward", random_target="sm_90", random_sanitize="thread")
     assert options_of(config, gpu=False) == Options(("sm_90",), ("backward",), "thread")
     assert options_of(config, gpu=True) == Options(("sm_90",), ("backward",), emulate=False)
@@ -86,7 +86,7 @@ def test_options_narrow_a_search_and_stand_in_the_command(monkeypatch: pytest.Mo
     assert f'-m "not gpu" {options} --random-minutes 0 --hypothesis-seed' in again(config, gpu=False)
 
 
-def test_a_search_is_a_test_for_each_minute_and_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_has_a_test_for_each_minute_and_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     def of(**given: Any) -> list[tuple[int, float]]:
         return [(next(iter(seeds)), seconds) for seeds, seconds in slices(Config(hypothesis_seed="5", **given))]
 

@@ -1,6 +1,6 @@
-"""Random variants: some that are the same in each run, and others of each commit, or for as long as one wants.
+"""Random variants: fixed ones in each run, others for each commit, and a search of any duration.
 
-docs/testing.md says how to search for longer.
+docs/testing.md describes longer searches.
 """
 
 from __future__ import annotations

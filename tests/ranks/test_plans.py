@@ -1,4 +1,4 @@
-"""Plans of several ranks: every score that counts is computed once, by rows that its rank has or receives."""
+"""Plans of several ranks: every visible score is computed once, from rows that its rank has or receives."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ MASKS = {
 
 
 def seen(mask: fg.Mask, queries: Any, keys: Any, len_q: int, len_k: int) -> Any:
-    """The mask at positions, by evaluating every element."""
+    """Evaluates every element of the mask at positions."""
     values = {BATCH: np.int64(0), HEAD: np.int64(0), LEN_Q: np.int64(len_q), LEN_K: np.int64(len_k)}
     values |= {QUERY: queries[:, None], KEY: keys[None, :]}
     return np.broadcast_to(evaluate(mask.expression, values, {"ids": IDS}), (len(queries), len(keys)))
 
 
 def rows_of(layout: Layout, rank: int) -> Any:
-    """The positions of a rank's rows."""
+    """Returns the positions of a rank's rows."""
     return np.concatenate([np.arange(start, start + layout.chunk) for start in layout.starts(rank)])
 
 
 def computed(plan: Plan, rank: int) -> Any:
-    """How often a rank's kernels count each score (rows, all keys): by the mask at the places that they are told."""
+    """Returns how often a rank's kernels count each score (rows, all keys), by the mask at their positions."""
     len_q, len_k = plan.queries.length, plan.keys.length
     counts = np.zeros((plan.queries.rows, len_k), int)
     for step in plan.steps(rank):
@@ -56,11 +56,11 @@ def computed(plan: Plan, rank: int) -> Any:
         for block in step.blocks:
             rows, keys = np.arange(block.rows), np.arange(block.keys)
             if plan.halos and step.owner != rank:
-                places = block.shard_k + keys  # of what is joined: this rank's, too
-                assert set(places) <= {*there, *rows_of(plan.keys, rank)}, "rows that it has not received"
+                places = block.shard_k + keys  # of the joined keys: also this rank's
+                assert set(places) <= {*there, *rows_of(plan.keys, rank)}, "rows that it did not receive"
             else:
                 places = owned[block.k + keys]
-                assert set(places) <= set(there), "rows that it has not received"
+                assert set(places) <= set(there), "rows that it did not receive"
             kept = np.ones((block.rows, block.keys), bool)
             if block.kind == PARTIAL:
                 kept = seen(plan.spec.mask, block.shard_q + rows, block.shard_k + keys, len_q, len_k)
@@ -83,8 +83,8 @@ def test_each_score_is_counted_once(name: str, scheme: str, shards: str, ranks: 
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_classes_of_rectangles_are_those_of_their_elements(name: str) -> None:
-    """A rectangle is not full where a part of it is, and the rest empty."""
+def test_classes_of_rectangles_equal_those_of_their_elements(name: str) -> None:
+    """A rectangle with a full part and an empty rest is not full."""
     random, whole = np.random.default_rng(5), ScoreMatrix(MASKS[name].expression, 3072, 3072, 1, 1, {"ids": IDS})
     aligned = [Rectangle(q, 256, k, keys) for q in (0, 1024) for k in (0, 512, 768) for keys in (256, 512, 1536)]
     places = random.integers(0, 2000, (20, 2)).tolist()
@@ -97,7 +97,7 @@ def test_classes_of_rectangles_are_those_of_their_elements(name: str) -> None:
         assert classify(whole, each) in (expected, PARTIAL), each
 
 
-def test_a_rectangle_that_is_full_as_far_as_it_is_seen_is_partial() -> None:
+def test_a_full_rectangle_that_continues_is_partial() -> None:
     whole = ScoreMatrix(fg.trace_mask(lambda b, h, q, k: k < 256).expression, 1024, 1024, 1, 1, {})
     assert [classify(whole, Rectangle(0, 512, *keys)) for keys in ((0, 256), (0, 512), (256, 512))] == [
         FULL,
@@ -106,7 +106,7 @@ def test_a_rectangle_that_is_full_as_far_as_it_is_seen_is_partial() -> None:
     ]
 
 
-def test_a_full_block_may_hold_several_places_only_where_nothing_depends_on_them() -> None:
+def test_full_blocks_join_positions_only_where_nothing_depends_on_them() -> None:
     def joined(spec: fg.AttentionSpec) -> bool:
         return any(block.rows > 256 for step in plan_of(spec, 4, 2048).steps(1) for block in step.blocks)
 
@@ -116,7 +116,7 @@ def test_a_full_block_may_hold_several_places_only_where_nothing_depends_on_them
     assert not joined(fg.AttentionSpec(64, mask=fg.causal(), dropout=0.1))
 
 
-def test_blocks_without_a_mask_have_none_and_read_places_only_where_they_count() -> None:
+def test_full_blocks_have_no_mask_and_read_positions_only_where_needed() -> None:
     plain = plan_of(fg.AttentionSpec(64, mask=fg.causal()), 4, 2048)
     assert plain.masked.sharded
     assert plain.unmasked == fg.AttentionSpec(64)
@@ -124,7 +124,7 @@ def test_blocks_without_a_mask_have_none_and_read_places_only_where_they_count()
     assert biased.unmasked == fg.AttentionSpec(64, score=fg.alibi(4)).shard()
 
 
-def test_zigzag_balances_causal_masks_in_one_call_a_step() -> None:
+def test_zigzag_balances_causal_masks_with_one_call_per_step() -> None:
     plan = plan_of(fg.AttentionSpec(128, mask=fg.causal()), 8, 65536)
     assert plan.balance == 1.0
     for rank in range(8):
@@ -133,7 +133,7 @@ def test_zigzag_balances_causal_masks_in_one_call_a_step() -> None:
     assert plan_of(fg.AttentionSpec(128, mask=fg.causal()), 8, 65536, shards="plain").balance < 0.6
 
 
-def test_what_nobody_reads_is_not_sent() -> None:
+def test_unread_rows_are_not_sent() -> None:
     window = plan_of(fg.AttentionSpec(128, mask=fg.sliding_window(1024)), 4, 65536, shards="plain")
     for rank in range(1, 4):
         assert [step.pieces for step in window.steps(rank)] == [(), ((15360, 16384),)]
@@ -145,7 +145,7 @@ def test_what_nobody_reads_is_not_sent() -> None:
 
 @pytest.mark.parametrize("shards", ["zigzag", "plain"])
 def test_long_shards_send_no_more_of_a_window_than_short_ones(shards: str) -> None:
-    """Boxes of the analysis are larger there: what they find is looked at more closely."""
+    """The boxes of the analysis are larger there, so its results are refined."""
     spec = fg.AttentionSpec(64, mask=fg.sliding_window(128))
     sent = {
         length: {sum(plan_of(spec, 2, length, shards=shards).sent(rank)) for rank in range(2)}
@@ -154,8 +154,8 @@ def test_long_shards_send_no_more_of_a_window_than_short_ones(shards: str) -> No
     assert sent[8192] == sent[262144]
 
 
-def test_a_window_s_rows_are_each_in_one_block() -> None:
-    """Those that see a neighbour's keys with these and their own rank's beside; all others need nobody."""
+def test_each_row_of_a_window_is_in_one_block() -> None:
+    """Boundary rows see a neighbour's keys next to their own rank's; the other rows need no messages."""
     one_way = plan_of(fg.AttentionSpec(64, mask=fg.sliding_window(200)), 4, 8192, shards="plain")
     assert one_way.halos
     blocks = [[block[:4] for block in halo.own] for halo in one_way.halos]
@@ -173,8 +173,8 @@ def test_a_window_s_rows_are_each_in_one_block() -> None:
     assert [halo.lent for halo in both.halos] == [((1, (3968, 128)),), ((0, (0, 256)),)]
 
 
-def test_each_of_a_rank_s_chunks_has_rims_but_where_two_are_one() -> None:
-    """Zigzag: the last rank's chunks follow each other, and the first's have nothing before, or behind, the whole."""
+def test_each_chunk_has_boundaries_except_at_the_ends() -> None:
+    """In zigzag, the last rank's chunks are adjacent, and the first rank's have no neighbour outside the sequence."""
     plan = plan_of(fg.AttentionSpec(64, mask=fg.sliding_window(200)), 4, 8192)
     assert plan.halos
     assert [[block[:4] for block in halo.own] for halo in plan.halos] == [
@@ -194,7 +194,7 @@ def test_each_of_a_rank_s_chunks_has_rims_but_where_two_are_one() -> None:
 @pytest.mark.parametrize("name", ["window", "both_sides"])
 @pytest.mark.parametrize("shards", ["zigzag", "plain"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_what_a_rim_joins_stands_side_by_side(name: str, shards: str, ranks: int) -> None:
+def test_joined_boundary_keys_are_contiguous(name: str, shards: str, ranks: int) -> None:
     plan = plan_of(fg.AttentionSpec(64, mask=MASKS[name]), ranks, 2048 * ranks, shards=shards)
     assert plan.halos
     for rank, halo in enumerate(plan.halos):
@@ -215,17 +215,17 @@ def test_what_a_rim_joins_stands_side_by_side(name: str, shards: str, ranks: int
 @pytest.mark.parametrize(
     ("mask", "shards"),
     [
-        (fg.causal(), "plain"),  # reads all ranks before
+        (fg.causal(), "plain"),  # every rank reads earlier ones
         (fg.causal(), "zigzag"),
         (fg.sliding_window(1500), "plain"),  # most rows would wait
-        (fg.sliding_window(600), "zigzag"),  # of two chunks, each of half the length
-        (fg.sliding_window(200) | fg.prefix_lm(64), "plain"),  # reads a rank that is far, too
-        (fg.trace_mask(lambda b, h, q, k: q // 2048 == k // 2048), "plain"),  # reads nobody
+        (fg.sliding_window(600), "zigzag"),  # two chunks of half the length each
+        (fg.sliding_window(200) | fg.prefix_lm(64), "plain"),  # also reads a distant rank
+        (fg.trace_mask(lambda b, h, q, k: q // 2048 == k // 2048), "plain"),  # reads no other rank
         (fg.trace_mask(lambda b, h, q, k: q // 1024 == k // 1024), "zigzag"),
-        (fg.trace_mask(lambda b, h, q, k: (q - k > 1800) & (q - k < 2000)), "zigzag"),  # nothing beside its own
+        (fg.trace_mask(lambda b, h, q, k: (q - k > 1800) & (q - k < 2000)), "zigzag"),  # only its own keys
     ],
 )
-def test_what_is_no_halo_goes_round(mask: fg.Mask, shards: str) -> None:
+def test_plans_without_a_halo_use_a_ring(mask: fg.Mask, shards: str) -> None:
     assert plan_of(fg.AttentionSpec(64, mask=mask), 4, 8192, shards=shards).halos is None
 
 
@@ -234,7 +234,7 @@ def test_bytes_follow_from_rows_and_sizes() -> None:
     ring = plan_of(fg.AttentionSpec(128, value_dim=64, mask=fg.full()), 4, 4096, sizes=sizes)
     row = 2 * 8 * (128 + 64)
     assert ring.sent(0) == (0, *[1024 * row * 2] * 3)
-    assert ring.sent(0, backward=True) == (0, *[1024 * row * (2 + 2)] * 3)  # each gradient is of one block
+    assert ring.sent(0, backward=True) == (0, *[1024 * row * (2 + 2)] * 3)  # each gradient comes from one block
     gathered = plan_of(fg.AttentionSpec(128, value_dim=64), 4, 4096, scheme="all_gather", sizes=sizes)
     assert gathered.sent(0) == (3 * 1024 * row * 2,)
     heads = plan_of(fg.AttentionSpec(128, value_dim=64), 4, 4096, scheme="ulysses", sizes=sizes)
@@ -242,7 +242,7 @@ def test_bytes_follow_from_rows_and_sizes() -> None:
     assert heads.sizes == Sizes(2, 8, 2)
 
 
-def test_gradients_travel_in_float32_where_several_blocks_add_to_a_row() -> None:
+def test_gradients_are_sent_in_float32_where_several_blocks_add() -> None:
     sizes, row, kinds = Sizes(1, 4, 4), 4 * 128, set()
     for mask in (fg.causal(), fg.document("ids") & fg.causal()):
         ring = plan_of(fg.AttentionSpec(64, mask=mask), 2, 4096, sizes=sizes)
@@ -256,7 +256,7 @@ def test_gradients_travel_in_float32_where_several_blocks_add_to_a_row() -> None
     assert kinds == {False, True}
 
 
-def test_captured_numbers_are_known() -> None:
+def test_captured_numbers_are_used() -> None:
     spec = fg.AttentionSpec(64, mask=fg.sliding_window(fg.Scalar("window")))
     unknown, known = plan_of(spec, 4, 8192), plan_of(spec, 4, 8192, captures={"window": 128})
     assert sum(sum(known.sent(rank)) for rank in range(4)) < sum(sum(unknown.sent(rank)) for rank in range(4))
@@ -264,7 +264,7 @@ def test_captured_numbers_are_known() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("shards", ["zigzag", "plain"])
-def test_layouts_deal_each_position_once(ranks: int, shards: str) -> None:
+def test_layouts_assign_each_position_once(ranks: int, shards: str) -> None:
     layout = Layout(ranks, 48 * ranks, shards)
     dealt = np.concatenate([rows_of(layout, rank) for rank in range(ranks)])
     assert sorted(dealt) == list(range(48 * ranks))
@@ -291,7 +291,7 @@ def test_layouts_deal_each_position_once(ranks: int, shards: str) -> None:
         (fg.document("ids"), False),
     ],
 )
-def test_which_masks_are_of_distances(mask: fg.Mask, wanted: bool) -> None:
+def test_which_masks_depend_on_distances(mask: fg.Mask, wanted: bool) -> None:
     assert depends_on_distance_only(mask.expression) == wanted
 
 
@@ -308,12 +308,12 @@ def test_which_masks_are_of_distances(mask: fg.Mask, wanted: bool) -> None:
         ({"spec": fg.AttentionSpec(64).shard()}, "without layout .thd."),
     ],
 )
-def test_what_cannot_be_planned_is_refused(given: dict[str, Any], message: str) -> None:
+def test_impossible_plans_are_refused(given: dict[str, Any], message: str) -> None:
     how: dict[str, Any] = {"spec": fg.AttentionSpec(64, mask=fg.causal()), "length": 1024, "ranks": 8} | given
     with pytest.raises(ArgumentError, match=message):
         plan_of(how.pop("spec"), how.pop("ranks"), how.pop("length"), **how)
 
 
-def test_a_plan_s_shares_are_about_right() -> None:
+def test_work_shares_of_a_plan_are_approximately_right() -> None:
     plan = plan_of(fg.AttentionSpec(64, mask=fg.causal()), 4, 8192)
     assert math.isclose(sum(plan.work(rank) for rank in range(4)), 8192 * 8192 / 2, rel_tol=0.05)

@@ -1,4 +1,4 @@
-"""The float64 gradients against finite differences of the forward, and what low precision and edges must give."""
+"""The float64 gradients against finite differences of the forward; low precision and edge cases."""
 
 import math
 
@@ -19,14 +19,14 @@ from flashgen.reference import (
     threshold,
 )
 
-pytestmark = pytest.mark.filterwarnings("error")  # a reference that warns of its own NaN is hiding something
+pytestmark = pytest.mark.filterwarnings("error")  # warnings about NaN would hide mistakes of the reference
 
 LEN_Q, LEN_K = 7, 10
 RANDOM = np.random.default_rng(8)
 
 
 def on_a_grid(*shape):
-    """Numbers that float32 holds exactly, and a small binary step from each too."""
+    """Returns numbers that float32 represents exactly, also after a small binary step."""
     return (RANDOM.integers(-64, 64, shape) / 64).astype(np.float32)
 
 
@@ -74,7 +74,7 @@ SCORES = {
 
 
 def inputs(batch=2, heads_q=4, heads_kv=4, len_q=LEN_Q, len_k=LEN_K, head_dim=8, value_dim=8, seed=0):
-    """q, k, v, d_out and d_lse in float64."""
+    """Returns q, k, v, d_out and d_lse in float64."""
     rng = np.random.default_rng(seed)
     shapes = [
         (batch, heads_q, len_q, head_dim),
@@ -105,13 +105,13 @@ def loss(spec, q, k, v, d_out, d_lse, **arguments):
 
 
 def slope_along(function, at, direction):
-    """The derivative of function(at + t direction) at t = 0, to fourth order; `at` keeps its dtype exactly."""
+    """Returns the derivative of function(at + t direction) at t = 0, to fourth order; `at` keeps its dtype exactly."""
     values = [function((at + step * direction).astype(at.dtype)) for step in (-2, -1, 1, 2)]
     return (values[0] - 8 * values[1] + 8 * values[2] - values[3]) / 12
 
 
 def assert_gradients(spec, q, k, v, d_out, d_lse, **arguments):
-    """Gradients against finite differences along random directions, for each array that has one."""
+    """Compares gradients with finite differences along random directions, for each array that has one."""
     captures = captures_of(spec)
     got = backward(spec, q, k, v, d_out, d_lse=d_lse, **arguments, **captures)
     arrays = {"q": q, "k": k, "v": v, **captures}
@@ -154,7 +154,7 @@ def test_heads_value_dim_layout_and_dropout(heads_q, heads_kv, layout):
     assert_gradients(spec, q, k, v, d_out, d_lse, seed=2**33 + 5, offset=7)
 
 
-def test_without_d_lse_is_with_zeros():
+def test_no_d_lse_equals_zeros():
     q, k, v, d_out, d_lse = inputs()
     one = backward(spec_of(), q, k, v, d_out)
     for got, expected in zip(one[:3], backward(spec_of(), q, k, v, d_out, d_lse=0 * d_lse)[:3], strict=True):
@@ -163,8 +163,8 @@ def test_without_d_lse_is_with_zeros():
     assert isinstance(one, Gradients) and one.captures == {}
 
 
-def test_by_the_formulas_of_the_paper():
-    """dS = P ∘ (dP - rowsum(dO ∘ O)), written out for full attention: what kernels compute."""
+def test_formulas_of_the_paper():
+    """dS = P ∘ (dP - rowsum(dO ∘ O)), written out for full attention, as kernels compute it."""
     q, k, v, d_out, _ = inputs()
     p = np.exp(q @ k.swapaxes(2, 3) / 8**0.5)
     p /= p.sum(axis=-1, keepdims=True)
@@ -179,8 +179,8 @@ def test_by_the_formulas_of_the_paper():
 
 
 @pytest.mark.parametrize("probability", [0.17, 0.5])
-def test_dropout_bits_are_those_of_the_forward(probability):
-    """Read from what the calls give: O and dV where V and dO are unit vectors, dS as the gradient of a bias."""
+def test_dropout_bits_equal_those_of_the_forward(probability):
+    """Read from the results: O and dV where V and dO are unit vectors, dS as the gradient of a bias."""
     length, heads = 64, 2
     spec = fl.AttentionSpec(8, value_dim=length, dropout=probability, score=lambda s, b, h, q, k: s + BIAS[b, h, q, k])
     rng, unit = np.random.default_rng(4), np.eye(length)
@@ -210,10 +210,10 @@ BOTH = pytest.mark.parametrize("function", [backward, low_precision_backward])
 
 
 @BOTH
-def test_rows_with_nothing_to_attend_to(function):
+def test_rows_without_keys(function):
     q, k, v, d_out, d_lse = inputs()
     spec = spec_of(lambda b, h, q, k: (q % 3 != 0) & (k < 8), SCORES["learned alibi"])
-    d_lse[:, :, ::3] = np.nan  # what a loss makes of -inf may be anything
+    d_lse[:, :, ::3] = np.nan  # a loss may give any gradient for -inf
     got = function(spec, q, k, v, d_out, d_lse=d_lse, slopes=GIVEN["slopes"])
     assert (got.dq[:, :, ::3] == 0).all() and (got.dk[:, :, 8:] == 0).all() and (got.dv[:, :, 8:] == 0).all()
     assert np.isfinite(got.captures["slopes"]).all()
@@ -223,8 +223,8 @@ def test_rows_with_nothing_to_attend_to(function):
 
 
 @BOTH
-def test_masked_elements_contribute_nothing_whatever_their_derivative(function):
-    """On the diagonal 1 / 0, log(0) and their derivatives: infinite or NaN, and masked."""
+def test_masked_elements_contribute_nothing(function):
+    """On the diagonal 1 / 0, log(0) and their derivatives are infinite or NaN, and masked."""
     q, k, v, d_out, d_lse = inputs()
     rows = {"rows": GIVEN["rows"]}
 
@@ -273,7 +273,7 @@ def test_lengths_of_zero(function, shape, layout):
 
 
 @BOTH
-def test_rows_in_blocks_give_the_same(function, monkeypatch):
+def test_blocks_of_rows_give_the_same(function, monkeypatch):
     q, k, v, d_out, d_lse = inputs(len_q=50, len_k=33)
     spec = spec_of(MASKS["causal"], SCORES["relative bias"], dropout=0.2)
     arguments = {"d_lse": d_lse, "seed": 3, "table": GIVEN["table"]}
@@ -286,15 +286,15 @@ def test_rows_in_blocks_give_the_same(function, monkeypatch):
     np.testing.assert_allclose(blocks.captures["table"], whole.captures["table"], rtol=tolerance, atol=tolerance)
 
 
-def test_a_capture_of_the_mask_or_of_no_use_has_a_zero_gradient():
+def test_captures_of_the_mask_and_unused_ones_have_zero_gradients():
     q, k, v, d_out, _ = inputs()
     spec = spec_of(lambda b, h, q, k: ROWS[k] > ROWS[q], lambda s, b, h, q, k: s + fl.floor(SLOPES[h]))
     got = backward(spec, q, k, v, d_out, **captures_of(spec))
     assert set(got.captures) == {"rows", "slopes"} and not any(array.any() for array in got.captures.values())
 
 
-def test_an_index_is_clamped_as_the_load_clamps_it():
-    """Everything past the end is the last element's, everything before the first the first's."""
+def test_gradients_of_clamped_indices():
+    """Gradients of indices beyond the end go to the last element, those before the first to the first."""
     q, k, v, d_out, _ = inputs()
     wide, far = fl.Tensor("wide", "float32", 1, grad=True), np.arange(-3, LEN_K - 3).clip(0, 4)
     got = backward(spec_of(None, lambda s, b, h, q, k: s + ROWS[k - 3]), q, k, v, d_out, rows=GIVEN["rows"])
@@ -304,7 +304,7 @@ def test_an_index_is_clamped_as_the_load_clamps_it():
     np.testing.assert_allclose(got.captures["rows"], np.bincount(far, each), atol=1e-13)
 
 
-def test_arguments_are_not_changed():
+def test_arguments_are_not_modified():
     arrays = inputs()
     before = [array.copy() for array in arrays]
     backward(spec_of(MASKS["causal"]), *arrays[:4], d_lse=arrays[4])
@@ -317,7 +317,7 @@ def test_arguments_are_not_changed():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("score", ["none", "softcap", "learned alibi", "relative bias"])
-def test_low_precision_is_in_the_dtype_and_near(dtype, score):
+def test_low_precision_has_the_dtype_and_is_close(dtype, score):
     q, k, v, d_out, d_lse = inputs(heads_kv=2, len_q=64, len_k=64, head_dim=64, value_dim=64)
     storage = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     q, k, v, d_out = (array.astype(storage) for array in (q, k, v, d_out))
@@ -384,7 +384,7 @@ def test_low_precision_gives_a_capture_its_dtype():
     assert backward(spec, q, k, v, d_out, coarse=given).captures["coarse"].dtype == np.float64
 
 
-def test_a_float16_overflow_is_no_tolerance():
+def test_a_float16_overflow_is_no_bound():
     q, k, v, d_out, _ = inputs(head_dim=64, value_dim=8)
     spec = fl.AttentionSpec(64, value_dim=8)
     ref = backward(spec, q, k, v, d_out * 1e6)
@@ -392,7 +392,7 @@ def test_a_float16_overflow_is_no_tolerance():
     assert np.isfinite(ref.dv).all() and not judge(ref.dv, ref.dv, low.dv).ok
 
 
-def test_of_a_rounded_output_the_rounding_is_all_that_differs():
+def test_a_rounded_output_changes_only_its_rounding():
     """dS differs by P times dO . (O - O rounded), in every element of a row."""
     spec = fl.AttentionSpec(16)
     q, k, v, d_out = (np.random.default_rng(n).standard_normal((1, 2, 9, 16)) for n in range(4))

@@ -1,4 +1,4 @@
-"""Wrong arguments of a backward call: each refused by an ArgumentError that names it."""
+"""Wrong arguments of a backward call raise an ArgumentError that names them."""
 
 import numpy as np
 import pytest
@@ -64,7 +64,7 @@ def test_d_lse(function, d_lse, message):
 
 
 @EACH
-def test_what_the_forward_refuses(function):
+def test_refusals_of_the_forward(function):
     with pytest.raises(ArgumentError, match="k has length 3, v 4"):
         function(PLAIN, Q, K, zeros(length=4, dim=16), OUT)
     with pytest.raises(ArgumentError, match="q has 2 heads, k and v 0"):
@@ -81,7 +81,7 @@ def test_what_the_forward_refuses(function):
         function(biased, Q, K, V, OUT, table=np.zeros(3))
 
 
-def test_what_only_flash_reads():
+def test_arguments_of_flash_only():
     with pytest.raises(ArgumentError, match="on_chip=15"):
         flash(PLAIN, Q, K, V, OUT, on_chip=15)
     with pytest.raises(ArgumentError, match=r"out has shape \(1, 2, 3, 8\)"):

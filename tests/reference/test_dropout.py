@@ -1,4 +1,4 @@
-"""Dropout's bytes: the mapping against a scalar twin, the fraction kept, and what must not change a byte."""
+"""Dropout bytes: the mapping against a scalar implementation, the kept fraction, and invariances."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ WORD = 0xFFFFFFFF
 
 
 def scalar_byte(seed, offset, b, h, i, j):
-    """One element's byte, in plain integers, written from the definition and not from the code."""
+    """Returns one element's byte in plain integers, written from the definition and not from the code."""
     lane = (i % 8) * 4 + (j % 8) // 2
     c = [b * 65536 + h, j // 32, offset, (i // 16) * 32 + lane]
     key = [seed % 2**32, seed // 2**32]
@@ -37,27 +37,27 @@ def scalar_byte(seed, offset, b, h, i, j):
     columns=st.integers(1, 40),
     p=st.floats(0, 0.99),
 )
-def test_any_tile_agrees_with_the_scalar_twin(seed, offset, b, h, i, j, rows, columns, p):
+def test_any_tile_equals_the_scalar_implementation(seed, offset, b, h, i, j, rows, columns, p):
     kept = keep_tile(seed, offset, b, h, range(i, i + rows), range(j, j + columns), p)
     assert kept.shape == (rows, columns) and kept.dtype == bool
     for row, column in {(0, 0), (rows - 1, columns - 1), (rows // 2, columns // 3), (0, columns - 1)}:
         assert kept[row, column] == (scalar_byte(seed, offset, b, h, i + row, j + column) < threshold(p))
 
 
-def test_every_element_of_a_block_agrees_with_the_scalar_twin():
+def test_every_element_of_a_block_equals_the_scalar_implementation():
     kept = dropout_keep(seed=2**63 + 12345, offset=9, batch=2, heads=2, len_q=35, len_k=67, probability=0.4)
     for (b, h, i, j), value in np.ndenumerate(kept):
         assert value == (scalar_byte(2**63 + 12345, 9, b, h, i, j) < threshold(0.4))
 
 
-def test_first_elements_are_fixed_for_ever():
-    """Seed 0, offset 0, b = h = i = 0: the known answer of zeros, whose halves of words have the bits below."""
+def test_first_elements_never_change():
+    """Seed 0, offset 0, b = h = i = 0: the known answer of zeros, whose 16-bit halves have the bits below."""
     words = [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
     low = [f"{word & 0xFFFF:016b}" for word in words]
     assert low == ["1011011100001001", "0011111101100100", "0001111110000001", "0000101001001000"]
     high = [f"{word >> 16:016b}" for word in words]
     assert high == ["0101111101101111", "0000110110001001", "0100111100010010", "0100111101110011"]
-    # Element 0 takes the last bit of each, its lowest first: 1, 0, 1, 0 of the low halves, 1, 1, 0, 1 of the high ones.
+    # Element 0 uses the last bit of each, lowest first: 1, 0, 1, 0 of the low halves, 1, 1, 0, 1 of the high ones.
     assert [scalar_byte(0, 0, 0, 0, 0, j) for j in (0, 1, 8, 9)] == [0xB5, 0xD0, 0xC0, 0x92]
     assert [scalar_byte(0, 0, 0, 0, 8, j) for j in (0, 1)] == [0x12, 0x39]
     kept = keep_tile(0, 0, 0, 0, range(16), range(32), 1 - 0xB5 / 256)  # T = 0xb5
@@ -65,8 +65,8 @@ def test_first_elements_are_fixed_for_ever():
     assert kept[8, [0, 1]].tolist() == [True, True]
 
 
-def test_the_512_bytes_of_a_block_are_all_different_places():
-    """16 x 32 elements use the 16 bytes of 32 calls, each once: a bijection, seen through the counters."""
+def test_the_512_bytes_of_a_block_are_distinct():
+    """16 x 32 elements use the 16 bytes of 32 calls, each once: a bijection, observed through the counters."""
     places = {
         ((i & 7) * 4 + ((j & 7) >> 1), (j >> 3) & 3, ((i >> 3) & 1) * 2 + (j & 1)) for i in range(16) for j in range(32)
     }
@@ -74,7 +74,7 @@ def test_the_512_bytes_of_a_block_are_all_different_places():
 
 
 @pytest.mark.parametrize("p", [0.1, 0.17, 0.5, 0.9])
-def test_fraction_kept(p):
+def test_kept_fraction(p):
     kept = dropout_keep(seed=7, offset=0, batch=1, heads=4, len_q=256, len_k=512, probability=p)
     expected = threshold(p) / 256
     deviation = np.sqrt(expected * (1 - expected) / kept.size)
@@ -96,7 +96,7 @@ def test_neighbours_heads_seeds_and_offsets_are_uncorrelated():
 
 @settings(max_examples=30, deadline=None)
 @given(i0=st.integers(0, 60), i1=st.integers(0, 60), j0=st.integers(0, 90), j1=st.integers(0, 90))
-def test_a_tile_is_a_slice_of_the_whole(i0, i1, j0, j1):
+def test_a_tile_is_a_slice_of_the_full_array(i0, i1, j0, j1):
     whole = dropout_keep(seed=3, offset=5, batch=2, heads=3, len_q=60, len_k=90, probability=0.3)
     tile = keep_tile(3, 5, 1, 2, range(i0, i1), range(j0, j1), 0.3)
     np.testing.assert_array_equal(tile, whole[1, 2, i0:i1, j0:j1])
@@ -123,7 +123,7 @@ def test_threshold(p, expected):
 
 
 @given(st.floats(0, 0.998))
-def test_threshold_is_the_specs(p):
+def test_threshold_of_a_spec(p):
     if p and threshold(p) == 256:
         with pytest.raises(SpecError, match="would drop nothing"):
             AttentionSpec(head_dim=8, dropout=p)
@@ -132,7 +132,7 @@ def test_threshold_is_the_specs(p):
 
 
 @pytest.mark.parametrize("p", [-0.01, 0.999, 1.0, 1.5, float("nan"), float("inf")])
-def test_threshold_refuses(p):
+def test_invalid_thresholds(p):
     with pytest.raises(SpecError, match="dropout="):
         threshold(p)
 

@@ -1,4 +1,4 @@
-"""Wrong arguments of a reference call: each refused by an ArgumentError that names it."""
+"""Wrong arguments of a reference call raise an ArgumentError that names them."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ class OnAnotherDevice:
         raise TypeError("Implicit conversion to a NumPy array is not allowed")
 
 
-def test_an_array_on_a_gpu_says_what_to_do():
+def test_an_array_on_a_gpu_names_the_remedy():
     with pytest.raises(ArgumentError, match=r"q is not a NumPy array.*copy"):
         attention(PLAIN, OnAnotherDevice(), K, V)
 
@@ -56,7 +56,7 @@ def test_the_message_names_the_axes_of_the_layout():
         attention(AttentionSpec(head_dim=8, layout="bshd"), Q[0], K, K)
 
 
-def test_dropout_needs_a_seed_and_only_dropout_reads_it():
+def test_only_dropout_needs_and_reads_a_seed():
     spec = AttentionSpec(head_dim=8, value_dim=16, dropout=0.5)
     for function, more in ((attention, {}), (standard, {}), (flash1, {"on_chip": 999}), (flash2, {"on_chip": 999})):
         with pytest.raises(ArgumentError, match=r"seed is missing.*dropout=0.5"):
@@ -111,14 +111,14 @@ def test_numbers_take_the_declared_dtype(window):
     attention(CAPTURING, Q, K, V, **{**GIVEN, "window": window})
 
 
-def test_numbers_are_rounded_as_the_kernel_sees_them():
+def test_numbers_are_rounded_as_in_the_kernel():
     q, k, v = (np.ones_like(array, dtype=np.float64) for array in (Q, K, V))
     _, lse = attention(CAPTURING, q, k, v, return_lse=True, **{**GIVEN, "window": 1})
     first_row_only = np.log(3) + 8**0.5 * float(np.float32(0.1))  # window 1: keys at or after the query
     np.testing.assert_allclose(lse[0, 0, 0], first_row_only, rtol=1e-15)
 
 
-def test_integers_beyond_32_bits_count():
+def test_integers_beyond_32_bits():
     ids = Tensor("ids", "int64", 1)
     spec = AttentionSpec(head_dim=8, mask=lambda b, h, q, k: ids[q] == ids[k])
     apart, alike = (
@@ -127,6 +127,6 @@ def test_integers_beyond_32_bits_count():
     np.testing.assert_array_equal(apart, alike)
 
 
-def test_an_empty_capture_goes_where_nothing_is_read():
+def test_an_empty_capture_is_accepted_where_nothing_is_read():
     empty = zeros(length=0)
     attention(CAPTURING, empty, empty, zeros(length=0, dim=16), **{**GIVEN, "table": np.zeros((2, 0), np.float32)})

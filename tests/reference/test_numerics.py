@@ -1,4 +1,4 @@
-"""The rule that judges outputs: what passes, what fails, and that nothing hides in NaN or infinity."""
+"""The rule for outputs: what passes and fails; NaN and infinity hide nothing."""
 
 import math
 
@@ -18,7 +18,7 @@ LSE = np.array([0.5, -np.inf, 2.0])
 
 
 @pytest.mark.parametrize(("difference", "ok"), [(0.0, True), (0.04, True), (-0.04, True), (0.0401, False), (-1, False)])
-def test_twice_the_low_precision_error_and_a_little(difference, ok):
+def test_twice_the_low_precision_error_plus_a_constant(difference, ok):
     verdict = judge(REF + np.array([0, 0, difference]), REF, LOW)
     assert verdict.ok is ok
     assert verdict.error == pytest.approx(abs(difference))
@@ -26,21 +26,21 @@ def test_twice_the_low_precision_error_and_a_little(difference, ok):
     assert verdict.lse_error is None
 
 
-def test_a_gradient_may_be_twice_as_wrong_as_that_of_a_rounded_output():
+def test_a_gradient_may_have_twice_the_error_of_a_rounded_output():
     given = REF + np.array([0.03, 0, 0])
     assert judge(REF + 0.06, REF, LOW, given=given).ok and not judge(REF + 0.06, REF, LOW).ok
     assert not judge(REF + 0.0601, REF, LOW, given=given).ok
-    assert judge(REF + 0.04, REF, LOW, given=REF).ok  # the larger bound holds
+    assert judge(REF + 0.04, REF, LOW, given=REF).ok  # the larger bound applies
     assert not judge(REF, REF, LOW, given=np.array([np.inf, 0, 0])).ok
 
 
-def test_an_exact_low_precision_run_leaves_the_allowance():
+def test_an_exact_low_precision_run_leaves_the_constant():
     assert judge(REF + 9e-6, REF, REF).ok
     assert not judge(REF + 1.1e-5, REF, REF).ok
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_a_poisoned_output_fails_wherever_it_is(poison):
+def test_a_poisoned_output_fails(poison):
     for index in range(3):
         out = REF.copy()
         out[index] = poison
@@ -73,14 +73,14 @@ def test_lse(lse, ok, error):
 
 
 @pytest.mark.parametrize(("lse", "ok"), [([1e6 + 0.9, 3.0], True), ([1e6 + 1.1, 3.0], False), ([1e6, 3.0011], False)])
-def test_a_large_lse_may_be_off_by_what_float32_rounds(lse, ok):
-    """2^-20 of 1e6 is 0.95, of which a small one beside it gets nothing."""
+def test_a_large_lse_may_be_off_by_float32_rounding(lse, ok):
+    """2^-20 of 1e6 is 0.95; small values beside it get no such allowance."""
     verdict = judge(REF, REF, LOW, lse, [1e6, 3.0])
     assert verdict.ok is ok
     assert verdict.lse_bound == pytest.approx(1e-3 if lse[1] > 3 else 1e6 / 2**20)
 
 
-def test_a_bad_output_fails_with_a_good_lse():
+def test_a_wrong_output_fails_with_a_correct_lse():
     assert not judge(REF + 1, REF, LOW, LSE, LSE).ok
 
 
@@ -107,12 +107,12 @@ def test_sixteen_bit_outputs_are_compared_in_float64():
         ((REF, REF, LOW, LSE[:1], LSE), "lse has shape"),
     ],
 )
-def test_arguments_that_cannot_be_judged(arguments, message):
+def test_invalid_arguments(arguments, message):
     with pytest.raises(ArgumentError, match=message):
         judge(*arguments)
 
 
-def test_a_verdict_reads_well_and_is_frozen():
+def test_a_verdict_is_readable_and_frozen():
     assert str(judge(REF, REF, LOW)) == "ok: error 0.00e+00 <= 4.00e-02"
     failed = judge(REF + np.array([0, 0, 1]), REF, LOW, LSE, LSE)
     assert str(failed) == "FAILED: error 1.00e+00 at [2] is not <= 4.00e-02; LSE error 0.00e+00 <= 1.00e-03"
@@ -121,7 +121,7 @@ def test_a_verdict_reads_well_and_is_frozen():
 
 
 @given(st.lists(st.floats(allow_nan=True), min_size=1, max_size=5))
-def test_what_passes_is_near(values):
+def test_passing_outputs_are_close(values):
     out = np.array(values)
     ref = np.zeros_like(out)
     assert judge(out, ref, ref).ok == bool(np.all(np.abs(out) <= 1e-5))

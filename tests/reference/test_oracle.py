@@ -1,4 +1,4 @@
-"""The float64 oracle against loops over plain Python numbers, and what low precision and edges must give."""
+"""The float64 reference against loops over plain Python numbers; low precision and edge cases."""
 
 import math
 
@@ -11,7 +11,7 @@ import flashgen.reference.oracle as oracle
 from flashgen.language import AttentionSpec, Tensor, tanh, where
 from flashgen.reference import attention, dropout_keep, judge, low_precision, threshold
 
-pytestmark = pytest.mark.filterwarnings("error")  # a reference that warns of its own NaN is hiding something
+pytestmark = pytest.mark.filterwarnings("error")  # warnings about NaN would hide mistakes of the reference
 
 
 def inputs(batch=2, heads_q=2, heads_kv=2, len_q=8, len_k=9, head_dim=8, value_dim=8, seed=0):
@@ -25,7 +25,7 @@ def inputs(batch=2, heads_q=2, heads_kv=2, len_q=8, len_k=9, head_dim=8, value_d
 
 
 def by_loops(q, k, v, scale, allowed=None, modified=None, keep=None, keep_scale=1.0):
-    """Attention element by element. `allowed` and `modified` are the user's own functions, run on Python numbers."""
+    """Attention element by element. `allowed` and `modified` are the user's functions, called with Python numbers."""
     q, k, v = (array.astype(np.float64) for array in (q, k, v))
     out, lse = np.zeros((*q.shape[:3], v.shape[3])), np.full(q.shape[:3], -np.inf)
     for b, h, i in np.ndindex(q.shape[:3]):
@@ -144,7 +144,7 @@ def test_full_attention_agrees_with_scipy():
 
 
 @pytest.mark.parametrize("function", [attention, low_precision])
-def test_rows_with_nothing_to_attend_to(function):
+def test_rows_without_keys(function):
     q, k, v = inputs()
     out, lse = function(AttentionSpec(head_dim=8, mask=MASKS["some rows have nothing"]), q, k, v, return_lse=True)
     assert (out[:, :, ::3] == 0).all() and (lse[:, :, ::3] == -np.inf).all()
@@ -158,7 +158,7 @@ def test_a_score_of_minus_infinity_masks(function):
     scored = AttentionSpec(head_dim=8, score=lambda s, b, h, q, k: where(k > q + 1, s, -math.inf))
     got = function(scored, q, k, v, return_lse=True)
     expected = function(masked, q, k, v, return_lse=True)
-    assert (expected[1][:, :, -1] == -np.inf).all()  # the last rows have nothing
+    assert (expected[1][:, :, -1] == -np.inf).all()  # the last rows have no keys
     for one, other in zip(got, expected, strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -179,11 +179,11 @@ def test_lengths_of_zero(function, shape, layout):
         expected_shape = tuple(expected_shape[axis] for axis in (0, 2, 1, 3))
     out, lse = function(spec, q, k, v, seed=1, return_lse=True)
     assert out.shape == expected_shape and lse.shape == lse_shape
-    assert (out == 0).all() and (lse == -np.inf).all()  # of what is left where len_k is 0
+    assert (out == 0).all() and (lse == -np.inf).all()  # of the remaining values where len_k is 0
 
 
 @pytest.mark.parametrize("function", [attention, low_precision])
-def test_rows_in_blocks_give_the_same(function, monkeypatch):
+def test_blocks_of_rows_give_the_same(function, monkeypatch):
     q, k, v = inputs(len_q=50, len_k=33)
     spec = AttentionSpec(head_dim=8, mask=MASKS["near or global"], score=SCORES["distance"], dropout=0.2)
     whole = function(spec, q, k, v, seed=3, return_lse=True)
@@ -192,7 +192,7 @@ def test_rows_in_blocks_give_the_same(function, monkeypatch):
         np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_arguments_are_not_changed_and_any_strides_go():
+def test_arguments_are_not_modified_and_strides_do_not_matter():
     q, k, v = inputs()
     before = [array.copy() for array in (q, k, v)]
     out = attention(AttentionSpec(head_dim=8), q[:, :, ::-1], np.asfortranarray(k), v)
@@ -207,7 +207,7 @@ SOFTCAP = AttentionSpec(head_dim=64, score=lambda s, b, h, q, k: 3 * tanh(s / 3)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_low_precision_is_in_the_dtype_and_near(dtype):
+def test_low_precision_has_the_dtype_and_is_close(dtype):
     q, k, v = inputs(len_q=64, len_k=64, head_dim=64, value_dim=64)
     if dtype == "bfloat16":
         q, k, v = (array.astype(ml_dtypes.bfloat16) for array in (q, k, v))
@@ -234,7 +234,7 @@ def test_low_precision_of_one_key_is_exact():
     )
 
 
-def test_low_precision_rounds_what_it_is_given():
+def test_low_precision_rounds_its_inputs():
     q, k, v = (array.astype(np.float64) + 1e-6 for array in inputs())
     rounded = [array.astype(np.float16) for array in (q, k, v)]
     spec = AttentionSpec(head_dim=8)
@@ -262,7 +262,7 @@ def test_low_precision_rounds_each_operation_on_the_score(dtype):
     np.testing.assert_array_equal(low_precision(spec, q, k, v)[0, 0, 0], expected.astype(np.float64))
 
 
-def test_a_float16_overflow_is_no_tolerance():
+def test_a_float16_overflow_is_no_bound():
     q, k, v = inputs(head_dim=64)
     spec = AttentionSpec(head_dim=64, value_dim=8, scale=1.0)
     low = low_precision(spec, q * 200, k * 200, v)

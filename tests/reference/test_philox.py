@@ -26,7 +26,7 @@ def test_known_answers(rounds, given, expected):
     assert " ".join(f"{word:08x}" for word in words) == expected
 
 
-def test_counters_broadcast_and_are_independent_of_each_other():
+def test_counters_broadcast_and_are_independent():
     rows, columns = np.arange(5)[:, None], np.arange(7)
     words = philox4x32((rows, columns, 3, 4), (5, 6))
     assert words.shape == (5, 7, 4) and words.dtype == np.uint32
@@ -34,7 +34,7 @@ def test_counters_broadcast_and_are_independent_of_each_other():
         np.testing.assert_array_equal(words[i, j], philox4x32((i, j, 3, 4), (5, 6)))
 
 
-def test_counters_and_key_are_not_changed():
+def test_counters_and_key_are_not_modified():
     counter = np.arange(4, dtype=np.uint64)
     philox4x32((counter, counter, counter, counter), (1, 2))
     np.testing.assert_array_equal(counter, np.arange(4))

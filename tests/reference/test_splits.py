@@ -1,4 +1,4 @@
-"""Flash-Decoding: equal to attention for every split, and its traffic to the closed form, to `show` and to a GPU's."""
+"""Flash-Decoding: equal to attention for every split; its traffic equals the closed form, `show` and a GPU's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flashgen.codegen.targets import target_named
 from flashgen.errors import ArgumentError
 from flashgen.reference import HbmTraffic, attention, flash_decoding, traffic_flash_decoding
 
-pytestmark = pytest.mark.filterwarnings("error")  # a reference that warns of its own NaN is hiding something
+pytestmark = pytest.mark.filterwarnings("error")  # warnings about NaN would hide mistakes of the reference
 
 MASKS = {
     "causal": fg.causal(),
@@ -34,7 +34,7 @@ def arrays(len_q: int, len_k: int, heads: int = 4, heads_kv: int = 2) -> list[An
     return [rng.standard_normal(shape) for shape in shapes]
 
 
-@pytest.mark.parametrize("splits", [1, 3, 50])  # one part; ragged ones; more than there are keys
+@pytest.mark.parametrize("splits", [1, 3, 50])  # one split; unequal ones; more than there are keys
 @pytest.mark.parametrize("mask", MASKS)
 def test_splits_change_nothing(mask: str, splits: int) -> None:
     spec = fg.AttentionSpec(16, value_dim=8, mask=MASKS[mask], score=fg.softcap(3.0), dropout=0.2)
@@ -50,10 +50,10 @@ def test_counters_equal_the_closed_form(len_q: int, len_k: int, splits: int, row
     spec = fg.AttentionSpec(16, value_dim=8)
     *_, counted, shares = flash_decoding(spec, *arrays(len_q, len_k), splits=splits, rows=rows)
     of_head = traffic_flash_decoding(len_q, len_k, 16, 8, heads=2, splits=splits, rows=rows)
-    assert (counted, shares) == (4 * of_head[0], 4 * of_head[1])  # two heads of K and V in each of two batches
+    assert (counted, shares) == (4 * of_head[0], 4 * of_head[1])  # two KV heads in each of two batches
 
 
-def test_parts_that_are_none() -> None:
+def test_invalid_numbers_of_splits() -> None:
     with pytest.raises(ArgumentError, match="splits=0 and rows=16 must be 1 or more"):
         flash_decoding(fg.AttentionSpec(16, value_dim=8), *arrays(1, 4), splits=0)
 
@@ -63,7 +63,7 @@ SIZES = {"batch": 16, "heads_q": 32, "heads_kv": 8, "len_q": 1, "len_k": 8192, "
 
 
 def counted_bytes() -> int:
-    """What the reference counts of a call of these sizes."""
+    """Returns the counts of the reference for a call of these sizes."""
     heads = SIZES["heads_q"] // SIZES["heads_kv"]
     told: dict[str, Any] = {"heads": heads, "splits": SIZES["splits"]}
     of_head, beside = traffic_flash_decoding(SIZES["len_q"], SIZES["len_k"], 128, **told)
@@ -71,7 +71,7 @@ def counted_bytes() -> int:
     return everything.total
 
 
-def test_show_states_what_is_counted() -> None:
+def test_show_prints_the_counts() -> None:
     (kernel,) = render_decode(SPEC, target_named("sm_90a"))
     assert kernel.cost is not None and "(share of tiles visited)" in kernel.cost.hbm_text
     stated = 0
@@ -92,8 +92,8 @@ cupy.cuda.Device().synchronize()
 
 
 @pytest.mark.gpu
-def test_a_gpu_reads_what_is_counted() -> None:
-    """By its profiler, with caches emptied before: bytes of HBM, within 5 %. Shares stay in the L2."""
+def test_a_gpu_reads_the_counted_bytes() -> None:
+    """HBM bytes of its profiler with cold caches, within 5 %. Partial outputs stay in the L2."""
     profiler = shutil.which("ncu")
     if profiler is None:
         pytest.skip("needs ncu, the profiler of CUDA's toolkit")

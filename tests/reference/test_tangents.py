@@ -1,4 +1,4 @@
-"""Dual numbers: each operation's tangent against finite differences, and the conventions at kinks."""
+"""Dual numbers: each operation's tangent against finite differences, and conventions at kinks."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def traced(function):
 
 
 def of_score(function, score):
-    """The derivative by the score at `score`, as wide as the score."""
+    """Returns the derivative by the score at `score`, with the score's shape."""
     tangent = duals(score).tangent(traced(function), SCORE)
     return None if tangent is None else np.broadcast_to(tangent, np.shape(score))
 
@@ -103,7 +103,7 @@ KINKS = pytest.mark.parametrize(
         (lambda s, b, h, q, k: 7.0 % s, 2.0, -3),
         (lambda s, b, h, q, k: 7 % s, 2.0, -3),
         (lambda s, b, h, q, k: fl.sqrt(s), 0.0, np.inf),
-        (lambda s, b, h, q, k: fl.where(s > 0, fl.log(s), -1.0), 0.0, 0),  # 1 / 0 on the branch not taken
+        (lambda s, b, h, q, k: fl.where(s > 0, fl.log(s), -1.0), 0.0, 0),  # 1 / 0 on the branch that is not selected
         (lambda s, b, h, q, k: fl.where(s > 0, fl.sqrt(s), s), -1.0, 1),  # NaN there
     ],
 )
@@ -116,7 +116,7 @@ def test_conventions(function, at, expected):
 
 @pytest.mark.parametrize("name", ["maximum", "minimum", "abs", "clamp"])
 @pytest.mark.parametrize("at", [0.0, -0.0, 1.0, -2.0, 3.0])
-def test_slopes_at_kinks_are_torchs(name, at):
+def test_slopes_at_kinks_equal_torchs(name, at):
     torch = pytest.importorskip("torch")
     cases = {
         "maximum": (lambda s, b, h, q, k: fl.maximum(s, 3 - 2 * s), lambda x: torch.maximum(x, 3 - 2 * x)),
@@ -132,8 +132,8 @@ def test_slopes_at_kinks_are_torchs(name, at):
 
 
 @pytest.mark.parametrize("choose", [fl.maximum, fl.minimum])
-def test_the_tangent_of_what_is_not_nan(choose):
-    """Where one operand is NaN, maximum and minimum give the other."""
+def test_minimum_and_maximum_have_the_tangent_of_the_number_beside_nan(choose):
+    """If one operand is NaN, maximum and minimum return the other."""
     assert of_score(lambda s, b, h, q, k: choose(fl.sqrt(s), s), -1.0) == 1
     assert of_score(lambda s, b, h, q, k: choose(s, fl.sqrt(s)), -1.0) == 1
 
@@ -146,7 +146,7 @@ def test_symbolic_derivatives_keep_the_conventions(function, at, expected):
 
 @pytest.mark.parametrize("name", SMOOTH)
 def test_symbolic_derivatives_agree(name):
-    """Two implementations that share nothing but the operations."""
+    """Two implementations that only share the operations."""
     score = np.random.default_rng(3).uniform(-2, 2, (3, 4))
     symbolic = derivative(traced(SMOOTH[name]), SCORE)
     values = {SCORE: score, QUERY: np.arange(3)[:, None], KEY: np.arange(4)[None, :]}
@@ -166,17 +166,17 @@ def test_symbolic_derivatives_agree(name):
         lambda s, b, h, q, k: U[fl.to_int(s)],
     ],
 )
-def test_what_does_not_depend_on_the_score(function):
+def test_values_that_do_not_depend_on_the_score(function):
     assert of_score(function, 1.5) is None
 
 
-def test_gathers_are_distinct_and_of_gradients_only():
+def test_gathers_are_distinct_and_only_of_gradients():
     def score(s, b, h, q, k):
         return s + U[q] * W[k] + U[q] * 2 + U[k] * POINTS[q] + TABLE[IDS[q], k + 1]
 
     names = [str(node.capture.name) for node in gathers(traced(score))]
     assert sorted(names) == ["table", "u", "u", "w"]
-    assert len(gathers(traced(lambda s, b, h, q, k: s + TABLE[fl.to_int(W[q]), k]))) == 2  # one within another's index
+    assert len(gathers(traced(lambda s, b, h, q, k: s + TABLE[fl.to_int(W[q]), k]))) == 2  # one is the other's index
 
 
 def test_tangents_of_gathers():
@@ -194,7 +194,7 @@ def test_tangents_of_gathers():
     np.testing.assert_allclose(outside, score * np.array([0.5, -1.25, 2.0])[:, None])
 
 
-def test_broadcast_is_lazy():
+def test_broadcasting_is_lazy():
     run = duals(np.zeros((3, 4)))
     gather = gathers(expression := traced(lambda s, b, h, q, k: s + U[h] * (q - 1)))[0]
     assert run.tangent(expression, gather).shape == (3, 1)
@@ -202,7 +202,7 @@ def test_broadcast_is_lazy():
     assert run.value(gather.indices[0]).shape == ()
 
 
-def test_rounding_is_of_what_depends_on_the_score():
+def test_rounding_applies_to_values_that_depend_on_the_score():
     def coarse(array):
         return np.round(np.asarray(array) * 4) / 4
 
@@ -213,7 +213,7 @@ def test_rounding_is_of_what_depends_on_the_score():
     assert run.tangent(expression, SCORE) == coarse(coarse(inner * coarse(1.1)) * (1.5 * 0.77))
 
 
-def test_shared_parts_are_computed_once(monkeypatch):
+def test_shared_subexpressions_are_computed_once(monkeypatch):
     calls = []
     rule = TANGENTS[ops.Exp]
     monkeypatch.setitem(TANGENTS, ops.Exp, lambda *arguments: calls.append(1) or rule(*arguments))

@@ -1,4 +1,4 @@
-"""FlashAttention 1 and 2: equal to standard attention for every variant, and their traffic to the closed forms."""
+"""FlashAttention 1 and 2: equal to standard attention for every variant; traffic equals the closed forms."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from flashgen.reference import (
     traffic_standard,
 )
 
-pytestmark = pytest.mark.filterwarnings("error")  # a reference that warns of its own NaN is hiding something
+pytestmark = pytest.mark.filterwarnings("error")  # warnings about NaN would hide mistakes of the reference
 
 HEADS, LEN_Q, LEN_K, DIM, VALUE_DIM = 4, 45, 61, 8, 16
 RANDOM = np.random.default_rng(5)
@@ -75,7 +75,7 @@ def assert_all_agree(spec, q, k, v, on_chip, **arguments):
 
 
 @pytest.mark.rotated(6)
-@pytest.mark.parametrize("on_chip", [192, 480, 4000])  # 4 rows and keys a block; ragged blocks; longer than the keys
+@pytest.mark.parametrize("on_chip", [192, 480, 4000])  # 4 rows and keys per block; unequal blocks; larger than the keys
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_mask(mask, on_chip):
     function, captures = MASKS[mask]

@@ -1,4 +1,4 @@
-"""The backward algorithms of the FlashAttention paper: equal to the oracle, and their traffic to the closed forms."""
+"""The backward algorithms of the FlashAttention paper: equal to the reference; traffic equals the closed forms."""
 
 import numpy as np
 import pytest
@@ -16,10 +16,10 @@ from flashgen.reference import (
     traffic_standard_backward,
 )
 
-pytestmark = pytest.mark.filterwarnings("error")  # a reference that warns of its own NaN is hiding something
+pytestmark = pytest.mark.filterwarnings("error")  # warnings about NaN would hide mistakes of the reference
 
 HEADS, LEN_Q, LEN_K, DIM, VALUE_DIM = 4, 45, 61, 8, 16
-A100 = 100 * 1024 // 2  # 100 KB of float16, what the FlashAttention paper reckons with
+A100 = 100 * 1024 // 2  # 100 KB of float16, as in the FlashAttention paper
 RANDOM = np.random.default_rng(5)
 IDS = np.sort(RANDOM.integers(0, 5, 70)).astype(np.int32)
 SLOPES = (2.0 ** -np.arange(1, HEADS + 1)).astype(np.float32)
@@ -63,7 +63,7 @@ def run_both(spec, q, k, v, d_out, on_chip, **arguments):
 
 
 @pytest.mark.rotated(8)
-@pytest.mark.parametrize("on_chip", [192, 480, 4000])  # 4 rows and keys a block; ragged blocks; longer than the keys
+@pytest.mark.parametrize("on_chip", [192, 480, 4000])  # 4 rows and keys per block; unequal blocks; larger than the keys
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_with_dropout(variant, layout, on_chip):
@@ -122,7 +122,7 @@ def test_closed_forms_of_the_header():
 
 
 def test_flash_is_n_squared_d_squared_over_m():
-    """Theorem 5: doubling N or d quadruples the traffic, doubling M halves it; other terms are what is left over."""
+    """Theorem 5: doubling N or d quadruples the traffic, doubling M halves it; the rest are lower-order terms."""
     n, d, m = 1 << 17, 64, 1 << 15
     base = traffic_flash_backward(n, n, d, on_chip=m).total
     assert base == pytest.approx(20 * n * n * d * d / m, rel=0.03)

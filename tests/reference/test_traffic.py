@@ -1,4 +1,4 @@
-"""The closed forms of HBM traffic: block sizes, growth, and the figures of real sizes."""
+"""The closed forms of HBM traffic: block sizes, growth, and figures of real sizes."""
 
 import pytest
 from hypothesis import given
@@ -15,14 +15,14 @@ from flashgen.reference import (
     traffic_standard,
 )
 
-A100 = 100 * 1024 // 2  # 100 KB of float16, what the FlashAttention paper reckons with
+A100 = 100 * 1024 // 2  # 100 KB of float16, as in the FlashAttention paper
 
 
 def test_block_sizes_of_the_papers():
     assert flash1_blocks(A100, 64) == Blocks(rows=64, columns=200)
     assert flash2_blocks(A100, 64) == Blocks(rows=200, columns=64)
     assert flash1_blocks(1000, 64) == Blocks(rows=4, columns=4)  # ceil(1000 / 256)
-    assert flash1_blocks(64 * 40, 32, 96) == Blocks(rows=10, columns=10)  # the four blocks hold 2 (32 + 96) a row
+    assert flash1_blocks(64 * 40, 32, 96) == Blocks(rows=10, columns=10)  # the four blocks hold 2 (32 + 96) per row
 
 
 @given(st.integers(1, 1 << 20), st.integers(1, 256), st.integers(1, 256))
@@ -44,7 +44,7 @@ def test_standard_is_4_n_squared_plus_4_n_d():
 
 
 def test_flash_is_n_squared_d_squared_over_m():
-    """Doubling N or d quadruples the traffic, doubling M halves it; N d and constant terms are what is left over."""
+    """Doubling N or d quadruples the traffic, doubling M halves it; the rest are lower-order terms."""
     for traffic, factor in ((traffic_flash1, 12), (traffic_flash2, 8)):
         n, d, m = 1 << 17, 64, 1 << 15
         base = traffic(n, n, d, on_chip=m).total
@@ -59,14 +59,14 @@ def test_flash_is_n_squared_d_squared_over_m():
     [(1024, 3.18, 4.85), (2048, 3.59, 5.5), (4096, 3.9, 5.9), (16384, 4.1, 6.2), (65536, 4.1, 6.2)],
 )
 def test_flash_moves_less_at_real_sizes(n, first, second):
-    """d = 64 and 100 KB: how many times less than standard attention, which writes and reads S and P."""
+    """d = 64 and 100 KB: reduction compared with standard attention, which writes and reads S and P."""
     plain = traffic_standard(n, n, 64).total
     assert plain / traffic_flash1(n, n, 64, on_chip=A100).total == pytest.approx(first, abs=0.06)
     assert plain / traffic_flash2(n, n, 64, on_chip=A100).total == pytest.approx(second, abs=0.06)
 
 
 def test_flash_needs_d_squared_below_m():
-    """Where the chip is small beside d squared, tiling loses: the other side of theorem 2."""
+    """If on-chip memory is small compared with d squared, tiling loses: the other side of theorem 2."""
     assert traffic_flash1(4096, 4096, 256, on_chip=256 * 16).total > traffic_standard(4096, 4096, 256).total
 
 

@@ -1,4 +1,4 @@
-"""What a manifest says of launches is what calls launch: grids, arguments and tensor maps, in JSON and as C++."""
+"""A manifest describes launches as calls make them: grids, arguments and tensor maps, in JSON and as C++."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CALLERS = {"q", "k", "v", "o", "lse", "d_o", "d_lse", "dq", "dk", "dv", "next_ti
 
 @dataclass(frozen=True)
 class Launched:
-    """A launch that a call made: the kernel, its part, its grid and the bytes of its arguments."""
+    """A launch of a call: kernel, part, grid and the bytes of its arguments."""
 
     part: str
     kernel: RenderedKernel
@@ -60,13 +60,13 @@ def part_of(kernel: RenderedKernel, backward: bool) -> str:
     if kind in ("fwd", "capture"):
         return "forward" if kind == "fwd" else f"d_{kernel.name.split('-')[2]}"
     if kind == "postprocess":
-        return kernel.role  # of heads apart there are three
+        return kernel.role  # with split heads there are three
     return {"lists": "backward_lists" if backward else "lists", "query": "query_lists"}.get(kind, kind)
 
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RenderedKernel, Launch, bytes]]:
-    """Runners that launch nothing and write down what they would."""
+    """Records launches without making them."""
     seen: list[tuple[RenderedKernel, Launch, bytes]] = []
 
     def launch(self: EmulatorRunner, launch: Launch, arrays: Any, numbers: Any, place: Any) -> None:
@@ -85,7 +85,7 @@ def launches(
     plan: Any = None,
     shape: Shape = SHAPE,
 ) -> Iterator[Launched]:
-    """Those of a call forward and back."""
+    """Returns the launches of a forward and a backward call."""
     attention = Attention(spec, target_named(target), Emulator(), plan, deterministic)
     inputs: Inputs = random_inputs(spec, shape)
     rest = inputs.ragged | inputs.captures | ({"seed": 5} if spec.dropout else {})
@@ -97,7 +97,7 @@ def launches(
 
 
 def value(formula: str, sizes: Mapping[str, int]) -> int:
-    """Of sizes that are not negative C++'s integer division is Python's."""
+    """For nonnegative sizes C++'s integer division equals Python's."""
     names = {"ceil_div": lambda a, b: -(-a // b), "min": min, "max": max, **sizes}
     return int(eval(formula.replace("/", "//"), {"__builtins__": {}}, names))
 
@@ -105,7 +105,7 @@ def value(formula: str, sizes: Mapping[str, int]) -> int:
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_formulas_are_what_calls_launch(
+def test_formulas_equal_the_launches_of_calls(
     spec: fg.AttentionSpec, target: str, deterministic: bool, recorded: list[Any]
 ) -> None:
     made = list(launches(spec, target, deterministic, recorded))
@@ -182,7 +182,7 @@ def check_members(members: list[dict[str, Any]], launched: Launched, sizes: Mapp
 
 
 def is_the_callers(name: str, type: str) -> bool:
-    """Whether a member is of the caller's arrays and numbers, and does not follow from sizes."""
+    """Whether a member holds the caller's arrays or numbers, rather than values that follow from sizes."""
     return (
         type.endswith(("*", "TensorMap"))
         or name in CALLERS
@@ -207,7 +207,7 @@ def check_maps(
 
 
 def bytes_from(array: str, spec: fg.AttentionSpec, shape: Shape) -> dict[str, int]:
-    """Strides of a contiguous array, in bytes."""
+    """Returns the strides of a contiguous array in bytes."""
     row = 2 * (spec.value_dim if array in ("v", "o", "d_o", "dv") else spec.head_dim)
     of_queries = array in ("q", "o", "d_o", "dq")
     length, heads = (shape.len_q, shape.heads_q) if of_queries else (shape.len_k, shape.heads_kv)
@@ -222,7 +222,7 @@ def bytes_from(array: str, spec: fg.AttentionSpec, shape: Shape) -> dict[str, in
 
 
 def built(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A release with cubins of a compiler that makes bytes from names."""
+    """A release with cubins of a mock compiler, which derives bytes from names."""
 
     def compiled(source: str, architecture: str, name: str) -> nvrtc.Compiled:
         return nvrtc.Compiled(name.encode(), "", Resources(96), (13, 0))
@@ -268,7 +268,7 @@ target = ["sm_80", "sm_90a"]
 """
 
 
-def test_a_manifest_says_how_each_kernel_is_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_describes_each_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = built(tmp_path, EVERY_KIND, monkeypatch)
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["format"] == 2 and manifest["formulas"] == FORMULAS
@@ -285,7 +285,7 @@ def test_a_manifest_says_how_each_kernel_is_launched(tmp_path: Path, monkeypatch
 
 
 def test_headers_compile_and_compute_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every header of a release in one program, the grid and the struct of some sizes compared with the formulas'."""
+    """Compiles every header of a release in one program and compares grids and structs with the formulas."""
     folder = built(tmp_path, EVERY_KIND, monkeypatch)
     kernels = json.loads((folder / "manifest.json").read_text())["kernels"]
     sizes = asdict(SHAPE) | {"count": 4, "multiprocessors": 132, "total_q": 777, "total_k": 555, "splits": 6}

@@ -1,4 +1,4 @@
-"""examples/launch_from_cpp: built as its README says, run on the emulator under a driver of the tests, and on a GPU."""
+"""examples/launch_from_cpp: built as its README says, run on the emulator with a fake driver, and on a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the release in `kernels`, and in `driver` a libcuda.so to link with, which runs the emulator."""
+    """Returns a folder with the release in `kernels`, and in `driver` a libcuda.so that runs the emulator."""
     folder = tmp_path_factory.mktemp("launch_from_cpp")
     for name in ("launch.cpp", "release.toml"):
         shutil.copy(EXAMPLE / name, folder)
@@ -53,7 +53,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def launched(folder: Path, capability: str, edit: tuple[str, str] = ("", "")) -> subprocess.CompletedProcess[str]:
-    """The program on the emulator, of the kernel for a GPU, its text edited."""
+    """Runs the program on the emulator with the edited text of the kernel for a GPU."""
     manifest = json.loads((folder / "kernels" / "manifest.json").read_text())
     kernel = next(each for each in manifest["kernels"] if each["architecture"] == f"sm_{capability}")
     source = (folder / "kernels" / kernel["files"]["source"]["path"]).read_text()
@@ -70,7 +70,7 @@ def launched(folder: Path, capability: str, edit: tuple[str, str] = ("", "")) ->
 
 
 @pytest.mark.parametrize("capability", ["80", "90", "120"])
-def test_what_it_launches_is_right_on_the_emulator(built: Path, capability: str) -> None:
+def test_it_is_right_on_the_emulator(built: Path, capability: str) -> None:
     done = launched(built, capability)
     assert done.returncode == 0, done.stdout + done.stderr
     first, second = done.stdout.splitlines()
@@ -78,15 +78,15 @@ def test_what_it_launches_is_right_on_the_emulator(built: Path, capability: str)
     assert second.startswith("output off by ") and second.endswith(": ok")
 
 
-def test_it_sees_a_kernel_that_is_wrong(built: Path) -> None:
-    """A diagonal left out; an output that is not written stays NaN."""
+def test_it_detects_a_wrong_kernel(built: Path) -> None:
+    """A missing diagonal; unwritten output, which stays NaN."""
     wrong = launched(built, "80", ("return k <= q + (", "return k < q + ("))
     assert wrong.returncode == 1 and wrong.stdout.endswith("FAILED\n")
     unwritten = launched(built, "80", ("first_row + row < row_count && chunk * 8 < kColumns", "false"))
     assert unwritten.returncode == 1 and "output off by nan" in unwritten.stdout.replace("-nan", "nan")
 
 
-def test_it_says_what_is_missing(built: Path, tmp_path: Path) -> None:
+def test_it_reports_what_is_missing(built: Path, tmp_path: Path) -> None:
     settings = os.environ | {"LD_LIBRARY_PATH": str(built / "driver"), "FAKE_DRIVER_CAPABILITY": "75"}
     done = subprocess.run([built / "launch", built / "kernels"], env=settings, capture_output=True, text=True)
     assert done.returncode == 2 and "this GPU is of sm_75: add it to release.toml" in done.stderr
@@ -97,13 +97,13 @@ def test_it_says_what_is_missing(built: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_it_builds_by_nvcc(built: Path) -> None:
+def test_it_builds_with_nvcc(built: Path) -> None:
     command = ["nvcc", "-std=c++17", "-I", "kernels", "launch.cpp", "-o", "by-nvcc", "-Ldriver", "-lcuda"]
     subprocess.run(command, cwd=built, check=True)
 
 
-def test_the_readme_names_what_is_there() -> None:
-    """Its commands, and the files and names that it speaks of."""
+def test_the_readme_names_existing_things() -> None:
+    """Its commands, and the files and names that it mentions."""
     readme = (EXAMPLE / "README.md").read_text(encoding="utf-8")
     program = (EXAMPLE / "launch.cpp").read_text(encoding="utf-8")
     for command in (
@@ -118,7 +118,7 @@ def test_the_readme_names_what_is_there() -> None:
 
 
 @pytest.mark.gpu
-def test_what_it_launches_is_right_on_a_gpu(built: Path) -> None:
+def test_it_is_right_on_a_gpu(built: Path) -> None:
     done = subprocess.run([built / "launch", built / "kernels"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith(": ok\n")

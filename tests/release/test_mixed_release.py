@@ -1,4 +1,4 @@
-"""What a release says of a launch of a mixed batch: numbers of its calls, as formulas of their sizes."""
+"""Launches of mixed batches in a release, as formulas of the sizes of calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashgen.release.launch_facts import launch_facts
 SPEC = fg.AttentionSpec(128, "bfloat16", layout="thd", mask=fg.causal(), page_size=16)
 
 
-def test_a_launch_follows_from_tokens_and_sequences() -> None:
+def test_a_launch_depends_on_tokens_and_sequences() -> None:
     kernels = forward_kernels(SPEC, TARGETS["sm_90"])
     facts, kernel = launch_facts(kernels, SPEC)["forward"], kernels["forward"]
     assert facts["grid"] == {"x": "total_q / 64 * heads_q + splits * heads_kv", "y": "1", "z": "1"}
@@ -45,10 +45,10 @@ def test_launches_of_two_kernels() -> None:
     sizes = Sizes(64, 32, 8, 2048, 8192, multiprocessors=132, splits=33, total_q=2111)
     assert kernels["forward"].grid(sizes) == (132, 1, 1) and kernels["few"].grid(sizes) == (33 * 8, 1, 1)
     single = Sizes(64, 32, 8, 1, 8192, multiprocessors=132, splits=33, total_q=64)
-    assert kernels["forward"].grid(single) == (0, 1, 1), "no sequence may be a prompt, and nothing is launched"
+    assert kernels["forward"].grid(single) == (0, 1, 1), "no sequence can be a prompt, and nothing is launched"
 
 
-def test_keys_of_8_bits_have_no_blocks_of_prompts() -> None:
+def test_8_bit_keys_have_no_prompt_blocks() -> None:
     spec = replace(SPEC, kv_dtype="int8")
     facts = launch_facts(forward_kernels(spec, TARGETS["sm_80"]), spec)["forward"]
     assert facts["grid"] == {"x": "splits * heads_kv", "y": "1", "z": "1"}

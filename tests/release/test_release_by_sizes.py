@@ -1,4 +1,4 @@
-"""A release that says how many query heads share a head of k and v has every kernel that calls take by their sizes."""
+"""A release with `heads_per_kv` has every kernel that calls select by their sizes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sources(spec: fg.AttentionSpec, passes: tuple[str, ...], heads_per_kv: int) 
 
 @pytest.mark.parametrize("heads_per_kv", [1, 4, 6])
 @pytest.mark.parametrize("name", SPECS)
-def test_it_has_the_forward_of_every_size(name: str, heads_per_kv: int) -> None:
+def test_it_has_the_forward_kernels_of_every_size(name: str, heads_per_kv: int) -> None:
     spec, rules, taken = SPECS[name], forward_family(HOPPER).size_rules, set()
     assert rules
     built = sources(spec, ("forward",), heads_per_kv)
@@ -52,7 +52,7 @@ def test_it_has_the_forward_of_every_size(name: str, heads_per_kv: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "documents", "wide", "ragged"])
-def test_it_has_the_backward_of_every_size(name: str) -> None:
+def test_it_has_the_backward_kernels_of_every_size(name: str) -> None:
     spec, split = SPECS[name], backward_family(HOPPER).head_split
     assert split
     default, built = backward_kernels(spec, HOPPER), sources(spec, ("backward",), 8)
@@ -63,7 +63,7 @@ def test_it_has_the_backward_of_every_size(name: str) -> None:
     assert sources(spec, ("backward",), 1) == sources(spec, ("backward",), 0) == {k.source for k in default.values()}
 
 
-def test_families_without_such_plans_have_nothing_more() -> None:
+def test_families_without_such_plans_have_no_more_kernels() -> None:
     for target in ("sm_80", "sm_90"):
         requests = (
             Request(SPECS["causal"], target_named(target), ("forward", "backward"), heads_per_kv=n) for n in (0, 4)
@@ -72,7 +72,7 @@ def test_families_without_such_plans_have_nothing_more() -> None:
         assert [kernel.stem for kernel in one] == [kernel.stem for kernel in other]
 
 
-def test_what_is_asked_for(tmp_path: Path) -> None:
+def test_valid_and_invalid_requests(tmp_path: Path) -> None:
     path = tmp_path / "release.toml"
     group = '[[kernels]]\nhead_dim = 64\ntarget = "sm_90a"\n'
     path.write_text(group + "heads_per_kv = [1, 4]")

@@ -1,4 +1,4 @@
-"""Release folders: written, checked, brought up to date, and used in place of a compiler."""
+"""Release folders: written, checked, updated, and used in place of a compiler."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy an
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """A compiler that makes bytes from names, a cache of the test's own, and the names that were compiled."""
+    """A mock compiler that derives bytes from names, a separate cache, and the list of compiled names."""
     names: list[str] = []
 
     def compile(source: str, architecture: str, name: str) -> nvrtc.Compiled:
@@ -56,7 +56,7 @@ def without_nvrtc() -> tuple[int, int]:
     raise BuildError("there is no NVRTC")
 
 
-def test_sources_alone_need_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_only_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "version", without_nvrtc)
     seen: list[tuple[int, int, str]] = []
     written = release.build(
@@ -68,7 +68,7 @@ def test_sources_alone_need_no_compiler(tmp_path: Path, monkeypatch: pytest.Monk
     assert release.check(tmp_path / "out") == []
 
 
-def test_the_manifest_says_what_each_kernel_is(tmp_path: Path, compiled: list[str]) -> None:
+def test_the_manifest_describes_each_kernel(tmp_path: Path, compiled: list[str]) -> None:
     written = release.build(manifest(tmp_path, TWO), tmp_path / "out")
     assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == written
     kernel = written["kernels"][0]
@@ -81,9 +81,7 @@ def test_the_manifest_says_what_each_kernel_is(tmp_path: Path, compiled: list[st
     assert release.check(tmp_path / "out") == []
 
 
-def test_the_same_bytes_again_and_elsewhere(
-    tmp_path: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_builds_are_reproducible(tmp_path: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path = manifest(tmp_path, TWO)
     release.build(path, tmp_path / "one")
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "another cache"))
@@ -92,21 +90,21 @@ def test_the_same_bytes_again_and_elsewhere(
     assert len(compiled) == 4
 
 
-def test_a_build_goes_on_where_it_stopped(tmp_path: Path, compiled: list[str]) -> None:
+def test_an_interrupted_build_continues(tmp_path: Path, compiled: list[str]) -> None:
     release.build(manifest(tmp_path, ONE), tmp_path / "one")
     release.build(manifest(tmp_path, TWO), tmp_path / "two")
     assert len(compiled) == 2
 
 
-def test_a_folder_is_brought_up_to_date(tmp_path: Path, compiled: list[str]) -> None:
+def test_a_folder_is_updated(tmp_path: Path, compiled: list[str]) -> None:
     release.build(manifest(tmp_path, TWO), tmp_path / "out")
     release.build(manifest(tmp_path, ONE), tmp_path / "out")
     assert sorted(Path(name).suffix for name in content(tmp_path / "out")) == [".cu", ".cubin", ".h", ".json"]
     assert release.check(tmp_path / "out") == []
 
 
-def test_a_folder_of_the_first_format_is_read_and_brought_up_to_date(tmp_path: Path, compiled: list[str]) -> None:
-    """It said nothing of launches."""
+def test_a_folder_of_the_first_format_is_read_and_updated(tmp_path: Path, compiled: list[str]) -> None:
+    """That format did not describe launches."""
     out = tmp_path / "out"
     written = json.loads(json.dumps(release.build(manifest(tmp_path, ONE), out)))
     (out / f"{written['kernels'][0]['name']}.h").unlink()
@@ -122,7 +120,7 @@ def test_a_folder_of_the_first_format_is_read_and_brought_up_to_date(tmp_path: P
     assert release.check(out) == [] and (out / f"{written['kernels'][0]['name']}.h").exists()
 
 
-def test_somebody_elses_folder_is_refused(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(BuildError, match=r"holds '.*' and no manifest\.json, so it is not a release folder"):
         release.build(manifest(tmp_path, ONE), tmp_path, sources_only=True)
@@ -131,7 +129,7 @@ def test_somebody_elses_folder_is_refused(tmp_path: Path) -> None:
     assert sorted(content(tmp_path)) == ["release.toml", "thesis.tex"]
 
 
-def test_what_a_target_cannot_do_is_refused_before_anything_is_written(tmp_path: Path, compiled: list[str]) -> None:
+def test_unsupported_specs_are_refused_before_anything_is_written(tmp_path: Path, compiled: list[str]) -> None:
     text = "[[kernels]]\nhead_dim = 64\ndtype = ['float16', 'bfloat16']\ntarget = 'sm_75'\n"
     with pytest.raises(UnsupportedError, match=r"bf16-d64-full-\w+ for sm_75: .*take it out of the release manifest"):
         release.build(manifest(tmp_path, text), tmp_path / "out")
@@ -139,7 +137,7 @@ def test_what_a_target_cannot_do_is_refused_before_anything_is_written(tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_mask_with_lists_brings_its_list_kernel(tmp_path: Path) -> None:
+def test_a_mask_with_lists_adds_its_list_kernel(tmp_path: Path) -> None:
     spec = AttentionSpec(head_dim=64, mask=lambda b, h, q, k: (q // 16 + k // 16) % 2 == 0)
     if not render_forward(spec, target_named("sm_80")).reads:
         pytest.fail("this mask was to have no closed form")
@@ -149,7 +147,7 @@ def test_a_mask_with_lists_brings_its_list_kernel(tmp_path: Path) -> None:
     assert [kernel["name"].split("-")[0] for kernel in written["kernels"]] == ["fwd", "lists"]
 
 
-def test_passes_bring_their_kernels(tmp_path: Path) -> None:
+def test_passes_add_their_kernels(tmp_path: Path) -> None:
     text = """
         [[kernels]]
         mask = ["causal()", "causal() & document('ids')"]
@@ -182,7 +180,7 @@ def test_a_backward_of_a_release_compiles_nothing(tmp_path: Path) -> None:
     assert run_with_release(script, tmp_path) == ("3\n", "")
 
 
-def test_check_finds_what_is_missing_altered_or_extra(tmp_path: Path, compiled: list[str]) -> None:
+def test_check_finds_missing_altered_and_extra_files(tmp_path: Path, compiled: list[str]) -> None:
     out = tmp_path / "out"
     first, second = release.build(manifest(tmp_path, TWO), out)["kernels"]
     (out / f"{first['name']}.cu").unlink()
@@ -197,7 +195,7 @@ def test_check_finds_what_is_missing_altered_or_extra(tmp_path: Path, compiled: 
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", '{"format": 99}', '{"format": 1, "kernels": [{}]}'])
-def test_check_of_what_is_no_release(tmp_path: Path, text: str | None) -> None:
+def test_check_of_a_folder_that_is_no_release(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "manifest.json").write_text(text)
     (finding,) = release.check(tmp_path)
@@ -212,7 +210,7 @@ def test_check_finds_a_key_that_would_never_match(tmp_path: Path, compiled: list
     assert "another key" in finding.problem
 
 
-def test_stale_says_which_sources_changed(tmp_path: Path) -> None:
+def test_stale_lists_changed_sources(tmp_path: Path) -> None:
     out = tmp_path / "out"
     first, second = release.build(manifest(tmp_path, TWO), out, sources_only=True)["kernels"]
     assert release.stale(manifest(tmp_path, TWO), out) == []
@@ -223,7 +221,7 @@ def test_stale_says_which_sources_changed(tmp_path: Path) -> None:
     ]
 
 
-def test_a_release_is_used_first_and_needs_no_nvrtc(
+def test_a_release_is_searched_first_and_needs_no_nvrtc(
     tmp_path: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = release.build(manifest(tmp_path, ONE), tmp_path / "out")
@@ -243,7 +241,7 @@ def test_a_release_is_used_first_and_needs_no_nvrtc(
     assert not (tmp_path / "empty").exists()
 
 
-def test_what_a_release_lacks_is_compiled_or_refused(
+def test_missing_kernels_are_compiled_or_refused(
     tmp_path: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release.build(manifest(tmp_path, ONE), tmp_path / "out")
@@ -254,7 +252,7 @@ def test_what_a_release_lacks_is_compiled_or_refused(
         cache.load_or_compile("new", "another source", "sm_80")
 
 
-def test_a_damaged_kernel_of_a_release_is_said_and_not_used(tmp_path: Path, compiled: list[str]) -> None:
+def test_a_damaged_kernel_of_a_release_warns_and_is_not_used(tmp_path: Path, compiled: list[str]) -> None:
     (kernel,) = release.build(manifest(tmp_path, ONE), tmp_path / "out")["kernels"]
     (tmp_path / "out" / f"{kernel['name']}.cubin").write_bytes(b"bad")
     source = (tmp_path / "out" / f"{kernel['name']}.cu").read_text()
@@ -265,7 +263,7 @@ def test_a_damaged_kernel_of_a_release_is_said_and_not_used(tmp_path: Path, comp
 
 
 @pytest.mark.parametrize("text", [None, "{}", "no JSON"])
-def test_a_release_that_is_none_is_an_error(tmp_path: Path, text: str | None) -> None:
+def test_an_invalid_release_is_an_error(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(BuildError, match="flashgen release build"):
@@ -274,7 +272,7 @@ def test_a_release_that_is_none_is_an_error(tmp_path: Path, text: str | None) ->
 
 @needs_nvrtc
 def test_the_callable_uses_a_release(tmp_path: Path) -> None:
-    """The whole way: built by NVRTC, then used by a process that could not compile."""
+    """Built by NVRTC, then used by a process that cannot compile."""
     release.build(manifest(tmp_path, ONE), tmp_path / "out")
     assert release.check(tmp_path / "out") == []
     script = (
@@ -286,7 +284,7 @@ def test_the_callable_uses_a_release(tmp_path: Path) -> None:
 
 
 def run_with_release(script: str, folder: Path) -> tuple[str, str]:
-    """What a process prints that finds its kernels in folder/out and may compile none."""
+    """Returns the output of a process with kernels in folder/out and without JIT."""
     settings = {"FLASHGEN_RELEASE": folder / "out", "FLASHGEN_JIT": 0, "FLASHGEN_CACHE_DIR": folder / "empty"}
     environment = {**os.environ, **{name: str(value) for name, value in settings.items()}}
     environment["PYTHONPATH"] = str(Path(flashgen.__file__).parents[1])

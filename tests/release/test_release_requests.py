@@ -1,4 +1,4 @@
-"""What a release manifest may say, and what is said of one that is wrong."""
+"""Release requests: valid contents, and errors about invalid ones."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_steps_of_a_server_and_sinks(tmp_path: Path) -> None:
         ("[[kernels]]\nhead_dim = 64\nparts = 2\ntarget = 'sm_80'", r"`parts` applies to merge_states"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_errors_name_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         read_requests(write(tmp_path, text))
 
@@ -188,7 +188,7 @@ def test_a_missing_manifest(tmp_path: Path) -> None:
     ],
     ids=["deep JSON", "deep TOML", "NaN in JSON", "NaN in TOML", "not UTF-8"],
 )
-def test_hostile_manifests_are_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_malicious_requests_are_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(SpecError, match=message):
         read_requests(tmp_path / name)

@@ -1,4 +1,4 @@
-"""The project's own release set: `generated/` is what the code emits now, and stays small enough to be read."""
+"""The project's own release set: `generated/` is current and stays small enough to be read."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MANIFEST, GENERATED = ROOT / "examples" / "release.toml", ROOT / "generated"
 AGAIN = "flashgen release build examples/release.toml --out generated --sources-only"
 
 
-def test_generated_is_what_the_code_emits() -> None:
+def test_generated_is_current() -> None:
     findings = release.stale(MANIFEST, GENERATED) + release.check(GENERATED)
     shown = "\n".join(f"  {finding.path} {finding.problem}" for finding in findings)
     assert not findings, f"generated/ is out of date:\n{shown}\nrun `{AGAIN}` and review the difference"
 
 
-def test_generated_is_byte_for_byte_what_a_build_writes(tmp_path: Path) -> None:
+def test_generated_equals_a_build_byte_for_byte(tmp_path: Path) -> None:
     release.build(MANIFEST, tmp_path, sources_only=True)
     written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     differing = [name for name, data in written.items() if (GENERATED / name).read_bytes() != data]
@@ -32,12 +32,12 @@ def test_the_set_stays_small() -> None:
     assert 1 <= len(list(GENERATED.glob("*.cu"))) <= 30
 
 
-def test_no_two_sources_differ_in_names_and_numbers_alone() -> None:
+def test_no_two_sources_differ_only_in_names_and_numbers() -> None:
     def said(path: Path) -> str:
         code = re.sub(r"//.*|\b\w+(?=\(const __grid_constant__)", "", path.read_text(encoding="ascii"))
         return re.sub(r"[\d.]+", "", code)
 
-    # What goes over rows before and after is the same in every family, and each backward is whole.
+    # Kernels over rows before and after the main kernel are the same in every family, and each backward is complete.
     own = [path for path in GENERATED.glob("*.cu") if not re.search("-(prepare|finish)-", path.name)]
     assert not [f"{a.name}, {b.name}" for a, b in combinations(own, 2) if said(a) == said(b)]
 

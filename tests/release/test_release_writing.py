@@ -1,4 +1,7 @@
-"""Release folders of strangers, on full disks and after kills: nothing of others is harmed, nothing half is left."""
+"""Release folders with untrusted contents, on full disks and after kills:
+
+other files are kept, nothing partial is left.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def build(folder: Path, text: str) -> Any:
 
 
 def edit(out: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Changes a release's manifest as a stranger would."""
+    """Modifies a release's manifest."""
     manifest = json.loads((out / MANIFEST).read_text())
     change(manifest)
     (out / MANIFEST).write_text(json.dumps(manifest))
@@ -45,13 +48,13 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def name_file(path: object, data: bytes) -> Callable[[dict[str, Any]], None]:
-    """A manifest that says that a file is a kernel's, with its true size and hash."""
+    """Returns a manifest that declares a file to be a kernel's, with its true size and hash."""
     return lambda manifest: manifest["kernels"][0]["files"].update(notes={"path": path, **describe(data)})
 
 
 @pytest.mark.parametrize("path", ["../thesis.tex", "/etc/hostname", "a/b", "..", "", "a\0b", MANIFEST, 3, None, ["a"]])
-def test_a_manifest_names_files_of_its_folder_alone(tmp_path: Path, path: object) -> None:
-    """In every way in which one is read: building over it, checking it, and looking a kernel up."""
+def test_a_manifest_only_names_files_of_its_folder(tmp_path: Path, path: object) -> None:
+    """For each reader: building over it, checking it, and looking up a kernel."""
     (tmp_path / "thesis.tex").write_text("years of work")
     build(tmp_path, TWO)
     out = tmp_path / "out"
@@ -66,7 +69,7 @@ def test_a_manifest_names_files_of_its_folder_alone(tmp_path: Path, path: object
     assert content(out) == before and (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
-def test_files_that_no_release_writes_are_not_removed(tmp_path: Path) -> None:
+def test_files_of_other_origin_are_not_removed(tmp_path: Path) -> None:
     build(tmp_path, TWO)
     out = tmp_path / "out"
     (out / "thesis.tex").write_text("years of work")
@@ -76,7 +79,7 @@ def test_files_that_no_release_writes_are_not_removed(tmp_path: Path) -> None:
     assert (out / "thesis.tex").read_text() == "years of work"
 
 
-def test_a_kernel_that_somebody_edited_is_left_and_said(tmp_path: Path) -> None:
+def test_an_edited_kernel_is_kept_and_reported(tmp_path: Path) -> None:
     kept = {kernel["name"] for kernel in build(tmp_path, ONE)["kernels"]}
     (removed,) = [kernel["name"] for kernel in build(tmp_path, TWO)["kernels"] if kernel["name"] not in kept]
     edited = tmp_path / "out" / f"{removed}.cu"
@@ -119,14 +122,14 @@ def test_a_malformed_manifest_is_an_error_by_name(tmp_path: Path, change: Callab
     [b"[" * 100_000 + b"]" * 100_000, b'{"format": NaN}', b"\xff", b"", b"3", b'{"format": 1}'],
     ids=["deep", "NaN", "not UTF-8", "empty", "number", "no kernels"],
 )
-def test_a_hostile_manifest_is_an_error_by_name(tmp_path: Path, data: bytes) -> None:
+def test_a_malicious_manifest_is_an_error_by_name(tmp_path: Path, data: bytes) -> None:
     build(tmp_path, TWO)
     (tmp_path / "out" / MANIFEST).write_bytes(data)
     refuses(tmp_path, "cannot be read as a release manifest|is not a release manifest")
 
 
 @pytest.mark.timeout(60)
-def test_a_manifest_that_is_a_pipe_is_waited_for_by_nobody(tmp_path: Path) -> None:
+def test_a_manifest_that_is_a_pipe_does_not_block(tmp_path: Path) -> None:
     build(tmp_path, TWO)
     (tmp_path / "out" / MANIFEST).unlink()
     os.mkfifo(tmp_path / "out" / MANIFEST)
@@ -134,7 +137,7 @@ def test_a_manifest_that_is_a_pipe_is_waited_for_by_nobody(tmp_path: Path) -> No
 
 
 def refuses(folder: Path, message: str) -> None:
-    """Every reader of the folder's release says what is wrong with its manifest."""
+    """Asserts that every reader of the folder's release reports what is wrong with its manifest."""
     (finding,) = release.check(folder / "out")
     assert finding.path == MANIFEST
     with pytest.raises(BuildError, match=message):
@@ -153,7 +156,7 @@ def test_a_kernel_that_is_a_pipe_is_a_finding(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_a_full_disk_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+def test_a_full_disk_keeps_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
     out = tmp_path / "out"
     if there:
         build(tmp_path, ONE)
@@ -176,7 +179,7 @@ def test_a_full_disk_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_a_killed_build_is_gone_on_with(tmp_path: Path, there: bool) -> None:
+def test_a_killed_build_is_continued(tmp_path: Path, there: bool) -> None:
     if there:
         build(tmp_path, ONE)
     (tmp_path / "release.toml").write_text(TWO)
@@ -195,9 +198,7 @@ def test_a_killed_build_is_gone_on_with(tmp_path: Path, there: bool) -> None:
     assert release.check(tmp_path / "out") == []
 
 
-def test_files_are_on_the_disk_before_the_manifest_is_in_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_flushed_before_the_manifest_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     fsync, replace = os.fsync, Path.replace
 
@@ -216,14 +217,14 @@ def test_files_are_on_the_disk_before_the_manifest_is_in_its_place(
 
 
 @pytest.mark.parametrize("name", ["nowhere", "release.toml"])
-def test_checking_no_folder_says_so(tmp_path: Path, name: str) -> None:
+def test_checking_a_missing_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / "release.toml").write_text(ONE)
     result = CliRunner().invoke(app, ["release", "check", str(tmp_path / name)])
     assert result.exit_code == 2
     assert f"there is no folder {tmp_path / name}; name one that `flashgen release build` wrote" in result.stderr
 
 
-def test_checking_a_folder_without_a_manifest_says_so_once(tmp_path: Path) -> None:
+def test_checking_a_folder_without_a_manifest_reports_it_once(tmp_path: Path) -> None:
     assert release.check(tmp_path) == [
         release.Finding(MANIFEST, "is missing; name a folder that `flashgen release build` wrote")
     ]

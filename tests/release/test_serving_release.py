@@ -1,4 +1,4 @@
-"""examples/serving.toml: what a server wants, built, checked, and what calls launch."""
+"""examples/serving.toml is built, checked, and has the kernels that calls launch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_it_is_built_and_checked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
-def test_it_has_all_that_calls_over_pages_launch(target: str) -> None:
+def test_it_has_all_kernels_of_calls_over_pages(target: str) -> None:
     sources = {kernel.rendered.source for kernel in emit(release.read_requests(MANIFEST))}
     made = forward_kernels(SPEC, TARGETS[target]), decode_kernels(SPEC, TARGETS[target])
     assert {kernel.source for kernels in made for kernel in kernels.values()} <= sources

@@ -1,4 +1,4 @@
-"""Reports and pages of the documentation in a real browser: what they do, that they ask for nothing, how they fit."""
+"""Reports and documentation pages in a real browser: behaviour, requests, and layout."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WIDTHS = (1400, 900, 380)
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a mask that differs between heads, so that there is a map to choose."""
+    """Returns a report of a mask that differs between heads, so that there is a map to select."""
     folder = tmp_path_factory.mktemp("report")
     (folder / "by_head.py").write_text("def by_head(b, h, q, k):\n    return (q >= k) & (q - k < 64 + 64 * h)\n")
     path = folder / "report.html"
@@ -60,7 +60,7 @@ def problems() -> list[str]:
 
 @pytest.fixture
 def page(browser: Any, report: Path, problems: list[str]) -> Iterator[Any]:
-    """The report, open; errors of the console and requests beyond the file itself go to `problems`."""
+    """Returns the open report; console errors and requests beyond the file are recorded in `problems`."""
     opened = open_page(browser, problems)
     opened.goto(report.as_uri())
     yield opened
@@ -74,13 +74,13 @@ def open_page(browser: Any, problems: list[str], width: int = 1200, scheme: str 
     opened.on("pageerror", lambda error: problems.append(str(error)))
     elsewhere = ("file:", "data:")
     opened.on("request", lambda asked: None if asked.url.startswith(elsewhere) else problems.append(asked.url))
-    # A picture that is still asked for when a test goes on to the next page is given up.
+    # An image that is still loading when a test moves to the next page is cancelled.
     given_up = "net::ERR_ABORTED"
     opened.on("requestfailed", lambda asked: problems.append(asked.url) if asked.failure != given_up else None)
     return opened
 
 
-def test_it_opens_without_an_error_and_asks_no_host(page: Any) -> None:
+def test_it_opens_without_errors_and_requests(page: Any) -> None:
     assert page.title().endswith("a flashgen report")
     assert page.locator("math").count() > 5 and page.locator("svg").count() > 3
 
@@ -142,7 +142,7 @@ def test_the_map_zooms_by_buttons_keys_and_wheel(page: Any) -> None:
     assert zoom() == 1
 
 
-def test_the_map_tells_the_tile_under_the_pointer_and_changes_with_the_head(page: Any) -> None:
+def test_the_map_describes_the_tile_under_the_pointer_and_follows_the_head(page: Any) -> None:
     tiles = page.locator(".tiles").first
     bounds = tiles.locator(".frame").bounding_box()
     page.mouse.move(bounds["x"] + 2, bounds["y"] + 2)
@@ -156,7 +156,7 @@ def test_the_map_tells_the_tile_under_the_pointer_and_changes_with_the_head(page
     assert "head 2" in tiles.locator(".place:not([hidden])").get_attribute("data-summary")
 
 
-def test_a_mixed_tile_opens_to_its_elements(page: Any) -> None:
+def test_a_partial_tile_shows_its_elements(page: Any) -> None:
     tiles = page.locator(".tiles").first
     canvas = tiles.locator("canvas.tile")
     bounds = tiles.locator(".frame").bounding_box()
@@ -186,7 +186,7 @@ def test_ticks_follow_the_zoom(page: Any) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_light_and_dark(browser: Any, report: Path, problems: list[str], scheme: str) -> None:
-    """The page follows the system, the button turns it; words stand out by at least 4.5 to 1 (WCAG, AA)."""
+    """The page follows the system, the button switches it; the contrast of text is at least 4.5 to 1 (WCAG, AA)."""
     opened = open_page(browser, problems, scheme=scheme)
     opened.goto(report.as_uri())
     assert opened.evaluate("document.documentElement.dataset.theme") == scheme
@@ -218,7 +218,7 @@ def contrast(page: Any, selector: str) -> float:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_wide_and_narrow(browser: Any, report: Path, problems: list[str], width: int) -> None:
-    """Nothing makes the page wider than the window; what is wide scrolls by itself."""
+    """Nothing makes the page wider than the window; wide elements scroll by themselves."""
     opened = open_page(browser, problems, width)
     opened.goto(report.as_uri())
     opened.click("#fold")
@@ -228,7 +228,7 @@ def test_wide_and_narrow(browser: Any, report: Path, problems: list[str], width:
 
 
 def test_the_keyboard_reaches_everything(page: Any) -> None:
-    """By Tab, and each place is seen to have the focus."""
+    """By Tab, with a visible focus at each element."""
     kinds = set()
     for _ in range(40):
         page.keyboard.press("Tab")
@@ -237,7 +237,7 @@ def test_the_keyboard_reaches_everything(page: Any) -> None:
     assert {"A", "BUTTON", "SELECT", "DIV.frame"} <= {kind.replace("A.frame", "A") for kind in kinds}
 
 
-def test_pictures_have_names(page: Any) -> None:
+def test_images_have_names(page: Any) -> None:
     unnamed = page.evaluate(
         "[...document.querySelectorAll('[role=img]')].filter(each => !each.getAttribute('aria-label')).length"
     )

@@ -1,4 +1,4 @@
-"""What a report says, against what the other commands say: `show`, tile maps, the compiler, the oracle."""
+"""Reports agree with `show`, tile maps, the compiler and the reference."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs NVRTC: 
 ROOT = Path(__file__).parents[2]
 LARGEST = 3_000_000  # bytes of a page
 
-# Kinds of variants, as a user would name them.
+# Kinds of variants, in a user's words.
 KINDS = (
     '"causal()" --target sm_80',
     '"causal() & sliding_window(600)" --target sm_86',
@@ -62,7 +62,7 @@ def invoke(command: str, expect: int = 0) -> Result:
 @needs_nvrtc
 @pytest.mark.rotated(4)
 @pytest.mark.parametrize("words", KINDS)
-def test_reports_agree_with_what_else_is_said(words: str, tmp_path: Path) -> None:
+def test_reports_agree_with_other_commands(words: str, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     invoke(f"report {words} --output {path}")
     text = path.read_text(encoding="utf-8")
@@ -90,7 +90,7 @@ def test_reports_agree_with_what_else_is_said(words: str, tmp_path: Path) -> Non
 
 
 @needs_nvrtc
-def test_json_is_what_the_page_holds(tmp_path: Path) -> None:
+def test_json_equals_the_page(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     words = 'report "causal()" --pass forward --target sm_80'
     invoke(f"{words} --output {path}")
@@ -104,7 +104,7 @@ def data_of(page: str) -> Any:
 
 
 class Page(HTMLParser):
-    """Ids, links, and what a page would load; raises where an element is not closed."""
+    """Collects ids, links, and what a page would load. Raises an error if an element is not closed."""
 
     VOID = frozenset({"meta", "link", "br", "img"})
 
@@ -178,12 +178,12 @@ def test_two_side_by_side(tmp_path: Path) -> None:
         ('show "causal()" --what timeline --output x.png --target sm_80', "written to a .svg file"),
     ],
 )
-def test_what_is_refused(words: str, said: str) -> None:
+def test_refusals(words: str, said: str) -> None:
     assert said in " ".join(invoke(words, expect=2).stderr.split())
 
 
 @pytest.mark.parametrize("of", ['"causal()" --pass backward --kernel finish', "\"document('ids')\" --kernel lists"])
-def test_a_timeline_of_what_has_none_is_refused(of: str) -> None:
+def test_kernels_without_a_timeline_are_refused(of: str) -> None:
     words = f"show {of} --what timeline --target sm_80"
     assert "has no timeline" in invoke(words, expect=2).stderr
 
@@ -280,7 +280,7 @@ def test_ptx_is_counted_where_there_is_no_disassembler(monkeypatch: pytest.Monke
 
 @pytest.mark.skipif(find_tool("nvdisasm") is None, reason="needs nvdisasm: pip install '.[inspect]'")
 @needs_nvrtc
-def test_sass_has_a_product_for_each_that_the_text_unrolls() -> None:
+def test_sass_has_the_products_that_the_text_unrolls() -> None:
     (kernel,) = json.loads(invoke('report "causal()" --pass forward --target sm_80 --no-run --json').stdout)["kernels"]
     assert kernel["instructions"]["language"] == "SASS"
     plan = kernel["plan"]
@@ -306,7 +306,7 @@ def test_formulas_of_masks_and_scores_are_well_formed() -> None:
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90a"])
 @pytest.mark.parametrize("dim", [64, 256])
 @pytest.mark.parametrize("modified", [False, True])
-def test_steps_lead_to_the_functions_that_do_them(target: str, dim: int, modified: bool) -> None:
+def test_steps_link_to_their_functions(target: str, dim: int, modified: bool) -> None:
     more = {"score": fg.softcap(20), "dropout": 0.1} if modified else {}
     spec = fg.AttentionSpec(dim, mask=fg.causal(), **more)
     named = target_named(target)
@@ -334,7 +334,7 @@ def test_numbers_with_prefixes(value: float, shown: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("words", ['"causal()" --head-dim 128 --dtype bfloat16', '"full()" --dropout 0.1'])
-def test_calls_are_measured_where_there_is_a_gpu(words: str) -> None:
+def test_calls_are_measured_on_a_gpu(words: str) -> None:
     data = json.loads(invoke(f"report {words} --no-run --len-q 4096 --json").stdout)
     assert set(data["seconds"]) == {"forward", "backward"} and all(each > 0 for each in data["seconds"].values())
     points = {kernel["role"]: kernel["roofline"] for kernel in data["kernels"] if kernel["roofline"]}
@@ -346,8 +346,8 @@ def test_calls_are_measured_where_there_is_a_gpu(words: str) -> None:
     assert unmeasured["seconds"] == {}
 
 
-def test_measured_calls_are_of_the_asked_sizes_and_stand_below_the_roof(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the emulator in the GPU's place, and a clock that always says 2 ms."""
+def test_measured_calls_have_the_requested_sizes_and_are_below_the_roof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the emulator in place of the GPU, and a clock that always measures 2 ms."""
     seen: list[Any] = []
     monkeypatch.setattr(measured, "runs_here", lambda target: target.name == "sm_80")
     monkeypatch.setattr(measured, "_to_gpu", lambda value: value)
@@ -376,7 +376,7 @@ def test_plans_side_by_side() -> None:
     assert right["kernels"][0]["timeline"] != left["kernels"][0]["timeline"]
 
 
-def test_elements_of_mixed_tiles_are_the_mask_s() -> None:
+def test_elements_of_partial_tiles_equal_the_mask() -> None:
     mask = (fg.causal() & fg.sliding_window(37)).expression
     tiles = tile_map(mask, (24, 16), 100, 90)
     found = mixed_elements(mask, tiles, 0, 0, {})

@@ -1,4 +1,4 @@
-"""Timelines: what the emulator records of a kernel, and how the model lays it out in time."""
+"""Timelines: what the emulator records of a kernel, and how the model schedules it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPEC = fg.AttentionSpec(64, mask=fg.full())
 
 
 def events(*steps: tuple[int, Did, dict[str, int]]) -> Any:
-    """A record of (warp, what it did, the rest)."""
+    """Returns a record of (warp, operation, details)."""
     made = np.zeros(len(steps), EVENT)
     for event, (warp, did, rest) in zip(made, steps, strict=True):
         event["warp"], event["did"] = warp, did
@@ -34,7 +34,7 @@ def events(*steps: tuple[int, Did, dict[str, int]]) -> Any:
 
 
 def of_kernel(target: str, role: str, spec: Any = SPEC) -> tuple[Any, Any]:
-    """A kernel, and its events in a short run."""
+    """Returns a kernel and its events in a short run."""
     forward = role == "forward"
     named = target_named(target)
     kernel = (forward_kernels(spec, named) if forward else backward_kernels(spec, named))[role]
@@ -51,20 +51,20 @@ def amount(found: Any, did: Did) -> int:
 # ---- what is recorded
 
 
-def test_ampere_s_products_exponentials_and_copies_are_all_recorded() -> None:
+def test_products_exponentials_and_copies_of_ampere_are_recorded() -> None:
     kernel, found = of_kernel("sm_80", "forward")
     plan = kernel.plan
     shape = short_shape(plan.tile_q, plan.tile_k, along_keys=True)
-    scores = plan.tile_q * shape.len_k  # of the first block, which is whole
+    scores = plan.tile_q * shape.len_k  # of the first block, which is complete
     assert amount(found, Did.MULTIPLY) * 16 * 8 * 16 == scores * (64 + 64)
     exponentials = sum(int(found["exponentials"][found["warp"] == warp].max()) for warp in range(plan.warps))
     rescaled = exponentials * 32 - scores
-    assert 0 <= rescaled <= scores / 4  # one for each score, and some for rows whose reference was raised
+    assert 0 <= rescaled <= scores / 4  # one per score, and more for rows whose maximum was updated
     copied = amount(found, Did.COPY) * 32
     assert copied == 2 * 64 * (plan.tile_q + 2 * shape.len_k)
 
 
-def test_hopper_s_products_and_loads_are_all_recorded() -> None:
+def test_products_and_loads_of_hopper_are_recorded() -> None:
     kernel, found = of_kernel("sm_90a", "forward")
     plan = kernel.plan
     shape = short_shape(plan.tile_q, plan.tile_k, along_keys=True)
@@ -77,7 +77,7 @@ def test_hopper_s_products_and_loads_are_all_recorded() -> None:
     assert loaded == mine * 2 * 64 * (plan.tile_q + 2 * steps * plan.tile_k)
 
 
-def test_lines_are_of_the_emitted_text() -> None:
+def test_lines_belong_to_the_emitted_text() -> None:
     kernel, found = of_kernel("sm_90a", "forward")
     lines = kernel.source.splitlines()
     for did, word in ((Did.LOAD, "tma_load"), (Did.MULTIPLY_ASYNC, "wgmma_"), (Did.AWAIT_PHASE, "mbarrier_wait")):
@@ -85,14 +85,14 @@ def test_lines_are_of_the_emitted_text() -> None:
             assert word in lines[line - 1], (did, line)
 
 
-def test_nothing_is_recorded_unless_asked() -> None:
+def test_nothing_is_recorded_by_default() -> None:
     assert recorder() is None
     with recording() as asked:
         assert recorder() is asked
     assert recorder() is None and asked.launches == []
 
 
-def test_a_record_that_is_too_long_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_is_too_long_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeline, "_MAX_EVENTS", 10)
     kernel = forward_kernels(SPEC, target_named("sm_80"))["forward"]
     shape = short_shape(kernel.plan.tile_q, kernel.plan.tile_k, along_keys=True)
@@ -100,10 +100,10 @@ def test_a_record_that_is_too_long_is_said(monkeypatch: pytest.MonkeyPatch) -> N
         run_once(SPEC, "sm_80", ("forward",), shape)
 
 
-# ---- how it is laid out
+# ---- the model
 
 
-def test_a_product_waits_for_its_copies_and_takes_the_tensor_core_s_time() -> None:
+def test_a_product_waits_for_its_copies_and_takes_the_tensor_cores_time() -> None:
     found = replayed(
         events(
             (0, Did.COPY, {"amount": 64, "line": 5}),
@@ -152,7 +152,7 @@ def test_a_phase_ends_with_its_last_arrival() -> None:
     assert replayed(events(before), SM_90) == []
 
 
-def test_a_barrier_opens_when_the_last_warp_has_come() -> None:
+def test_a_barrier_opens_when_the_last_warp_arrives() -> None:
     reaches = [(warp, Did.REACH, {"amount": 64}) for warp in (0, 1)]
     leaves = [(warp, Did.LEAVE, {}) for warp in (0, 1)]
     multiplies = (1, Did.MULTIPLY, {"amount": 2})
@@ -160,15 +160,15 @@ def test_a_barrier_opens_when_the_last_warp_has_come() -> None:
     assert [(span.warp, span.kind, span.end) for span in found] == [(1, "product", 16), (0, "wait", 16)]
 
 
-def test_a_record_that_is_cut_short_is_refused() -> None:
+def test_a_truncated_record_is_refused() -> None:
     with pytest.raises(LaunchError, match="not complete"):
         replayed(events((0, Did.REACH, {"amount": 64}), (0, Did.LEAVE, {})), SM_80)
 
 
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90a"])
 @pytest.mark.parametrize("role", ["forward", "dkdv"])
-def test_kernels_are_laid_out_without_overlaps(target: str, role: str) -> None:
-    """A warp does one thing at a time, a tensor core one product; and no unit is faster than its rate."""
+def test_kernels_are_scheduled_without_overlaps(target: str, role: str) -> None:
+    """A warp does one thing at a time, a tensor core one product; and no unit exceeds its rate."""
     kernel, found = of_kernel(target, role)
     spans = replayed(found, kernel.target)
     for warp in {span.warp for span in spans}:
@@ -183,10 +183,10 @@ def test_kernels_are_laid_out_without_overlaps(target: str, role: str) -> None:
     assert max(span.end for span in spans) >= products / 4 / kernel.target.tensor_multiply_adds
 
 
-# ---- how it is drawn
+# ---- the drawing
 
 
-def test_a_picture_has_a_row_for_each_warpgroup_and_links_to_lines() -> None:
+def test_a_drawing_has_a_row_for_each_warpgroup_and_links_to_lines() -> None:
     kernel, found = of_kernel("sm_90a", "forward")
     drawn = timeline_of(found, kernel)
     assert [row.name for row in drawn.rows] == [
@@ -202,7 +202,7 @@ def test_a_picture_has_a_row_for_each_warpgroup_and_links_to_lines() -> None:
     assert "<a " not in to_svg(drawn, "")
 
 
-def test_waits_and_products_of_a_row_make_up_its_time() -> None:
+def test_waits_and_products_of_a_row_add_up_to_its_time() -> None:
     kernel, found = of_kernel("sm_80", "forward")
     drawn = timeline_of(found, kernel)
     shares = [drawn.share(kind, drawn.rows[0].warp) for kind in ("copy", "product", "exponentials", "wait", "store")]

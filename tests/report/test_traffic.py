@@ -1,4 +1,4 @@
-"""Bytes of HBM: the papers' closed forms, and a kernel's, against what runs and tile maps count."""
+"""HBM bytes: closed forms of the papers and of a kernel, compared with counts and tile maps."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def rows_of(spec: Any, sizes: CallSizes) -> dict[str, Any]:
     return {row.name: row for row in forward_traffic(spec, TARGET, tiles, sizes)}
 
 
-def test_standard_attention_is_the_paper_s() -> None:
+def test_standard_attention_equals_the_paper() -> None:
     row = rows_of(SPEC, CallSizes(512, 512, batch=2, heads_q=3, heads_kv=3))["standard attention"]
     assert row.bytes == 2 * 6 * (4 * 512**2 + 4 * 512 * 64) and row.times == 1
 
 
-def test_uncached_keys_are_those_of_the_tiles_that_are_visited() -> None:
-    """Counted once more, tile by tile, with lengths that tiles do not divide."""
+def test_uncached_keys_are_those_of_visited_tiles() -> None:
+    """Counted again tile by tile, with lengths that tiles do not divide."""
     sizes = CallSizes(300, 430)
     plan = forward_kernels(SPEC, TARGET)["forward"].plan
     q, k = np.arange(sizes.len_q)[:, None], np.arange(sizes.len_k)
@@ -50,14 +50,14 @@ def test_uncached_keys_are_those_of_the_tiles_that_are_visited() -> None:
     assert rows["this kernel, each array once"].bytes == 2 * 128 * (sizes.len_q + sizes.len_k) + 4 * sizes.len_q
 
 
-def test_a_kernel_s_own_formulas_have_the_same_numbers() -> None:
+def test_a_kernels_formulas_give_the_same_numbers() -> None:
     sizes = CallSizes(512, 512, batch=2, heads_q=4, heads_kv=2)
     kernel = forward_kernels(SPEC, TARGET)["forward"]
     assert hbm_bytes(kernel, sizes) == rows_of(SPEC, sizes)["this kernel, each array once"].bytes
     assert flops(kernel, sizes, share=0.5) == 4 * 64 * 2 * 4 * 512 * 512 // 2
 
 
-def test_the_backward_s_kernels_are_added_up() -> None:
+def test_backward_kernels_are_added_up() -> None:
     sizes = CallSizes(512, 512)
     kernels = backward_kernels(SPEC, TARGET)
     standard, _, own = backward_traffic(SPEC, TARGET, kernels, sizes)
@@ -65,7 +65,7 @@ def test_the_backward_s_kernels_are_added_up() -> None:
     assert standard.bytes == 2 * (7 * 512**2 + 8 * 512 * 64)
 
 
-def test_sizes_that_no_call_has() -> None:
+def test_invalid_sizes() -> None:
     with pytest.raises(ArgumentError, match="batch=0"):
         CallSizes(8, 8, batch=0)
     with pytest.raises(ArgumentError, match="heads_q=3 must be a multiple of heads_kv=2"):

@@ -1,4 +1,4 @@
-"""Array libraries: where memory is taken from. CuPy is made up here."""
+"""Array libraries: where memory is allocated. CuPy is mocked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashgen.runtime.arrays import CUPY, JAX, OTHER, TORCH, Library
 
 
 class MadeUpCuPy:
-    """Tells of each array the stream that was current when its memory was taken."""
+    """Records for each array the stream that was current at its allocation."""
 
     def __init__(self) -> None:
         self.current = 0x5560
@@ -37,8 +37,8 @@ class MadeUpCuPy:
 
 
 @pytest.mark.parametrize("library", [CUPY, JAX, OTHER], ids=lambda library: library.name)
-def test_memory_is_taken_on_the_stream_of_the_launch(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CuPy gives it to others in the order of that stream: another would not wait for the launch that uses it."""
+def test_memory_is_allocated_on_the_stream_of_the_launch(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy reuses memory in the order of that stream; another stream would not wait for the launch."""
     made = MadeUpCuPy()
     monkeypatch.setattr(arrays, "_cupy", lambda: made)
     assert library.empty((3,), "float16", 0) == library.stream(None)
@@ -46,8 +46,8 @@ def test_memory_is_taken_on_the_stream_of_the_launch(library: Library, monkeypat
 
 
 @pytest.mark.parametrize("quick", [True, False], ids=["quick", "long"])
-def test_the_stream_of_torch_is_that_of_the_tensors_device(quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever way this torch tells it."""
+def test_torchs_stream_is_that_of_the_tensors_device(quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each way in which torch versions return it."""
     streams = {0: 0x10, 1: 0x20}
     objects = SimpleNamespace(current_stream=lambda device: SimpleNamespace(cuda_stream=streams[device]))
     inside = SimpleNamespace(_cuda_getCurrentRawStream=streams.__getitem__) if quick else SimpleNamespace()
@@ -62,7 +62,7 @@ def test_the_stream_of_torch_is_that_of_the_tensors_device(quick: bool, monkeypa
 
 @pytest.mark.parametrize("quick", [True, False], ids=["quick", "long"])
 def test_memory_of_torch_is_contiguous_and_on_the_device(quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever way this torch makes it; nothing is made before it is asked for."""
+    """For each way in which torch versions allocate; nothing is allocated before it is needed."""
     made: list[tuple[Any, ...]] = []
 
     def empty_strided(shape: Any, strides: Any, dtype: Any, device: Any = "the current one") -> None:
@@ -78,8 +78,8 @@ def test_memory_of_torch_is_contiguous_and_on_the_device(quick: bool, monkeypatc
     assert made == [((2, 0, 3), (3, 3, 1), "half", "the current one" if quick else ("cuda", 1))]
 
 
-def test_memory_of_a_graph_is_taken_and_given_back_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both while the stream is captured, so that the graph does it whenever it runs; torch does so by itself."""
+def test_memory_of_a_graph_is_allocated_and_freed_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both happen during capture, so that the graph does it in each replay; torch does so by itself."""
     done: list[tuple[str, int, int]] = []
     runtime = SimpleNamespace(
         mallocAsync=lambda size, stream: done.append(("take", size, stream)) or 0x1000,
@@ -98,9 +98,9 @@ def test_memory_of_a_graph_is_taken_and_given_back_on_its_stream(monkeypatch: py
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "int8", "bfloat16"])
-def test_what_cupy_has_no_type_for_is_brought_as_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_types_that_cupy_lacks_are_passed_as_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class OnGpu(SimpleNamespace):
-        """What CuPy makes of an array: without its type of 8 bits, which is an error there."""
+        """Mimics CuPy's conversion of an array, which fails for 8-bit types."""
 
         def __init__(self, array: np.ndarray[Any, Any]) -> None:
             assert not array.dtype.name.startswith("float8"), f"Unsupported dtype {array.dtype.name}"

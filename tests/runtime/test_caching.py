@@ -1,4 +1,4 @@
-"""What is remembered across calls, asked for by many threads at once."""
+"""Caches that are used by many threads at once."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from flashgen.runtime import streams
 from flashgen.runtime.caching import Cache, locked_cached_property
 
 AtOnce = Callable[..., list[Any]]
-LONG = 30  # seconds, after which a thread that waits for ever fails the test
+LONG = 30  # seconds after which a thread that waits forever fails the test
 
 
-def test_a_value_is_made_once_and_then_got() -> None:
+def test_a_value_is_created_once_and_then_returned() -> None:
     kept: Cache[str, int] = Cache()
     assert kept.get("a") is None
     assert [kept.get_or_make("a", iter(range(9)).__next__) for _ in range(3)] == [0, 0, 0] and kept.get("a") == 0
     assert kept.get_or_make("nothing", lambda: None) is None  # type: ignore[arg-type, return-value]
-    assert kept.get_or_make("nothing", lambda: 1 // 0) is None, "None is a value, too"
+    assert kept.get_or_make("nothing", lambda: 1 // 0) is None, "None is a valid value"
 
 
-def test_the_oldest_makes_room() -> None:
+def test_the_oldest_entry_is_evicted() -> None:
     kept: Cache[int, int] = Cache(3)
     for number in range(5):
         kept.get_or_make(number, lambda number=number: number)
@@ -31,7 +31,7 @@ def test_the_oldest_makes_room() -> None:
     assert kept.values() == (2, 3, 4) and kept.get(1) is None
 
 
-def test_threads_that_want_the_same_wait_for_one_that_makes_it(at_once: AtOnce) -> None:
+def test_threads_with_one_key_wait_for_one_creation(at_once: AtOnce) -> None:
     kept: Cache[str, object] = Cache(1)
     entered, finish, made = threading.Event(), threading.Event(), []
 
@@ -51,14 +51,14 @@ def test_threads_that_want_the_same_wait_for_one_that_makes_it(at_once: AtOnce) 
     assert len(made) == 1 and set(found) == set(made)
 
 
-def test_what_is_being_made_keeps_nobody_waiting_who_wants_something_else(at_once: AtOnce) -> None:
-    """Each of two threads finishes making only when the other has begun."""
+def test_a_creation_does_not_block_other_keys(at_once: AtOnce) -> None:
+    """Each of two threads finishes creating only after the other has begun."""
     kept: Cache[int, int] = Cache()
     both = threading.Barrier(2)
     assert at_once(lambda number: kept.get_or_make(number, lambda: both.wait(LONG) * 0 + number), 2) == [0, 1]
 
 
-def test_after_an_error_the_next_thread_tries(at_once: AtOnce) -> None:
+def test_after_an_error_the_next_thread_tries_again(at_once: AtOnce) -> None:
     kept: Cache[str, str] = Cache()
     waiting = threading.Event()
 
@@ -79,7 +79,7 @@ def test_after_an_error_the_next_thread_tries(at_once: AtOnce) -> None:
     assert results[0] in ("failed", "made") and set(results[1:]) == {"made"} and not kept._locks
 
 
-def test_more_keys_than_there_is_room_for_in_many_threads(at_once: AtOnce, hurried: None) -> None:
+def test_more_keys_than_entries_in_many_threads(at_once: AtOnce, hurried: None) -> None:
     kept: Cache[int, int] = Cache(2)
 
     def ask(number: int) -> None:
@@ -91,7 +91,7 @@ def test_more_keys_than_there_is_room_for_in_many_threads(at_once: AtOnce, hurri
     assert len(kept) == 2 and not kept._locks
 
 
-def test_what_is_forgotten_while_it_is_made_is_not_kept() -> None:
+def test_a_key_invalidated_during_creation_is_not_stored() -> None:
     kept: Cache[str, str] = Cache()
 
     def make() -> str:
@@ -105,27 +105,27 @@ def test_what_is_forgotten_while_it_is_made_is_not_kept() -> None:
 
 
 class Slow:
-    """Has something that is made once; `meet` is called by whoever makes it."""
+    """Has a property that is computed once; `meet` is called during the computation."""
 
     def __init__(self, meet: Callable[[], Any]) -> None:
         self.meet, self.made = meet, 0
 
     @locked_cached_property
     def value(self) -> object:
-        """What is made."""
+        """The computed value."""
         self.meet()
         self.made += 1
         return object()
 
 
-def test_a_property_is_made_once(at_once: AtOnce) -> None:
+def test_a_property_is_computed_once(at_once: AtOnce) -> None:
     asked = threading.Event()
     slow = Slow(lambda: asked.wait(0.2))
     assert len(set(at_once(lambda number: slow.value))) == 1 and slow.made == 1
-    assert Slow.value.__doc__ == "What is made."
+    assert Slow.value.__doc__ == "The computed value."
 
 
-def test_properties_of_two_instances_are_made_beside_each_other(at_once: AtOnce) -> None:
+def test_properties_of_two_instances_are_computed_concurrently(at_once: AtOnce) -> None:
     """`functools.cached_property` had one lock for all of them, and later none."""
     both = threading.Barrier(2)
     slow = [Slow(lambda: both.wait(LONG)) for _ in range(2)]
@@ -133,14 +133,14 @@ def test_properties_of_two_instances_are_made_beside_each_other(at_once: AtOnce)
     assert [one.made for one in slow] == [1, 1]
 
 
-def test_the_stream_of_each_thread_is_as_many_streams(at_once: AtOnce) -> None:
-    """One handle, 2; other handles are one stream each, whoever launches there."""
+def test_per_thread_streams_are_distinct(at_once: AtOnce) -> None:
+    """One handle, 2, stands for them; other handles are one stream each, for every thread."""
     assert len(set(at_once(lambda number: streams.identity(2)))) == 8
     assert streams.identity(2) is streams.identity(2)
 
 
-def test_the_legacy_stream_is_one_whoever_asks(at_once: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By both of its handles; others are what the driver says."""
+def test_the_legacy_stream_is_the_same_for_all_threads(at_once: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By both of its handles; other handles have the identity that the driver reports."""
     monkeypatch.setattr(streams, "_number", lambda stream: 100 + stream)
     found = {at_once(lambda number, stream=stream: streams.identity(stream), 2)[1] for stream in (0, 1)}
     assert len(found) == 1 and found.isdisjoint({streams.identity(3), streams.identity(2)})

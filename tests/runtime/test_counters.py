@@ -1,4 +1,4 @@
-"""Counters on a GPU that is made up: one for each stream that ever was, one of its own for whatever is captured."""
+"""Counters on a mock GPU: one per stream, and a separate one for each captured launch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ EACH_THREADS = 2
 
 
 class Card:
-    """What of CuPy and of the driver the counters use; memory is NumPy's. `numbers` are the streams', by handle."""
+    """The parts of CuPy and of the driver that the counters use; memory is NumPy's.
+
+    `numbers` are the streams' ids by handle.
+    """
 
     def __init__(self) -> None:
         self.capturing: set[int] = set()
@@ -42,7 +45,7 @@ class Card:
         self.beside = False
 
     def allocate(self, size: int) -> int:
-        assert self.beside, "memory is taken as a capture forbids it"
+        assert self.beside, "the allocation is allowed during capture"
         self.allocated += 1
         return self.allocated << 32
 
@@ -73,15 +76,15 @@ def address(these: counters.Counters, stream: int) -> int:
     return int(these.for_launch(stream).data.ptr)
 
 
-def test_launches_of_a_stream_share_a_counter_and_nothing_else_is_launched(card: Card) -> None:
+def test_launches_of_a_stream_share_a_counter(card: Card) -> None:
     these = counters.Counters(0)
     taken = [address(these, stream) for stream in (7, 8, 7)]
     assert taken[0] == taken[2] != taken[1]
-    assert card.allocated == 1 and card.cleared == [(1 << 32, 0, 4 * 16384, 99)]  # when they were made
+    assert card.allocated == 1 and card.cleared == [(1 << 32, 0, 4 * 16384, 99)]  # at their creation
 
 
-def test_launches_that_want_more_counters_get_more(card: Card) -> None:
-    """As many side by side; fewer find the first of those, and what was handed out before is no part of them."""
+def test_launches_that_need_more_counters_get_more(card: Card) -> None:
+    """As many consecutive ones; launches with fewer use the first of them, disjoint from earlier ones."""
     these = counters.Counters(0)
     one = address(these, 7)
     many = these.for_launch(7, 100)
@@ -94,7 +97,7 @@ def test_launches_that_want_more_counters_get_more(card: Card) -> None:
     assert abs(captured[0] - captured[1]) >= 20
 
 
-def test_what_is_captured_has_a_counter_for_ever(card: Card) -> None:
+def test_captured_launches_keep_their_counter(card: Card) -> None:
     card.capturing.add(7)
     these = counters.Counters(0)
     captured = [address(these, 7) for _ in range(3)]
@@ -102,7 +105,7 @@ def test_what_is_captured_has_a_counter_for_ever(card: Card) -> None:
     assert len({*captured, address(these, 7), address(these, 8)}) == 5
 
 
-def test_the_stream_of_each_thread_is_as_many_streams(card: Card) -> None:
+def test_per_thread_streams_have_separate_counters(card: Card) -> None:
     these, found = counters.Counters(0), []
     own = address(these, EACH_THREADS)
     thread = threading.Thread(target=lambda: found.append(address(these, EACH_THREADS)))
@@ -111,10 +114,8 @@ def test_the_stream_of_each_thread_is_as_many_streams(card: Card) -> None:
     assert found != [own] and address(these, EACH_THREADS) == own
 
 
-def test_a_new_stream_at_the_handle_of_an_old_one_shares_nothing_with_it(
-    card: Card, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The old one's last launches may be running still; once many have come after it, its counter is used again."""
+def test_a_new_stream_with_a_reused_handle_has_a_new_counter(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last launches of the old stream may still run; its counter is reused after many others."""
     monkeypatch.setattr(counters, "_MAX_RETIRED", 3)
     these, seen = counters.Counters(0), []
     for number in range(100, 110):
@@ -124,11 +125,11 @@ def test_a_new_stream_at_the_handle_of_an_old_one_shares_nothing_with_it(
     assert len(set(seen[:4])) == 4 and seen[4:8] == seen[:4]
 
 
-def test_threads_that_meet_a_stream_at_once_share_its_counter(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_use_a_new_stream_at_once_share_its_counter(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     these, found, both = counters.Counters(0), [], threading.Barrier(2)
 
     def number(stream: int) -> int:
-        both.wait(10)  # neither looks for the counter before the other
+        both.wait(10)  # both look for the counter at once
         return stream
 
     monkeypatch.setattr(counters, "identity", number)
@@ -140,7 +141,7 @@ def test_threads_that_meet_a_stream_at_once_share_its_counter(card: Card, monkey
     assert len(found) == 2 and len(set(found)) == 1
 
 
-def test_more_memory_is_taken_where_it_is_used_up(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_grows_when_it_is_used_up(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counters, "_COUNTERS_PER_ALLOCATION", 3)
     these = counters.Counters(0)
     assert len({address(these, stream) for stream in range(10, 17)}) == 7 and card.allocated == 3

@@ -1,4 +1,4 @@
-"""How a kernel is loaded: of the bytes that were checked, once for each device. CuPy is stood in for."""
+"""Loading of kernels: the checked bytes, once per device. CuPy is mocked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flashgen.runtime import gpu
 
 
 class FakeCupy:
-    """Records what is loaded on which device, and what is asked of its functions."""
+    """Records what is loaded on which device, and requests to its functions."""
 
     def __init__(self) -> None:
         self.device = 0
@@ -45,7 +45,7 @@ class FakeCupy:
         self.cuda = SimpleNamespace(function=SimpleNamespace(Module=Module), driver=driver, runtime=runtime)
 
     def launch(self, function: int, *numbers: int) -> None:
-        """What the driver does: it wants a context, and copies the parameters, here of 16 bytes."""
+        """Mimics the driver, which needs a context and copies the parameters, here 16 bytes."""
         *sizes, stream, parameters, extra = numbers
         assert (threading.get_ident(), self.device) in self.contexts and not extra
         struct = ctypes.string_at(ctypes.c_void_p.from_address(parameters).value or 0, 16)
@@ -60,7 +60,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
     return fake
 
 
-def test_the_bytes_are_loaded_once_for_each_device(cupy: FakeCupy) -> None:
+def test_the_bytes_are_loaded_once_per_device(cupy: FakeCupy) -> None:
     kernel = gpu.GpuKernel(b"the cubin", "attention", threads=128, shared_bytes=100_000)
     assert cupy.loaded == []
     for device in (0, 1, 0, 1):
@@ -70,10 +70,10 @@ def test_the_bytes_are_loaded_once_for_each_device(cupy: FakeCupy) -> None:
     assert cupy.shared == [(100, 8, 100_000), (101, 8, 100_000)]
     sizes = (3, 2, 1, 128, 1, 1, 100_000)
     assert cupy.launched == [(100 + device, sizes, 7 + device, bytes([device] * 16)) for device in (0, 1, 0, 1)]
-    assert [device for _, device in cupy.contexts] == [0, 1], "a context is made once"
+    assert [device for _, device in cupy.contexts] == [0, 1], "a context is created once"
 
 
-def test_little_shared_memory_is_not_asked_for(cupy: FakeCupy) -> None:
+def test_small_shared_memory_is_not_requested(cupy: FakeCupy) -> None:
     gpu.GpuKernel(b"", "attention", 128, 48 * 1024).launch((1, 1, 1), gpu.Parameters(bytes(16)), 0, 0)
     assert cupy.shared == []
 
@@ -88,19 +88,19 @@ def test_threads_load_once(cupy: FakeCupy) -> None:
     for thread in threads:
         thread.join()
     assert cupy.loaded == [(0, b"the cubin")] and len(cupy.launched) == 8
-    assert len(cupy.contexts) == 8, "each thread makes the context its own"
+    assert len(cupy.contexts) == 8, "each thread makes the context current"
 
 
-def test_threads_never_write_to_the_parameters_of_a_launch_of_another(
+def test_threads_have_separate_launch_parameters(
     at_once: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has its own from when it writes them until the driver has copied them; then others may have them."""
+    """A thread owns its parameters from writing them until the driver has copied them; then others may reuse them."""
     launch, runner = Launch((1, 1, 1), ArgumentWriter(ordered([Field("int*", "p")]), {})), GpuRunner.__new__(GpuRunner)
     wrong = []
 
     class Driver:
         def launch(self, grid: Any, parameters: gpu.Parameters, stream: int, device: int) -> None:
-            time.sleep(0)  # others write now
+            time.sleep(0)  # other threads write now
             if int.from_bytes(parameters.struct, "little") != stream:
                 wrong.append(stream)
 

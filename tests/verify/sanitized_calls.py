@@ -1,4 +1,4 @@
-"""What test_compute_sanitizer.py runs under a tool: one shape of each variant on this machine's GPU, forward."""
+"""The program that test_compute_sanitizer.py runs: the forward of each variant at one shape on this GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runner itself: what it reports for a kernel that is wrong, and for one that cannot be built."""
+"""The reports of `verify` about a wrong kernel, and about one that cannot be built."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def test_a_wrong_output_fails() -> None:
     assert not judged(spec, inputs.q, inputs.k, inputs.v, np.full_like(out, np.nan), lse, {}).ok
 
 
-def test_another_variant_s_output_fails() -> None:
+def test_the_output_of_another_variant_fails() -> None:
     spec, off_by_one = (fg.AttentionSpec(8, mask=fg.sliding_window(left)) for left in (4, 5))
     inputs = random_inputs(spec, SMALL)
     out, lse = expected(off_by_one, inputs)
     assert not judged(spec, inputs.q, inputs.k, inputs.v, out, lse, {}).ok
 
 
-def test_what_cannot_be_built_is_a_failed_result_and_the_rest_goes_on() -> None:
+def test_a_kernel_that_cannot_be_built_fails_and_the_rest_runs() -> None:
     refused = Case(fg.AttentionSpec(8, "bfloat16"), SMALL)
     possible = Case(fg.AttentionSpec(8, "float16"), SMALL)
     first, second = verify([refused, possible], target="sm_75", emulate=True)
@@ -36,7 +36,7 @@ def test_what_cannot_be_built_is_a_failed_result_and_the_rest_goes_on() -> None:
     assert second.ok and second.engine == "emulator, sm_75, in_order, copies late, seed 0"
 
 
-def test_each_schedule_is_a_result() -> None:
+def test_each_thread_order_has_a_result() -> None:
     results = list(verify([Case(fg.AttentionSpec(8), SMALL)], emulate=True, schedule_count=3))
     assert len({result.engine for result in results}) == 3 and all(result.ok for result in results)
 

@@ -1,4 +1,4 @@
-"""The forward kernels of every variant under NVIDIA's compute-sanitizer, in processes of their own."""
+"""The forward kernels of every variant under NVIDIA's compute-sanitizer, in separate processes."""
 
 from __future__ import annotations
 

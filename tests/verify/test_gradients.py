@@ -1,4 +1,4 @@
-"""Gradients: what goes in, what is demanded of what comes out, and what is said of a backward that is wrong."""
+"""Gradients: inputs, bounds, and the report about a wrong backward."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def arrays(spec: fg.AttentionSpec) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
     return inputs.q, inputs.k, inputs.v, random_gradients(spec, SMALL)[0], inputs.captures
 
 
-def test_the_oracle_s_own_gradients_pass_and_others_fail() -> None:
+def test_the_references_gradients_pass_and_others_fail() -> None:
     *given, captures = arrays(LEARNED)
     found = gradients_by_name(reference.low_precision_backward(LEARNED, *given, **captures))
     assert list(found) == ["dq", "dk", "dv", "d_slopes"]
@@ -45,7 +45,7 @@ def test_the_oracle_s_own_gradients_pass_and_others_fail() -> None:
 
 
 @pytest.mark.parametrize("name", ["dq", "dk", "dv", "d_slopes"])
-def test_twice_the_error_of_standard_attention_passes_and_no_more(name: str) -> None:
+def test_at_most_twice_the_error_of_standard_attention_passes(name: str) -> None:
     *given, captures = arrays(LEARNED)
     expected, low = expected_gradients(LEARNED, *given, **captures)
 
@@ -65,28 +65,28 @@ def test_gradients_of_inputs_follow_the_spec_and_the_seed() -> None:
     assert same_bits(one, two) and not same_bits(one, other)
 
 
-def test_poison_has_the_place_of_every_gradient() -> None:
+def test_poison_covers_every_gradient() -> None:
     poison = poisoned_gradients(LEARNED, random_inputs(LEARNED, SMALL))
     assert [array.shape for array in poison] == [(1, 2, 9, 8), (1, 1, 17, 8), (1, 1, 17, 8), (2,)]
     assert poison[3].dtype == np.float32 and all(np.isnan(array).all() for array in poison)
 
 
-def test_learned_gives_every_array_of_floats_a_gradient() -> None:
+def test_learned_requests_gradients_of_all_float_arrays() -> None:
     score = learned(fg.softcap(fg.Scalar("cap", "float32"))(fg.relative_bias("table", 4)))
     assert {capture.name: capture.grad for capture in score.captures} == {"cap": False, "table": True}
     assert all(any(c.grad for c in variant.score.captures) for variant in learned_variants() if variant.score)
 
 
-def test_bits_are_told_apart() -> None:
+def test_bits_are_distinguished() -> None:
     zeros, nans = np.zeros(3, np.float16), np.full(3, np.nan, np.float16)
     assert same_bits(zeros, zeros.copy()) and same_bits(nans, nans.copy())
     assert not same_bits(zeros, -zeros) and not same_bits(zeros, zeros.astype(np.float32))
 
 
 class Stub:
-    """A compiled attention whose gradients are the oracle's, and in the second run a little different.
+    """A compiled attention with the reference's gradients, slightly changed in the second run.
 
-    A run is of eight problems: two slopes each.
+    A run has eight problems, with two slopes each.
     """
 
     edited = ()
@@ -105,7 +105,7 @@ class Stub:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_only_a_deterministic_backward_must_repeat_its_bits(
+def test_only_a_deterministic_backward_must_be_reproducible(
     deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stub = Stub()
@@ -132,7 +132,7 @@ def test_both_passes_of_a_case() -> None:
     assert backward.worst in backward.verdicts and backward.verdict == backward.verdicts[backward.worst]
 
 
-def test_the_worst_is_what_fails() -> None:
+def test_the_worst_result_is_reported() -> None:
     *given, captures = arrays(LEARNED)
     found = gradients_by_name(reference.low_precision_backward(LEARNED, *given, **captures))
     from flashgen.verify import Result

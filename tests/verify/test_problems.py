@@ -1,4 +1,4 @@
-"""Random inputs: the same for the same seed, and captures that fit how a spec indexes them."""
+"""Random inputs are reproducible from their seed, and captures fit the indices of a spec."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def test_shapes_follow_the_layout() -> None:
         assert sorted(inputs.v.shape) == sorted((2, 2, 7, 16))
 
 
-def test_dtypes_are_the_spec_s() -> None:
+def test_dtypes_are_those_of_the_spec() -> None:
     assert random_inputs(fg.AttentionSpec(8, "float16"), SHAPE).q.dtype == np.float16
     assert random_inputs(fg.AttentionSpec(8, "bfloat16"), SHAPE).k.dtype == ml_dtypes.bfloat16
 
 
-def test_a_seed_decides_everything() -> None:
+def test_the_seed_determines_everything() -> None:
     spec = fg.AttentionSpec(8, mask=fg.document("ids"))
     one, two, other = (random_inputs(spec, SHAPE, seed) for seed in (1, 1, 2))
     assert np.array_equal(one.q, two.q) and np.array_equal(one.captures["ids"], two.captures["ids"])
     assert not np.array_equal(one.q, other.q)
 
 
-def test_sizes_follow_the_indices() -> None:
+def test_capture_sizes_follow_the_indices() -> None:
     assert captures_of(fg.document("ids"))["ids"].shape == (7,)
     assert captures_of(fg.document(fg.Tensor("ids", "int32", 2)))["ids"].shape == (2, 7)
     assert captures_of(fg.block_sparse("layout", 2, 3))["layout"].shape == (3, 3)
@@ -44,7 +44,7 @@ def test_sizes_follow_the_indices() -> None:
     assert captures_of(score=fg.relative_bias("table", 3))["table"].shape == (4, 7)
 
 
-def test_a_table_of_distances_has_them_all_however_short_the_call() -> None:
+def test_a_table_of_distances_is_complete_for_short_calls() -> None:
     shape, far = Shape(1, 1, 1, 1, 1), fg.Scalar("far")
     score = fg.relative_bias(fg.Tensor("table", "float32", 1), far)
     short = random_inputs(fg.AttentionSpec(8, score=fg.relative_bias("table", 300)), shape).captures
@@ -53,7 +53,7 @@ def test_a_table_of_distances_has_them_all_however_short_the_call() -> None:
     assert found["table"].shape == (2 * found["far"] + 1,)
 
 
-def test_numbers_are_numbers() -> None:
+def test_scalars_are_numbers() -> None:
     found = captures_of(fg.sliding_window(fg.Scalar("window", "int32")), fg.softcap(fg.Scalar("cap", "float32")))
     assert isinstance(found["window"], int) and isinstance(found["cap"], float) and found["cap"] > 0
 
@@ -78,11 +78,11 @@ def test_captures_that_index_captures(circle: bool) -> None:
         assert found["outer"].shape == (found["inner"].max() + 1,)
 
 
-def test_shapes_read_well() -> None:
+def test_readable_shapes() -> None:
     assert str(SHAPE) == "2x4:2x5x7" and str(Shape(1, 2)) == "2x2x1x2"
 
 
-def test_a_maker_s_captures_replace_random_ones() -> None:
+def test_captures_of_a_maker_replace_random_ones() -> None:
     spec = fg.AttentionSpec(8, mask=fg.document("ids"))
     given = random_inputs(spec, SHAPE, captures=lambda shape, random: {"ids": np.arange(shape.len_k, dtype=np.int32)})
     assert given.captures["ids"].tolist() == list(range(7))

@@ -1,4 +1,4 @@
-"""The sweep of ragged batches: every named mask and score, in both families, against the oracle."""
+"""The sweep of varlen batches: every named mask and score, in both families, against the reference."""
 
 from __future__ import annotations
 

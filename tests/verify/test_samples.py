@@ -1,4 +1,4 @@
-"""Few numbers are judged together with those of further problems, by the one rule."""
+"""Arrays with few elements are judged together with those of further problems, by the same rule."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ PLAIN = fg.AttentionSpec(8)
         (SLOPES, Shape(40, 60, 1, 16, 2), 1),
         (SLOPES, Shape(40, 60, 1, 12, 2), 2),
         (TABLE, Shape(40, 60, 1, 16, 2), 1),
-        (TABLE, Shape(1, 1, 8, 4, 2), 4),  # one number of each of four heads' rows is read
+        (TABLE, Shape(1, 1, 8, 4, 2), 4),  # one element of each of four heads' rows is read
     ],
 )
-def test_as_many_problems_as_give_enough_numbers(spec: fg.AttentionSpec, shape: Shape, count: int) -> None:
+def test_the_number_of_problems_gives_enough_elements(spec: fg.AttentionSpec, shape: Shape, count: int) -> None:
     assert len(samples(Case(spec, shape), 3, backward=True)) == count
     assert len(samples(Case(spec, shape), 3, backward=False)) == 1
 
 
-def test_each_problem_has_inputs_gradients_and_a_dropout_of_its_own() -> None:
+def test_problems_have_separate_inputs_gradients_and_dropout() -> None:
     case = Case(SLOPES, Shape(40, 60), lse_gradient=True)
     first, second, *_ = samples(case, 3, backward=True)
     for one, other in zip(
@@ -51,14 +51,14 @@ def test_each_problem_has_inputs_gradients_and_a_dropout_of_its_own() -> None:
     assert all(same_bits(one, other) for one, other in zip(second.qkv, again.qkv, strict=True))
 
 
-def test_arrays_of_one_problem_stay_as_they_are() -> None:
+def test_arrays_of_one_problem_are_unchanged() -> None:
     one = {"dq": np.ones((2, 3))}
     assert together([one])["dq"] is one["dq"]
     assert together([one, {"dq": np.zeros(4)}])["dq"].tolist() == [1] * 6 + [0] * 4
 
 
-def test_every_problem_s_gradients_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Right in all problems but one, and for one slope of two there: an error like that fails."""
+def test_every_problems_gradients_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in one slope of two in one problem, with all others right, fails."""
     calls = 0
 
     def backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, into: Any, **given: Any) -> Any:
@@ -76,7 +76,7 @@ def test_every_problem_s_gradients_are_judged(monkeypatch: pytest.MonkeyPatch) -
         assert calls == 8 and result.ok == (wrong == 0) and (wrong == 0 or result.worst == "d_slopes")
 
 
-def test_the_sweep_s_tiny_shapes_have_enough_rows_in_one_call() -> None:
+def test_the_sweeps_tiny_shapes_have_enough_rows_in_one_call() -> None:
     for case in named_cases():
         shape = case.shape
         assert shape.batch * shape.heads_q * shape.len_q >= ENOUGH <= shape.batch * shape.heads_kv * shape.len_k

@@ -1,4 +1,4 @@
-"""Gradients of captured elements that scores of a tile share: along diagonals, in blocks, as windows do, or all."""
+"""Gradients of captured elements that scores of a tile share: along diagonals, in blocks, in windows, or all."""
 
 from __future__ import annotations
 

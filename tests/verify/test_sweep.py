@@ -1,4 +1,4 @@
-"""The sweep: every named mask and score against the oracle, on the emulator and its sanitizers, and on a GPU."""
+"""The sweep: every named mask and score against the reference, on the emulator and its sanitizers, and on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BACKWARD = ("backward",)
 
 
 def grouped(cases: tuple[Case, ...]) -> list[tuple[Case, ...]]:
-    """By spec, so that one test runs one kernel at its shapes."""
+    """Groups cases by spec, so that one test runs one kernel at its shapes."""
     return [tuple(group) for _, group in itertools.groupby(cases, key=lambda case: case.spec)]
 
 
@@ -24,9 +24,9 @@ def name_of(cases: tuple[Case, ...]) -> str:
 
 
 def in_turn(cases: tuple[Case, ...]) -> list[tuple[tuple[Case, ...], bool]]:
-    """Groups by spec, each with one mode of the backward, default or deterministic: half the time of both.
+    """Groups by spec, alternating between the default and the deterministic backward, which halves the time.
 
-    In another rhythm than that of dtypes and layouts, so that each mode has both.
+    The period differs from that of dtypes and layouts, so that each mode has both.
     """
     return [(group, number % 4 in (1, 2)) for number, group in enumerate(grouped(cases))]
 
@@ -49,7 +49,7 @@ def test_on_the_emulator(cases: tuple[Case, ...]) -> None:
 
 @pytest.mark.parametrize("cases", grouped(stepping_cases()), ids=name_of)
 @pytest.mark.rotated(12)
-def test_with_every_schedule(cases: tuple[Case, ...]) -> None:
+def test_with_every_thread_order(cases: tuple[Case, ...]) -> None:
     assert_agrees(cases, emulate=True, schedule_count=8)
 
 
@@ -74,13 +74,13 @@ def test_gradients_on_the_emulator(cases: tuple[Case, ...]) -> None:
 
 @pytest.mark.parametrize("cases", grouped(stepping_cases()), ids=name_of)
 @pytest.mark.rotated(12)
-def test_gradients_with_every_order_of_threads(cases: tuple[Case, ...]) -> None:
+def test_gradients_with_every_thread_order(cases: tuple[Case, ...]) -> None:
     assert_agrees(cases, passes=BACKWARD, emulate=True, schedule_count=4)
 
 
 @pytest.mark.parametrize("cases", grouped(stepping_cases()), ids=name_of)
 @pytest.mark.rotated(12)
-def test_deterministic_gradients_have_the_same_bits_in_every_order_of_threads(cases: tuple[Case, ...]) -> None:
+def test_deterministic_gradients_have_the_same_bits_in_every_thread_order(cases: tuple[Case, ...]) -> None:
     assert_agrees(cases, passes=BACKWARD, deterministic=True, emulate=True, schedule_count=4)
 
 
@@ -111,7 +111,7 @@ def test_on_a_gpu(cases: tuple[Case, ...]) -> None:
 @pytest.mark.parametrize("cases", grouped(named_cases()) + grouped(all_cases())[::19], ids=name_of)
 @pytest.mark.quick_every(6)
 def test_the_other_family_on_a_gpu(cases: tuple[Case, ...], other_target: str) -> None:
-    """Its forward; the backward is the same kernels for both."""
+    """Its forward; both have the same backward kernels."""
     assert_agrees(cases, target=other_target)
 
 
@@ -130,12 +130,12 @@ def test_the_small_sweep_covers_head_dims_dtypes_and_layouts() -> None:
     assert any(spec.head_dim != spec.value_dim for spec in specs)
 
 
-def test_the_whole_sweep_covers_every_pair() -> None:
+def test_the_full_sweep_covers_every_pair() -> None:
     specs = {case.spec for case in all_cases()}
     assert len(specs) == len(variants()) * len(HEAD_DIMS) * len(DTYPES)
 
 
-def test_a_named_mask_or_score_that_no_variant_has_joins_the_end_of_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variants_that_are_not_in_the_sweep_are_appended(monkeypatch: pytest.MonkeyPatch) -> None:
     every = lambda n: fg.trace_mask(lambda b, h, q, k: (q - k) % n == 0, f"every({n})")
     cooled = lambda t: fg.trace_score(lambda score, b, h, q, k: score / t, f"cooled({t})")
     monkeypatch.setitem(parse.MASKS, "every", every)

@@ -1,4 +1,4 @@
-"""Hopper's backward of rows too wide for one warpgroup, for every variant whose dS needs more of a score than P."""
+"""Hopper's backward for head dims too large for one warpgroup, with every variant whose dS needs more than P."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEEDING = [variant for variant in variants() if exchanged(spec_of(variant, 256, 
 
 
 def case_of(variant: Variant, spec: fg.AttentionSpec, number: int) -> Case:
-    """Two heads of queries on each head of keys: sums for an element of a head end between them."""
+    """Two query heads per KV head, so that accumulators of a head's elements end between them."""
     lengths = (65, 65) if variant.equal else LENGTHS[number % len(LENGTHS)]
     return Case(spec, Shape(*lengths, batch=2, heads_q=4, heads_kv=2), variant.captures, lse_gradient=number % 2 == 1)
 
@@ -30,7 +30,7 @@ CASES = [
     (case_of(variant, spec_of(variant, dim, dtype), number), number % 2 == 1)
     for number, (variant, dim, dtype) in enumerate(zip(NEEDING, cycle(DIMS), cycle(("float16", "bfloat16"))))
 ]
-# A slope and bits; and an element for each head, too: what is handed over is another.
+# A slope and dropout bits, also with an element per head: other values are passed between warpgroups.
 DROPPED = fg.AttentionSpec(160, value_dim=144, mask=fg.causal(), score=fg.softcap(20)(fg.alibi("slopes")), dropout=0.17)
 LEARNED = fg.AttentionSpec(
     136,
@@ -69,15 +69,15 @@ def test_what_is_exchanged() -> None:
 @pytest.mark.parametrize("layout", ["bhsd", "thd"])
 @pytest.mark.parametrize("spec", [DROPPED, LEARNED], ids=["factors", "products"])
 @pytest.mark.rotated(6)
-def test_orders_of_threads_and_copies(spec: fg.AttentionSpec, layout: str, deterministic: bool) -> None:
-    """Of the deterministic mode every one gives the same bits."""
+def test_thread_and_copy_orders(spec: fg.AttentionSpec, layout: str, deterministic: bool) -> None:
+    """In the deterministic mode each order gives the same bits."""
     case = Case(in_layout(spec, layout), Shape(90, 133, 2, 4, 2), lse_gradient=True)
     assert_agrees(case, deterministic, schedule_count=6 if deterministic else 3)
 
 
 @pytest.mark.parametrize(("tile_q", "stages"), [(16, 4), (32, 3), (48, 2), (64, 2)])
 def test_plans(tile_q: int, stages: int) -> None:
-    """As many queries of a step as registers and memory allow, in any number of stages."""
+    """As many queries per step as registers and memory allow, with any number of stages."""
     spec = fg.AttentionSpec(192, mask=fg.causal(), score=fg.softcap(10), dropout=0.25)
     how = {"target": "sm_90a", "emulate": True, "backward_plan": HopperWidePlan(tile_q, stages), "schedule": LATE}
     compiled, inputs = compile(spec, **how), random_inputs(spec, PLANNED)

@@ -1,7 +1,7 @@
-"""The acceptance suite: attention variants as their users write them, each with its meaning said twice.
+"""The acceptance suite: attention variants as users write them, each with a second, independent definition.
 
-A family is a file with `entries(length)`: its variants, with windows, blocks and canvases fit for sequences of about
-that length.
+A family is a file with `entries(length)`, which returns its variants with windows, blocks and canvases for sequences of
+about that length.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ FAMILIES = (windows, documents, generation, canvas, video, blocks, scores, t5, m
 
 
 def entries(length: int) -> tuple[Entry, ...]:
-    """Every variant of the suite, for sequences of about this length."""
+    """Returns every variant of the suite for sequences of about this length."""
     return tuple(entry for family in FAMILIES for entry in family.entries(length))

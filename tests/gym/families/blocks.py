@@ -1,4 +1,4 @@
-"""Blocks chosen at the call: a few per block of queries, with sizes of their own, or at random."""
+"""Blocks selected at the call: a few per block of queries, with their own sizes, or at random."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPARSE_BLOCK = 32
 
 
 def variable_blocks(block: int) -> fg.Mask:
-    """Each block of queries has chosen some blocks of keys, and of those only the first sizes[...] keys exist."""
+    """Each block of queries selects some blocks of keys, of which only the first sizes[...] keys exist."""
 
     def variable_blocks(b: Any, h: Any, q: Any, k: Any) -> Any:
         of_query, of_key = q // block, k // block

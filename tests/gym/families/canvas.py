@@ -1,8 +1,10 @@
-"""Neighbourhoods on a canvas of rows × columns, its pixels in rows, in tiles or in Morton order; and sliding tiles.
+"""Neighbourhoods on a canvas of rows × columns, with pixels in rows, in tiles or in Morton order; and sliding tiles.
 
 A neighbourhood is the square of 2·radius + 1 around a pixel, its centre moved inwards so that the square lies on the
-canvas (NATTEN, arXiv:2204.07143). A sliding tile is the same over tiles instead of pixels, in 2 or 3 dimensions, with
-tokens of text after the image (STA, arXiv:2502.04507).
+canvas (NATTEN, arXiv:2204.07143).
+
+Sliding tiles are the same with tiles instead of pixels, in 2 or 3 dimensions, with text tokens after the image (STA,
+arXiv:2502.04507).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ def in_rows(columns: int) -> Place:
 
 
 def in_tiles(columns: int, tile_rows: int, tile_columns: int) -> Place:
-    """Tile after tile in rows of tiles; within a tile in rows of pixels."""
+    """Order of tiles in rows; within a tile, of pixels in rows."""
     across, area = columns // tile_columns, tile_rows * tile_columns
 
     def place(i: Any) -> tuple[Any, Any]:
@@ -60,7 +62,7 @@ def neighbourhood(rows: int, columns: int, radius: int, place: Place, order: str
 
 
 def sliding_tile(canvas: tuple[int, ...], tile: tuple[int, ...], reach: tuple[int, ...], text: int) -> fg.Mask:
-    """canvas, tile: pixels each way; reach: tiles each way on either side. Text sees all, and all see it."""
+    """canvas, tile: pixels in each dimension; reach: tiles on either side. Text sees all, and all see it."""
     tiles = [size // step for size, step in zip(canvas, tile, strict=True)]
     image, area = int(np.prod(canvas)), int(np.prod(tile))
 
@@ -83,7 +85,7 @@ def sliding_tile(canvas: tuple[int, ...], tile: tuple[int, ...], reach: tuple[in
     return fg.trace_mask(sliding_tile, f"sliding_tile({shown}, {text})")
 
 
-# The second meaning: orders as lists of pixels, built by walking them; neighbourhoods as sets of rows and columns.
+# The second definition: orders as lists of pixels, built explicitly; neighbourhoods as sets of rows and columns.
 
 
 def rows_walked(rows: int, columns: int) -> list[tuple[int, int]]:
@@ -101,7 +103,7 @@ def tiles_walked(rows: int, columns: int, tile_rows: int, tile_columns: int) -> 
 
 
 def morton_walked(side: int) -> list[tuple[int, int]]:
-    """A square whose side is a power of two: its four quarters, each walked alike."""
+    """A square whose side is a power of two: its four quarters, each in the same order."""
     if side == 1:
         return [(0, 0)]
     half, quarter = side // 2, morton_walked(side // 2)
@@ -114,7 +116,7 @@ def interval_around(at: int, radius: int, size: int) -> range:
 
 
 def neighbours(shape: Shape, walk: list[tuple[int, int]], rows: int, columns: int, radius: int) -> np.ndarray:
-    """`walk` is at least as long as the sequences, and goes on below the canvas if they do."""
+    """`walk` is at least as long as the sequences, and continues below the canvas if they do."""
     allowed = nowhere(shape)
     number = {pixel: i for i, pixel in enumerate(walk)}
     for q, (row, column) in enumerate(walk[: shape.len_q]):
@@ -143,7 +145,7 @@ def entries(length: int) -> tuple[Entry, ...]:
 
 
 def neighbourhoods(length: int) -> tuple[Entry, ...]:
-    """Canvases of about `length` pixels: the sequences end inside some and go on below others."""
+    """Canvases of about `length` pixels: the sequences end inside some and continue below others."""
     large = length >= 1000
     side, radius = (32, 5) if large else (16, 3)
     short, long = (24, 80) if large else (12, 24)

@@ -1,4 +1,4 @@
-"""Packed documents: by ids and offsets with a mask inside, with shared prefixes, and of equal length."""
+"""Packed documents: by ids and offsets with an inner mask, with shared prefixes, and of equal length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PFX = fg.Tensor("pfx", "int32", 1)
 
 
 def document(inner: fg.Mask) -> fg.Mask:
-    """Positions start anew in each document, for the mask inside."""
+    """Positions restart in each document, for the inner mask."""
 
     def document(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (DOC[q] == DOC[k]) & inner(b, h, q - OFF[DOC[q]], k - OFF[DOC[k]])
@@ -25,14 +25,14 @@ def document(inner: fg.Mask) -> fg.Mask:
 
 
 def shared_prefix(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """Causal documents that also see the whole of another: the prompt that they share."""
+    """Causal documents that also see all of another one: the prompt that they share."""
     d = DOC[q]
     p = PFX[d]
     return ((k >= OFF[d]) & (q >= k)) | ((d != p) & (OFF[p] <= k) & (k < OFF[p + 1]))
 
 
 def batchify(length: int, inner: fg.Mask) -> fg.Mask:
-    """Sequences of one length end to end."""
+    """Consecutive sequences of equal length."""
 
     def batchify(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (q // length == k // length) & inner(b, h, q % length, k % length)
@@ -41,7 +41,7 @@ def batchify(length: int, inner: fg.Mask) -> fg.Mask:
 
 
 def packed(shape: Shape, random: np.random.Generator) -> Captures:
-    """Ten or so documents of random lengths, one of them of a single token."""
+    """About ten documents of random lengths, one of them with a single token."""
     total = longest(shape)
     cuts = random.choice(np.arange(2, total), size=min(8, total // 8), replace=False)
     off = np.unique(np.concatenate([[0, 1, total], cuts])).astype(np.int32)
@@ -50,7 +50,7 @@ def packed(shape: Shape, random: np.random.Generator) -> Captures:
 
 
 def packed_ids(shape: Shape, random: np.random.Generator) -> Captures:
-    """For a mask inside that reads no positions."""
+    """For an inner mask that reads no positions."""
     return {"doc": packed(shape, random)["doc"]}
 
 
@@ -62,7 +62,7 @@ def packed_with_prefixes(shape: Shape, random: np.random.Generator) -> Captures:
 
 
 def within_documents(shape: Shape, captures: Captures, before: int, after: int) -> np.ndarray:
-    """Each document by itself, a key at most `before` positions before the query and `after` after it."""
+    """Each document separately, with keys at most `before` positions before the query and `after` after it."""
     allowed, off = nowhere(shape), captures["off"]
     for first, end in itertools.pairwise(off):
         for q in range(first, min(end, shape.len_q)):

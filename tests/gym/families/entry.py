@@ -1,4 +1,4 @@
-"""An entry of the acceptance suite: a variant as a user writes it, and what it means, said a second time without it."""
+"""An entry of the acceptance suite: a variant as a user writes it, and an independent second definition."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Captures = dict[str, Any]
 
 # The keys that each query may attend to, bool, broadcastable to (batch, heads_q, len_q, len_k).
 Allowed = Callable[[Shape, Captures], Array]
-# What becomes of the scores, float64 (batch, heads_q, len_q, len_k).
+# The modified scores, float64 (batch, heads_q, len_q, len_k).
 Modified = Callable[[Array, Shape, Captures], Array]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """`allowed` and `modified` are plain NumPy or loops over the captures, and know nothing of flashgen's tracing."""
+    """`allowed` and `modified` are plain NumPy or loops over the captures, independent of flashgen's tracing."""
 
     name: str
     mask: fg.Mask | None = None
@@ -44,20 +44,20 @@ class Entry:
 
 
 def positions(shape: Shape) -> tuple[Array, Array]:
-    """q as a column and k as a row."""
+    """Returns q as a column and k as a row."""
     return np.arange(shape.len_q)[:, None], np.arange(shape.len_k)[None, :]
 
 
 def nowhere(shape: Shape) -> Array:
-    """(len_q, len_k) of False, to be filled in."""
+    """Returns (len_q, len_k) of False, to be filled in."""
     return np.zeros((shape.len_q, shape.len_k), bool)
 
 
 def heads(shape: Shape) -> tuple[Array, Array]:
-    """b and h, shaped to broadcast with (batch, heads, len_q, len_k)."""
+    """Returns b and h, shaped to broadcast with (batch, heads, len_q, len_k)."""
     return np.arange(shape.batch).reshape(-1, 1, 1, 1), np.arange(shape.heads_q).reshape(-1, 1, 1)
 
 
 def longest(shape: Shape) -> int:
-    """How long a table by position must be when queries and keys both index it."""
+    """Returns the length that a table by position needs if both queries and keys index it."""
     return max(shape.len_q, shape.len_k)

@@ -1,4 +1,4 @@
-"""Block diffusion, and trees of tokens: decoding many guesses at once, and training on many continuations."""
+"""Block diffusion, and trees of tokens: decoding of several drafts at once, and training on several continuations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ANCESTOR = fg.Tensor("ancestor", "bool", 2)
 
 
 def block_diffusion(block: int) -> fg.Mask:
-    """Noised tokens 0..half, then the clean ones: a noised block sees itself, and the clean blocks before it."""
+    """Noised tokens 0..half, then the clean ones: a noised block sees itself and the clean blocks before it."""
 
     def block_diffusion(b: Any, h: Any, q: Any, k: Any) -> Any:
         noised_q, noised_k = q < HALF, k < HALF
@@ -33,7 +33,7 @@ def halves(shape: Shape, random: np.random.Generator) -> Captures:
 
 
 def diffused(shape: Shape, captures: Captures, block: int) -> np.ndarray:
-    """Block by block of queries; what is beyond both halves counts as clean and begins anew, as the formula has it."""
+    """Computed per block of queries; positions beyond both halves count as clean and start again, as in the formula."""
     allowed, half = nowhere(shape), captures["half"]
     for start in range(0, half, block):
         end = min(start + block, half)
@@ -54,7 +54,7 @@ def diffused(shape: Shape, captures: Captures, block: int) -> np.ndarray:
 
 
 def tree_decoding(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """Queries are the nodes of a tree of guesses; each sees the prompt, itself and its ancestors."""
+    """Queries are the nodes of a tree of drafts; each sees the prompt, itself and its ancestors."""
     node = ANCESTOR[q, fg.clamp(k - PREFIX, 0, NODES - 1)]
     return (k < PREFIX) | ((k >= PREFIX) & (k < PREFIX + NODES) & node)
 

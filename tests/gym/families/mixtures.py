@@ -1,4 +1,4 @@
-"""Masks and scores of the other families at once."""
+"""Combinations of masks and scores of the other families."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def entries(length: int) -> tuple[Entry, ...]:
 
 
 def mixed(masked: Entry, scored: Entry) -> Entry:
-    """The mask of one and the score of the other; both may capture."""
+    """The mask of one and the score of the other; both may have captures."""
     return Entry(
         f"{masked.name}+{scored.name}",
         masked.mask,

@@ -34,7 +34,7 @@ def head_factor(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def bias(name: str, dtype: str, axes: str) -> fg.Score:
-    """A bias by the indices named in `axes`, of "bhqk"; a dimension of size 1 serves all."""
+    """A bias by the indices named in `axes`, a subset of "bhqk"; a dimension of size 1 broadcasts."""
     table = fg.Tensor("bias", dtype, len(axes))
 
     def biased(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -55,7 +55,7 @@ def bias_of(dtype: str, axes: str, ones: str = "") -> CaptureMaker:
 
 
 def biased(scores: Array, shape: Shape, captures: Captures) -> Array:
-    return scores + captures["bias"].astype(np.float64)  # NumPy's broadcasting lines up the last axes, as these do
+    return scores + captures["bias"].astype(np.float64)  # NumPy's broadcasting aligns the last axes, as these do
 
 
 def low_rank(scale: float) -> fg.Score:

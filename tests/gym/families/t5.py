@@ -1,7 +1,7 @@
-"""T5's relative biases (arXiv:1910.10683): a bucket for each short distance, and buckets that grow as the logarithm.
+"""T5's relative biases (arXiv:1910.10683): a bucket for each short distance, then logarithmically growing buckets.
 
-T5 takes int(log(n / exact) / log(farthest / exact) · buckets) in float32. Where that is a whole number (n = 16, 32, 64
-of the usual 8 to 128) rounding decides, so there are two safer ways: in integers, comparing n with the first distance
+T5 computes int(log(n / exact) / log(farthest / exact) · buckets) in float32. Where that is an integer (n = 16, 32, 64
+of the usual 8 to 128) rounding decides, so there are two safer forms: in integers, comparing n with the first distance
 of each bucket, and by log2, which is exact at powers of two.
 """
 
@@ -19,15 +19,15 @@ from families.entry import Array, Captures, Entry, positions
 from flashgen.verify import Shape
 
 BUCKETS, FARTHEST = 32, 128
-TABLE = fg.Tensor("table", "float32", 2)  # (buckets, heads), as T5 has it
+TABLE = fg.Tensor("table", "float32", 2)  # (buckets, heads), as in T5
 
 
 def first_distances(buckets: int) -> list[int]:
-    """The least distance of each bucket but the exact ones: log(n / exact) / log(FARTHEST / exact) >= i / steps."""
+    """Smallest distances of the buckets beyond the exact ones: log(n / exact) / log(FARTHEST / exact) >= i / steps."""
     exact, steps = buckets // 2, buckets - buckets // 2
 
     def reaches(n: int, i: int) -> bool:
-        return n**steps >= exact ** (steps - i) * FARTHEST**i  # the same in whole numbers
+        return n**steps >= exact ** (steps - i) * FARTHEST**i  # the same in integers
 
     return [next(n for n in range(exact, FARTHEST + 1) if reaches(n, i)) for i in range(1, steps)]
 
@@ -42,7 +42,7 @@ def in_integers(distance: Any, buckets: int) -> Any:
 
 
 def by_log(distance: Any, buckets: int) -> Any:
-    """As T5 writes it."""
+    """T5's own form."""
     exact = buckets // 2
     ratio = fg.log(fg.maximum(distance, 1) / exact) / math.log(FARTHEST / exact)
     beyond = exact + fg.to_int(ratio * (buckets - exact))
@@ -58,7 +58,7 @@ def by_log2(distance: Any, buckets: int) -> Any:
 
 
 def t5_bias(bucket_of: Any, bidirectional: bool) -> fg.Score:
-    """Both directions share the buckets; looking back only, the keys ahead count as distance 0."""
+    """Both directions share the buckets; in one direction, later keys count as distance 0."""
 
     def t5_bias(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         ahead = k - q
@@ -77,7 +77,7 @@ def learned(shape: Shape, random: np.random.Generator) -> Captures:
 
 
 def bucket_by_decimals(distance: int, buckets: int) -> int:
-    """T5's formula with 50 digits; a whole number may lack a last digit there, which is not let decide."""
+    """T5's formula with 50 digits; an error in the last digit of an integer has no effect."""
     exact = buckets // 2
     if distance < exact:
         return distance

@@ -1,4 +1,4 @@
-"""Masks of video: near in space or in time, beside a sink and a prefix of text; and text that looks at images.
+"""Masks of video: near in space or in time, with a sink and a text prefix; and text that looks at images.
 
 spatial, temporal: Sparse VideoGen, arXiv:2502.01776. flamingo: arXiv:2204.14198.
 """
@@ -17,7 +17,7 @@ IMG, IV = fg.Tensor("img", "int32", 1), fg.Tensor("iv", "int32", 2)
 
 
 def spatial(frame: int, frames_near: float, block: int, prefix: int) -> fg.Mask:
-    """Keys nearer than so many frames, in whole blocks; the prefix sees all, and it and the first frame are seen."""
+    """Keys within a number of frames, in full blocks; the prefix sees all, and it and the first frame are seen."""
     reach = int(frames_near * frame) // block * block
 
     def spatial(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -27,7 +27,7 @@ def spatial(frame: int, frames_near: float, block: int, prefix: int) -> fg.Mask:
 
 
 def temporal(frame: int, frames_near: float, number: int, prefix: int) -> fg.Mask:
-    """Keys at nearly the same place of any frame; the prefix as in `spatial`."""
+    """Keys at nearly the same position of any frame; the prefix as in `spatial`."""
     reach = int(frames_near * frame) // number
 
     def temporal(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -38,7 +38,7 @@ def temporal(frame: int, frames_near: float, number: int, prefix: int) -> fg.Mas
 
 
 def flamingo(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """Keys are tokens of images; the text sees an image from the place where it stands up to the next one."""
+    """Keys are tokens of images; text sees an image from its position up to the next one."""
     return (IV[IMG[k], 0] <= q) & (q < IV[IMG[k], 1])
 
 
@@ -68,7 +68,7 @@ def spatially(shape: Shape, frame: int, frames_near: float, block: int, prefix: 
 
 def temporally(shape: Shape, frame: int, frames_near: float, number: int, prefix: int) -> np.ndarray:
     q, k = positions(shape)
-    place_q, place_k = np.mod(q - prefix, frame), np.mod(k - prefix, frame)  # of NumPy: floored
+    place_q, place_k = np.mod(q - prefix, frame), np.mod(k - prefix, frame)  # NumPy's floored division
     distance = np.maximum(place_q - place_k, place_k - place_q)
     return with_sink(shape, distance < np.floor(frames_near * frame / number), prefix, frame)
 

@@ -1,4 +1,4 @@
-"""Causality, windows and prefixes, and what is global beside them."""
+"""Causality, windows and prefixes, and combinations with global tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a pool are asked to do. Each function runs on all ranks at once, and gives what JSON holds."""
+"""Cases that the ranks of a pool run. Each function runs on all ranks at once and returns what JSON can hold."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MASKED = {
 
 
 def spec_of(name: str, dim: int, dtype: str) -> fg.AttentionSpec:
-    """A variant by name: a mask, or one of those that have more."""
+    """Returns a variant by name: a mask, or one of those with more."""
     more: dict[str, Any] = {
         "alibi": {"mask": fg.causal(), "score": fg.alibi(4)},
         "learned": {"mask": fg.causal(), "score": lambda s, b, h, q, k: s + slopes[h] * (q - k) / 64.0 + bias[k % 8]},
@@ -72,7 +72,7 @@ def on_gpu() -> bool:
 
 
 class Problem:
-    """A call of the whole, the same on every rank, and what the oracle says of it. Sizes: small on the CPU."""
+    """A call over the full sequence, equal on every rank, with the reference's results. Small on the CPU."""
 
     def __init__(self, name: str, cross: bool = False, scale: int = 1, batch: int = 2) -> None:
         self._made_of = (name, cross, scale, batch)
@@ -105,7 +105,7 @@ class Problem:
         self.axis = 2 if self.spec.layout == "bhsd" else 1
 
     def wants(self) -> dict[str, Any]:
-        """The captures, those that are learned as leaves."""
+        """The captures, the learned ones as leaves."""
         return {n: x.detach().clone().requires_grad_() if n in self.learned else x for n, x in self.captures.items()}
 
     def on_host(self) -> tuple[list[Any], dict[str, Any]]:
@@ -114,11 +114,11 @@ class Problem:
 
     @property
     def expected(self) -> dict[str, Any]:
-        """By name: what is right, what low precision makes of it, and what a rounded output does to it."""
+        """By name: the reference, its low-precision result, and the effect of rounding the output."""
         return _expected(*self._made_of)
 
     def oracle(self) -> dict[str, Any]:
-        """Compute what `expected` gives, which takes longer than the call itself."""
+        """Computes what `expected` returns, which takes longer than the call itself."""
         arrays, captures = self.on_host()
         out, lse = reference.attention(self.spec, *arrays, return_lse=True, **captures)
         low = reference.low_precision(self.spec, *arrays, **captures)
@@ -137,12 +137,12 @@ class Problem:
 
 @functools.cache
 def _expected(*made_of: Any) -> dict[str, Any]:
-    """The oracle's results, computed once for all schemes and shardings of the same call."""
+    """Returns the reference's results, computed once for all schemes and shards of a call."""
     return Problem(*made_of).oracle()
 
 
 def judge(problem: Problem, got: dict[str, Any]) -> list[str]:
-    """What the numerics rule finds wrong with results of the whole."""
+    """Returns the violations of the numerics rule by results of the full sequence."""
     expected, wrong = problem.expected, []
     arrays = {name: to_array(tensor.cpu()).astype(np.float64) for name, tensor in got.items()}
     lse = {"lse": arrays.pop("lse"), "ref_lse": expected["lse"][0]}
@@ -156,7 +156,7 @@ def judge(problem: Problem, got: dict[str, Any]) -> list[str]:
 
 
 def group_of(scheme: str) -> Any:
-    """What the argument `group` is."""
+    """Returns a value of the argument `group`."""
     if scheme != "ulysses_ring":
         return None
     ranks = dist.get_world_size()
@@ -164,7 +164,7 @@ def group_of(scheme: str) -> Any:
 
 
 def cut_by(shards: str, length: int, mesh: Any) -> tuple[Any, Any, Any]:
-    """(the argument `shards`, what cuts this rank's rows out of a whole, what puts the rows of all together)."""
+    """Returns (the argument `shards`, a function that selects this rank's rows, one that joins all ranks')."""
     if shards != "random":
         group = mesh
         return (
@@ -186,7 +186,7 @@ def cut_by(shards: str, length: int, mesh: Any) -> tuple[Any, Any, Any]:
 def results(
     problem: Problem, scheme: str, shards: str, held: Any = torch.Tensor.contiguous, **options: Any
 ) -> dict[str, Any]:
-    """Outputs and gradients of the whole, by what the ranks make of their shards, which are `held` in some order."""
+    """Returns outputs and gradients of the full sequence, joined from shards that are `held` in some order."""
     group, axis = group_of(scheme), problem.axis
     given, cut, together = cut_by(shards, problem.length, group)
     if problem.qkv[1].shape[axis] != problem.length:
@@ -207,14 +207,14 @@ def results(
 
 
 def acceptance(spec: str, scheme: str, shards: str = "zigzag", cross: bool = False, scale: int = 1) -> list[str]:
-    """The whole by the numerics rule; the first rank judges, all have the same."""
+    """Checks the full sequence by the numerics rule on the first rank; all ranks have the same."""
     problem = Problem(spec, cross, scale)
     got = results(problem, scheme, shards)
     return judge(problem, got) if dist.get_rank() == 0 else []
 
 
-def rims(spec: str, shards: str, scheme: str = "ring") -> list[str]:
-    """Windows of chunks that are much longer: neighbours' keys meet a few rows alone."""
+def boundaries(spec: str, shards: str, scheme: str = "ring") -> list[str]:
+    """Windows over much longer chunks: a neighbour's keys meet only few rows."""
     ring = dist.get_world_size() // (2 if scheme == "ulysses_ring" else 1)
     problem = Problem(spec, scale=8 if ring > 2 else 4, batch=1)
     assert plan_of(problem.spec, ring, problem.length, shards=shards).halos
@@ -223,7 +223,7 @@ def rims(spec: str, shards: str, scheme: str = "ring") -> list[str]:
 
 
 def turned(shards: str) -> list[str]:
-    """Rows of q, k and v that are not contiguous, as a transposed tensor's."""
+    """Rows of q, k and v that are not contiguous, as in a transposed tensor."""
 
     def held(x: Any) -> Any:
         return x.transpose(2, 3).contiguous().transpose(2, 3)
@@ -235,14 +235,14 @@ def turned(shards: str) -> list[str]:
 
 
 def deterministic(scheme: str, spec: str = "learned", shards: str = "zigzag", scale: int = 1) -> bool:
-    """Whether two runs have the same bits."""
+    """Returns whether two runs have the same bits."""
     problem = Problem(spec, scale=scale)
     first, second = (results(problem, scheme, shards, deterministic=True) for _ in range(2))
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
 def again_and_again(spec: str) -> bool:
-    """Whether calls one behind the other, while messages of the last are on their way, have the first one's bits."""
+    """Returns whether back-to-back calls, with messages of the previous one in flight, have the bits of the first."""
     problem = Problem(spec, scale=8)
     q, k, v = (shard(x, 2).requires_grad_() for x in problem.qkv)
     d_out, first = shard(problem.d_out, 2), None
@@ -256,7 +256,7 @@ def again_and_again(spec: str) -> bool:
 
 
 def captured(spec: str, shards: str) -> bool:
-    """Whether a captured call, forward and backward, gives what a call does, for each of the tensors written there."""
+    """Returns whether a captured call, forward and backward, equals a call for each of the tensors written there."""
     problem = Problem(spec, scale=8, batch=1)
     q, k, v = (shard(x, 2, shards=shards).requires_grad_() for x in problem.qkv)
     d_out = shard(problem.d_out, 2, shards=shards)
@@ -286,14 +286,14 @@ def captured(spec: str, shards: str) -> bool:
 
 
 def one_rank_fails(how: str, rank: int, timeout: float, scheme: str, during: str) -> str:
-    """The error that this rank gets where one dies or stands still during a pass, in a group with a timeout.
+    """Returns the error of this rank if another one dies or hangs during a pass, in a group with a timeout.
 
-    A rank that stands still goes on when the others have their errors, so that the processes serve for other cases.
+    A rank that hangs continues after the others have their errors, so that the processes can run other cases.
     """
     problem = Problem("causal")
     q, k, v = (shard(x, 2).requires_grad_() for x in problem.qkv)
     d_out, options = shard(problem.d_out, 2), {"scheme": scheme, "emulate": not on_gpu()}
-    attention(problem.spec, q, k, v, **options).backward(d_out)  # compiles, which may take longer than the timeout
+    attention(problem.spec, q, k, v, **options).backward(d_out)  # compiles, which may exceed the timeout
     group, error = dist.new_group(timeout=timedelta(seconds=timeout)), ""
     dist.barrier()
     out = attention(problem.spec, q, k, v, group=group, **options) if during == "backward" else None
@@ -312,7 +312,7 @@ def one_rank_fails(how: str, rank: int, timeout: float, scheme: str, during: str
 
 
 def drops_the_same() -> bool:
-    """Whether what is dropped is the same on all ranks as on one, bit for bit: told by values that name their keys."""
+    """Returns whether all ranks drop the same elements as one rank, bit for bit, by values that identify their keys."""
     problem = Problem("dropped")
     q, k, v = problem.qkv
     spec = fg.AttentionSpec(problem.spec.head_dim, "bfloat16", dropout=0.5)
@@ -328,7 +328,7 @@ def drops_the_same() -> bool:
 
 
 def shares_of_captures() -> list[str]:
-    """Without reduce_captures each rank has its share, whose sum is the gradient."""
+    """Without reduce_captures each rank has its own contribution; their sum is the gradient."""
     problem = Problem("learned")
     got = results(problem, "ring", "zigzag", reduce_captures=False)
     for name in problem.learned:
@@ -337,7 +337,7 @@ def shares_of_captures() -> list[str]:
 
 
 def roundtrip(shards: str) -> bool:
-    """`unshard` of `shard` is the whole, `positions` are those of the rows, and gradients are those of the rows."""
+    """`unshard` inverts `shard`, `positions` are those of the rows, and gradients are those of the rows."""
     length = 16 * dist.get_world_size()
     whole = torch.arange(length * 3, dtype=torch.float32, device=device()).view(length, 3).requires_grad_()
     own = shard(whole, 0, shards=shards)
@@ -353,7 +353,7 @@ def roundtrip(shards: str) -> bool:
 
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
-    """Counts the bytes that this rank gives to torch's collectives to send to others."""
+    """Counts the bytes that this rank passes to torch's collectives."""
     sent = {"bytes": 0}
     saved = {name: getattr(dist, name) for name in ("batch_isend_irecv", "all_gather_into_tensor")}
     saved |= {name: getattr(dist, name) for name in ("reduce_scatter_tensor", "all_to_all_single")}
@@ -370,7 +370,7 @@ def counted() -> Iterator[dict[str, int]]:
 
     def counting(name: str, of: Any) -> Any:
         def call(output: Any, given: Any, *more: Any, **named: Any) -> Any:
-            if given.numel() > 1:  # no question whether calls agree
+            if given.numel() > 1:  # not the check that calls agree
                 sent["bytes"] += of(given.nbytes)
             return saved[name](output, given, *more, **named)
 
@@ -388,7 +388,7 @@ def counted() -> Iterator[dict[str, int]]:
 
 
 def bytes_are_those_of_the_plan(spec: str, scheme: str, shards: str, scale: int = 1) -> list[int]:
-    """[counted, planned] of the forward, and of the backward."""
+    """Returns [counted, planned] bytes of the forward and of the backward."""
     problem = Problem(spec, scale=scale)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     sizes = Sizes(2, problem.qkv[0].shape[1], problem.qkv[1].shape[1])
@@ -408,7 +408,7 @@ def bytes_are_those_of_the_plan(spec: str, scheme: str, shards: str, scale: int 
 
 
 def distributed_tensors() -> list[str]:
-    """DTensors that are sharded along the length give DTensors, whose group is their mesh."""
+    """DTensors that are sharded along the length give DTensors; their mesh is the group."""
     problem = Problem("causal")
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     q, k, v = (DTensor.from_local(shard(x, 2, shards="plain"), mesh, [Shard(2)]) for x in problem.qkv)
@@ -424,7 +424,7 @@ def distributed_tensors() -> list[str]:
 
 
 class Layer(torch.nn.Module):
-    """A layer of attention over a sequence that is sharded: of x (batch, rows, width)."""
+    """An attention layer over a sharded sequence, of x (batch, rows, width)."""
 
     def __init__(self, spec: fg.AttentionSpec, width: int, heads: int, **how: Any) -> None:
         super().__init__()
@@ -438,7 +438,7 @@ class Layer(torch.nn.Module):
 
 
 def trained(kind: str) -> float:
-    """The largest relative difference of the gradients of a layer, whose sequence is sharded, under DDP or FSDP2."""
+    """Returns the largest relative difference of a layer's gradients, with a sharded sequence, under DDP or FSDP2."""
     spec, length = fg.AttentionSpec(32, "bfloat16", mask=fg.causal()), 64 * dist.get_world_size()
     torch.manual_seed(0)
     x = torch.randn(1, length, 64, device=device())
@@ -461,12 +461,12 @@ def trained(kind: str) -> float:
     if kind == "compile":
         for gradient in found[1]:
             dist.all_reduce(gradient, dist.ReduceOp.AVG if on_gpu() else dist.ReduceOp.SUM)
-    sums = dist.get_world_size() if kind != "compile" or on_gpu() else 1  # DDP and FSDP give means
+    sums = dist.get_world_size() if kind != "compile" or on_gpu() else 1  # DDP and FSDP average gradients
     return max(float((mean * sums - right).abs().max() / right.abs().max()) for right, mean in zip(*found, strict=True))
 
 
 def refused(how: dict[str, Any]) -> str:
-    """What is said of a call that does not fit."""
+    """Returns the error of a call that does not fit."""
     problem = Problem("causal")
     rows = how.pop("rows", None)
     rank = dist.get_rank()
@@ -492,7 +492,7 @@ def refused(how: dict[str, Any]) -> str:
 
 @contextmanager
 def halos_counted() -> Iterator[list[Any]]:
-    """Gathers the plans of calls that were made with halos."""
+    """Records the plans of calls with halos."""
     from flashgen.torch.context_parallel import halos
 
     found, forward = [], halos.forward
@@ -509,8 +509,10 @@ def halos_counted() -> Iterator[list[Any]]:
 
 
 def models(name: str, scheme: str, shards: str, padded: bool, rows: int = 32) -> dict[str, float]:
-    """A model of transformers, whose sequence is shared, beside the same on one rank: the largest relative errors, and
-    how many of its two layers had halos."""
+    """Compares a model of transformers over a sharded sequence with one rank.
+
+    Returns the largest relative errors, and how many of its two layers had halos.
+    """
     import transformers
 
     import flashgen.transformers
@@ -550,7 +552,7 @@ def models(name: str, scheme: str, shards: str, padded: bool, rows: int = 32) ->
 
 
 def _plain_forward(q: Any, k: Any, v: Any, _dropout: float, is_causal: bool) -> tuple[Any, Any]:
-    """What torch's FlashAttention-2 operator gives, in float32: CPUs have it not."""
+    """Emulates torch's FlashAttention-2 operator, which CPUs lack, in float32."""
     k, v = (x.float().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q.float() @ k.mT * q.shape[-1] ** -0.5
     if is_causal:
@@ -559,7 +561,7 @@ def _plain_forward(q: Any, k: Any, v: Any, _dropout: float, is_causal: bool) -> 
 
 
 def _plain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *more: Any) -> tuple[Any, ...]:
-    """Its backward, of an output and an LSE over more keys than these."""
+    """Emulates its backward, for an output and an LSE over more keys than these."""
     is_causal, group = more[5], q.shape[1] // k.shape[1]
     wide_k, wide_v = (x.float().repeat_interleave(group, 1) for x in (k, v))
     scale = q.shape[-1] ** -0.5
@@ -573,7 +575,7 @@ def _plain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *mor
 
 
 def ring_over_flash() -> list[str]:
-    """The ring that flashgen is measured beside is one: on GPUs over torch's operators."""
+    """Checks the baseline ring over FA2, which uses torch's operators on GPUs."""
     from benchmarks.context import flash_ring
 
     if not on_gpu():

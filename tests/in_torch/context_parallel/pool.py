@@ -1,4 +1,4 @@
-"""Processes that are the ranks of a group, started once for many cases."""
+"""A pool of processes that are the ranks of a group, started once for many cases."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _PATHS = [str(HERE), str(HERE.parents[2])]
 sys.path[:0] = [path for path in _PATHS if path not in sys.path]
 from worker import serve
 
-# Importing torch takes a process longer than most cases do: the server imports it once, and its forks are the ranks.
+# Importing torch takes longer than most cases: the server imports it once, and the ranks are its forks.
 multiprocessing.set_forkserver_preload(["cases"])
 
 
 class Pool:
-    """The ranks of a group, each a process of its own that runs cases of cases.py when it is asked to.
+    """The ranks of a group, each a process that runs cases of cases.py on request.
 
     Ranks that use GPUs are fresh processes, because CUDA does not survive a fork; all others are forks of one server.
 
     Args:
-        ranks: their number.
+        ranks: number of ranks.
         backend: that of torch.distributed.
         timeout: that of the group's messages, in seconds.
-        stderr: a file that the ranks' standard error is appended to.
+        stderr: a file to which the ranks' standard error is appended.
     """
 
     def __init__(self, ranks: int, backend: str = "gloo", timeout: float = 120, stderr: Path | None = None) -> None:
@@ -49,24 +49,24 @@ class Pool:
                 self.processes.append(process)
 
     def run(self, case: str, **arguments: Any) -> list[Any]:
-        """The results of a case by rank; AssertionError with the traceback of each rank on which it failed."""
+        """Returns the results of a case by rank. Raises AssertionError with the traceback of each rank that failed."""
         answers = self.answers(case, **arguments)
         wrong = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if answer["error"]]
         assert not wrong, "\n".join(wrong)
         return [answer["result"] for answer in answers]
 
     def answers(self, case: str, **arguments: Any) -> list[dict[str, Any]]:
-        """The answer of each rank; an error for a rank that has ended."""
+        """Returns the answer of each rank. Raises an error for a rank that has ended."""
         self.ask(case, **arguments)
         return [self.answer(rank) for rank in range(len(self.processes))]
 
     def ask(self, case: str, **arguments: Any) -> None:
-        """Start a case on all ranks."""
+        """Starts a case on all ranks."""
         for pipe in self._pipes:
             pipe.send_bytes(json.dumps({"case": case, **arguments}).encode())
 
     def answer(self, rank: int) -> dict[str, Any]:
-        """Wait for a rank's answer to the case that was started last."""
+        """Waits for a rank's answer to the last case."""
         try:
             answer: dict[str, Any] = json.loads(self._pipes[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
@@ -75,7 +75,7 @@ class Pool:
         return answer
 
     def close(self) -> None:
-        """End the ranks."""
+        """Ends the ranks."""
         for pipe in self._pipes:
             pipe.close()
         for process in self.processes:
@@ -83,7 +83,7 @@ class Pool:
         self._folder.cleanup()
 
     def kill(self) -> None:
-        """End ranks that may not end by themselves."""
+        """Kills ranks that may not end by themselves."""
         for process in self.processes:
             process.kill()
             process.join(60)
@@ -92,7 +92,7 @@ class Pool:
 
 @contextmanager
 def _python_path() -> Iterator[None]:
-    """Let processes that start meanwhile find this folder's modules and flashgen."""
+    """Adds the paths of this folder and of flashgen to the environment of processes that are started meanwhile."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([*_PATHS, *filter(None, [before])])
     try:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", reason="flashgen.torch needs torch: pip install 'flashgen[torch]'")
 
-LOADED = importlib.util.spec_from_file_location("pool", Path(__file__).with_name("pool.py"))
-assert LOADED and LOADED.loader
-pool: Any = importlib.util.module_from_spec(LOADED)
-LOADED.loader.exec_module(pool)
+import pool
 
 SPECS = ["full", "window", "both_sides", "prefix", "documents", "lengths", "of_heads", "alibi", "learned", "sinks"]
 SPECS += ["dropped", "all_of_it", "bshd", "wide_values"]
@@ -30,7 +25,7 @@ def two() -> Iterator[Any]:
 
 @pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
 @pytest.mark.parametrize("shards", ["zigzag", "plain", "random"])
-def test_two_ranks_give_what_one_does(two: Any, scheme: str, shards: str) -> None:
+def test_two_ranks_equal_one(two: Any, scheme: str, shards: str) -> None:
     assert two.run("acceptance", spec="causal", scheme=scheme, shards=shards)[0] == []
 
 
@@ -62,11 +57,11 @@ RIMS = ["window", "both_sides", "dropped", "near", "parts"]
 @pytest.mark.parametrize("spec", RIMS)
 @pytest.mark.parametrize("shards", ["zigzag", "plain"])
 @pytest.mark.covering(3)
-def test_rims_of_windows(two: Any, spec: str, shards: str) -> None:
-    assert two.run("rims", spec=spec, shards=shards)[0] == []
+def test_boundaries_of_windows(two: Any, spec: str, shards: str) -> None:
+    assert two.run("boundaries", spec=spec, shards=shards)[0] == []
 
 
-def test_dropout_is_that_of_one_rank(two: Any) -> None:
+def test_dropout_equals_that_of_one_rank(two: Any) -> None:
     assert all(two.run("drops_the_same"))
 
 
@@ -76,17 +71,17 @@ def test_deterministic_gradients_have_the_same_bits(two: Any, scheme: str) -> No
 
 
 @pytest.mark.parametrize("shards", ["zigzag", "plain"])
-def test_deterministic_gradients_of_rims(two: Any, shards: str) -> None:
+def test_deterministic_gradients_of_boundaries(two: Any, shards: str) -> None:
     assert all(two.run("deterministic", scheme="ring", spec="near", shards=shards, scale=4))
 
 
-def test_gradients_of_captures_may_be_left_as_shares(two: Any) -> None:
+def test_gradients_of_captures_without_reduction(two: Any) -> None:
     assert two.run("shares_of_captures")[0] == []
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "compile"])
 def test_a_layer_is_trained(two: Any, kind: str) -> None:
-    """Under torch.compile the graph breaks before the messages, and goes on behind them."""
+    """Under torch.compile the graph breaks before the messages and continues after them."""
     assert max(two.run("trained", kind=kind)) < 2e-2
 
 
@@ -108,7 +103,7 @@ def test_models_of_transformers(two: Any, name: str, scheme: str, shards: str, p
 
 @pytest.mark.parametrize(("name", "halos"), [("Mistral", 2), ("Gemma2", 1)])
 def test_window_layers_of_models_have_halos(two: Any, name: str, halos: int) -> None:
-    """In a sharding that is right for the causal layers beside them, as Gemma has them by turns."""
+    """With the sharding that suits the causal layers, which alternate with window layers in Gemma."""
     pytest.importorskip("transformers")
     for errors in two.run("models", name=name, scheme="ring", shards="zigzag", padded=True, rows=512):
         assert errors.pop("halos") == halos
@@ -137,20 +132,20 @@ def test_distributed_tensors(two: Any) -> None:
         ({"differs": True, "rows": 64}, "another call than rank"),
     ],
 )
-def test_what_does_not_fit_is_refused_on_all_ranks(two: Any, how: dict[str, Any], message: str) -> None:
+def test_errors_are_raised_on_all_ranks(two: Any, how: dict[str, Any], message: str) -> None:
     for said in two.run("refused", how=how):
         assert re.search(message, said), said
 
 
 @pytest.mark.parametrize("shards", ["zigzag", "plain"])
-def test_what_is_cut_is_put_together(two: Any, shards: str) -> None:
+def test_unshard_inverts_shard(two: Any, shards: str) -> None:
     assert all(two.run("roundtrip", shards=shards))
 
 
 @pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
 @pytest.mark.parametrize(("spec", "shards"), [("causal", "zigzag"), ("window", "plain"), ("documents", "plain")])
 @pytest.mark.covering(3)
-def test_bytes_are_those_of_the_plan(two: Any, spec: str, scheme: str, shards: str) -> None:
+def test_sent_bytes_equal_the_plan(two: Any, spec: str, scheme: str, shards: str) -> None:
     for forward, planned, backward, planned_backward in two.run(
         "bytes_are_those_of_the_plan", spec=spec, scheme=scheme, shards=shards
     ):
@@ -158,7 +153,7 @@ def test_bytes_are_those_of_the_plan(two: Any, spec: str, scheme: str, shards: s
 
 
 @pytest.mark.parametrize("shards", ["zigzag", "plain"])
-def test_bytes_of_halos(two: Any, shards: str) -> None:
+def test_bytes_of_halos_equal_the_plan(two: Any, shards: str) -> None:
     counts = two.run("bytes_are_those_of_the_plan", spec="both_sides", scheme="ring", shards=shards, scale=4)
     for forward, planned, backward, planned_backward in counts:
         assert forward == planned > 0 and backward == planned_backward > 0

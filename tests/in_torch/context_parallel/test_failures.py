@@ -1,20 +1,15 @@
-"""A rank that dies or stands still: the other ranks end with an error within the timeout of the process group."""
+"""A rank that dies or hangs: the other ranks end with an error within the timeout of the process group."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", reason="flashgen.torch needs torch: pip install 'flashgen[torch]'")
 
-LOADED = importlib.util.spec_from_file_location("pool", Path(__file__).with_name("pool.py"))
-assert LOADED and LOADED.loader
-pool: Any = importlib.util.module_from_spec(LOADED)
-LOADED.loader.exec_module(pool)
+import pool
 
 TIMEOUT = 3  # seconds; a forward without compilation takes a fraction of it
 
@@ -27,7 +22,7 @@ def four() -> Iterator[Any]:
 
 
 def errors_of_others(ranks: Any, rank: int, **arguments: Any) -> list[str]:
-    """The errors of all ranks but one, which fails."""
+    """Returns the errors of all ranks except the failing one."""
     ranks.ask("one_rank_fails", rank=rank, timeout=TIMEOUT, **arguments)
     answers = {other: ranks.answer(other) for other in range(4)}
     others = [answer for other, answer in answers.items() if other != rank]
@@ -39,8 +34,11 @@ def errors_of_others(ranks: Any, rank: int, **arguments: Any) -> list[str]:
     ("scheme", "during"),
     [("ring", "forward"), ("ring", "backward"), ("all_gather", "backward"), ("ulysses", "backward")],
 )
-def test_a_rank_that_stands_still(four: Any, scheme: str, during: str) -> None:
-    """The errors say where the timeout is set. torch names it where it ends first, and closes other connections."""
+def test_a_rank_that_hangs(four: Any, scheme: str, during: str) -> None:
+    """The errors say where to set the timeout.
+
+    torch reports the connection whose timeout ends first, and closes others.
+    """
     errors = errors_of_others(four, 1, how="stands still", scheme=scheme, during=during)
     assert any(f"waiting {TIMEOUT}000ms" in error for error in errors), errors
     for error in errors:
@@ -49,6 +47,6 @@ def test_a_rank_that_stands_still(four: Any, scheme: str, during: str) -> None:
 
 
 def test_a_rank_that_dies(four: Any) -> None:
-    """Last, as the ranks that remain can no longer be asked."""
+    """The last test, because the remaining ranks cannot run further cases."""
     for error in errors_of_others(four, 1, how="dies", scheme="ring", during="backward"):
         assert "Another rank has ended, stands still or makes other calls" in error, error

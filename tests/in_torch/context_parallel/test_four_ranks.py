@@ -1,20 +1,15 @@
-"""Context parallelism on the CPU over four processes: what two ranks cannot show, such as the mix of two schemes."""
+"""Context parallelism on the CPU with four processes: cases that need more than two ranks, such as mixed schemes."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", reason="flashgen.torch needs torch: pip install 'flashgen[torch]'")
 
-LOADED = importlib.util.spec_from_file_location("pool", Path(__file__).with_name("pool.py"))
-assert LOADED and LOADED.loader
-pool: Any = importlib.util.module_from_spec(LOADED)
-LOADED.loader.exec_module(pool)
+import pool
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +22,14 @@ def four() -> Iterator[Any]:
 @pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
 @pytest.mark.parametrize("shards", ["zigzag", "random"])
 @pytest.mark.covering(3)
-def test_four_ranks_give_what_one_does(four: Any, scheme: str, shards: str) -> None:
+def test_four_ranks_equal_one(four: Any, scheme: str, shards: str) -> None:
     assert four.run("acceptance", spec="causal", scheme=scheme, shards=shards)[0] == []
 
 
 @pytest.mark.parametrize("spec", ["causal", "of_heads", "learned", "sinks", "dropped"])
 @pytest.mark.parametrize("shards", ["zigzag", "plain", "random"])
 @pytest.mark.covering(4)
-def test_heads_inside_of_a_node_and_a_ring_across(four: Any, spec: str, shards: str) -> None:
+def test_heads_within_a_node_and_a_ring_across(four: Any, spec: str, shards: str) -> None:
     assert four.run("acceptance", spec=spec, scheme="ulysses_ring", shards=shards)[0] == []
 
 
@@ -49,22 +44,22 @@ def test_variants_in_a_ring(four: Any, spec: str, shards: str) -> None:
 @pytest.mark.parametrize("shards", ["zigzag", "plain"])
 @pytest.mark.covering(2)
 def test_halos_between_neighbours(four: Any, spec: str, shards: str) -> None:
-    assert four.run("rims", spec=spec, shards=shards)[0] == []
+    assert four.run("boundaries", spec=spec, shards=shards)[0] == []
 
 
 @pytest.mark.parametrize("shards", ["zigzag", "plain"])
-def test_halos_of_heads_that_are_exchanged(four: Any, shards: str) -> None:
+def test_halos_with_exchanged_heads(four: Any, shards: str) -> None:
     """A ring of two halves, each with a halo, across two ranks that exchange heads."""
-    assert four.run("rims", spec="both_sides", shards=shards, scheme="ulysses_ring")[0] == []
+    assert four.run("boundaries", spec="both_sides", shards=shards, scheme="ulysses_ring")[0] == []
 
 
-def test_the_ring_that_is_measured_beside(four: Any) -> None:
+def test_the_baseline_ring(four: Any) -> None:
     assert four.run("ring_over_flash") == [[]] * 4
 
 
 @pytest.mark.parametrize(("spec", "scale"), [("causal", 1), ("window", 8)])
 @pytest.mark.parametrize("shards", ["zigzag", "plain"])
-def test_bytes_are_those_of_the_plan(four: Any, spec: str, scale: int, shards: str) -> None:
+def test_sent_bytes_equal_the_plan(four: Any, spec: str, scale: int, shards: str) -> None:
     for forward, planned, backward, planned_backward in four.run(
         "bytes_are_those_of_the_plan", spec=spec, scheme="ring", shards=shards, scale=scale
     ):

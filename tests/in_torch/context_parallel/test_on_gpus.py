@@ -1,11 +1,10 @@
-"""Context parallelism on GPUs, over NCCL: the same acceptance as on the CPU, on two of them, and on four if they are.
+"""Context parallelism on GPUs with NCCL: the same checks as on the CPU, on two GPUs, and on four if available.
 
 pytest -m gpu tests/in_torch/context_parallel -n 0
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="flashgen.torch needs torch: pip install 'flashgen[torch]'")
 
-LOADED = importlib.util.spec_from_file_location("pool", Path(__file__).with_name("pool.py"))
-assert LOADED and LOADED.loader
-pool: Any = importlib.util.module_from_spec(LOADED)
-LOADED.loader.exec_module(pool)
+import pool
 
 pytestmark = pytest.mark.gpu
 SPECS = ["full", "window", "both_sides", "prefix", "documents", "lengths", "of_heads", "alibi", "learned", "sinks"]
@@ -35,7 +31,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
 @pytest.mark.parametrize("shards", ["zigzag", "plain", "random"])
-def test_ranks_give_what_one_gpu_does(ranks: Any, scheme: str, shards: str) -> None:
+def test_ranks_equal_one_gpu(ranks: Any, scheme: str, shards: str) -> None:
     assert ranks.run("acceptance", spec="causal", scheme=scheme, shards=shards)[0] == []
 
 
@@ -51,7 +47,7 @@ def test_variants_in_other_schemes(ranks: Any, spec: str, scheme: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ["causal", "learned", "dropped"])
-def test_heads_inside_of_a_node_and_a_ring_across(ranks: Any, spec: str) -> None:
+def test_heads_within_a_node_and_a_ring_across(ranks: Any, spec: str) -> None:
     assert ranks.run("acceptance", spec=spec, scheme="ulysses_ring")[0] == []
 
 
@@ -60,7 +56,7 @@ def test_more_keys_than_queries(ranks: Any, scheme: str) -> None:
     assert ranks.run("acceptance", spec="causal", scheme=scheme, cross=True)[0] == []
 
 
-def test_the_ring_that_is_measured_beside(ranks: Any) -> None:
+def test_the_baseline_ring(ranks: Any) -> None:
     assert not any(ranks.run("ring_over_flash"))
 
 
@@ -78,11 +74,11 @@ RIMS = ["window", "both_sides", "dropped", "near", "parts"]
 
 @pytest.mark.parametrize("spec", RIMS)
 @pytest.mark.parametrize("shards", ["zigzag", "plain"])
-def test_rims_of_windows(ranks: Any, spec: str, shards: str) -> None:
-    assert ranks.run("rims", spec=spec, shards=shards)[0] == []
+def test_boundaries_of_windows(ranks: Any, spec: str, shards: str) -> None:
+    assert ranks.run("boundaries", spec=spec, shards=shards)[0] == []
 
 
-def test_dropout_is_that_of_one_gpu(ranks: Any) -> None:
+def test_dropout_equals_that_of_one_gpu(ranks: Any) -> None:
     assert all(ranks.run("drops_the_same"))
 
 
@@ -92,17 +88,17 @@ def test_deterministic_gradients_have_the_same_bits(ranks: Any, scheme: str) -> 
 
 
 @pytest.mark.parametrize("shards", ["zigzag", "plain"])
-def test_deterministic_gradients_of_rims(ranks: Any, shards: str) -> None:
+def test_deterministic_gradients_of_boundaries(ranks: Any, shards: str) -> None:
     assert all(ranks.run("deterministic", scheme="ring", spec="near", shards=shards, scale=8))
 
 
-def test_gradients_of_captures_may_be_left_as_shares(ranks: Any) -> None:
+def test_gradients_of_captures_without_reduction(ranks: Any) -> None:
     assert ranks.run("shares_of_captures")[0] == []
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "compile"])
 def test_a_layer_is_trained(ranks: Any, kind: str) -> None:
-    """Under torch.compile the graph breaks before the messages, and goes on behind them."""
+    """Under torch.compile the graph breaks before the messages and continues after them."""
     assert max(ranks.run("trained", kind=kind)) < 2e-2
 
 
@@ -116,7 +112,7 @@ def test_models_of_transformers(ranks: Any, name: str, scheme: str, shards: str)
 
 @pytest.mark.parametrize(("name", "halos"), [("Mistral", 2), ("Gemma2", 1)])
 def test_window_layers_of_models_have_halos(ranks: Any, name: str, halos: int) -> None:
-    """In a sharding that is right for the causal layers beside them, as Gemma has them by turns."""
+    """With the sharding that suits the causal layers, which alternate with window layers in Gemma."""
     pytest.importorskip("transformers")
     for errors in ranks.run("models", name=name, scheme="ring", shards="zigzag", padded=True, rows=512):
         assert errors.pop("halos") == halos
@@ -127,8 +123,8 @@ def test_distributed_tensors(ranks: Any) -> None:
     assert ranks.run("distributed_tensors")[0] == []
 
 
-def test_the_watchdog_ends_the_others_where_a_rank_dies(tmp_path: Path) -> None:
-    """Messages fail on the GPU: torch's watchdog says so and ends the process within the timeout of the group."""
+def test_the_watchdog_ends_the_others_if_a_rank_dies(tmp_path: Path) -> None:
+    """Messages fail on the GPU: torch's watchdog logs it and ends the process within the timeout of the group."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, and here are {torch.cuda.device_count()}")
     stderr = tmp_path / "stderr"
@@ -142,20 +138,20 @@ def test_the_watchdog_ends_the_others_where_a_rank_dies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spec", ["causal", "window"])
-def test_many_calls_in_a_row_are_the_first(ranks: Any, spec: str) -> None:
+def test_back_to_back_calls_equal_the_first(ranks: Any, spec: str) -> None:
     assert all(ranks.run("again_and_again", spec=spec))
 
 
 @pytest.mark.parametrize(
     ("spec", "shards"), [("causal", "zigzag"), ("window", "zigzag"), ("both_sides", "zigzag"), ("window", "plain")]
 )
-def test_calls_are_captured_into_graphs(ranks: Any, spec: str, shards: str) -> None:
+def test_graph_capture(ranks: Any, spec: str, shards: str) -> None:
     assert all(ranks.run("captured", spec=spec, shards=shards))
 
 
 @pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
 @pytest.mark.parametrize(("spec", "shards"), [("causal", "zigzag"), ("window", "plain"), ("documents", "plain")])
-def test_bytes_are_those_of_the_plan(ranks: Any, spec: str, scheme: str, shards: str) -> None:
+def test_sent_bytes_equal_the_plan(ranks: Any, spec: str, scheme: str, shards: str) -> None:
     for forward, planned, backward, planned_backward in ranks.run(
         "bytes_are_those_of_the_plan", spec=spec, scheme=scheme, shards=shards
     ):
@@ -163,7 +159,7 @@ def test_bytes_are_those_of_the_plan(ranks: Any, spec: str, scheme: str, shards:
 
 
 @pytest.mark.parametrize("shards", ["zigzag", "plain"])
-def test_bytes_of_halos(ranks: Any, shards: str) -> None:
+def test_bytes_of_halos_equal_the_plan(ranks: Any, shards: str) -> None:
     counts = ranks.run("bytes_are_those_of_the_plan", spec="both_sides", scheme="ring", shards=shards, scale=8)
     for forward, planned, backward, planned_backward in counts:
         assert forward == planned > 0 and backward == planned_backward > 0

@@ -1,4 +1,4 @@
-"""Gradients of rows that several blocks give: each row is rounded once, and what nobody gives is 0."""
+"""Accumulation of gradients from several blocks: each row is rounded once, and rows without gradients are 0."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch", reason="flashgen.torch needs torch: pip ins
 from flashgen.torch.context_parallel.partials import Sums
 
 ROWS = 160
-FIRST = [(0, 60), (64, 64)]  # and nothing of the others
-RIMS = {
+FIRST = [(0, 60), (64, 64)]  # and none of the others
+BLOCKS = {
     "none": [],
     "apart": [(0, 20), (20, 24), (100, 28)],
     "shared": [(0, 20), (10, 24), (100, 28), (90, 30), (95, 5)],
@@ -29,9 +29,9 @@ def unwritten_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("rims", RIMS)
+@pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_sums_of_what_is_written_and_what_is_added(rims: str, layout: str) -> None:
+def test_sums_of_written_and_added_gradients(blocks: str, layout: str) -> None:
     generator = torch.Generator().manual_seed(1)
     axis = 2 if layout == "bhsd" else 1
 
@@ -47,17 +47,17 @@ def test_sums_of_what_is_written_and_what_is_added(rims: str, layout: str) -> No
         room.copy_(given)
         wanted.narrow(axis, first, count).add_(given)
     assert sums.room(50, 20) is None, "others have written there"
-    for first, count in RIMS[rims]:
+    for first, count in BLOCKS[blocks]:
         given = gradient(count)
         sums.add(first, count, given)
         wanted.narrow(axis, first, count).add_(given)
-    if rims == "third":
-        assert sums.room(150, 5) is None, "what is summed is not written to"
+    if blocks == "third":
+        assert sums.room(150, 5) is None, "accumulators are not written to"
     (made,) = sums.rounded()
     assert made.dtype == torch.bfloat16
     assert torch.equal(made, wanted.bfloat16())
 
 
-def test_sums_of_nothing_are_zero() -> None:
+def test_empty_sums_are_zero() -> None:
     like = torch.ones(1, 1, 8, 8, dtype=torch.bfloat16)
     assert not Sums("bhsd", like).rounded()[0].any()

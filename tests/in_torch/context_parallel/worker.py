@@ -1,4 +1,4 @@
-"""One rank: a process that joins a group, and runs the cases that it is asked for."""
+"""One rank: a process that joins a group and runs cases on request."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 
 def serve(asked: Any, rank: int, ranks: int, backend: str, folder: str, timeout: float, stderr: str | None) -> None:
-    """Answer each case that comes through the pipe `asked`, until its other end is closed.
+    """Answers each case that arrives through the pipe `asked`, until its other end is closed.
 
     A case is JSON, {"case": name, ...}: a function of cases.py with its arguments. The answer is JSON, too.
 
     Args:
-        folder: where the ranks of the group meet.
+        folder: the rendezvous of the group's ranks.
         timeout: that of the group's messages, in seconds.
-        stderr: a file that standard error is appended to.
+        stderr: a file to which standard error is appended.
     """
     if stderr is not None:
         os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)

@@ -1,8 +1,0 @@
-"""The families of variants are importable as `families` here, and by the scripts in this folder."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
