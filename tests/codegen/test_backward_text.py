@@ -198,7 +198,7 @@ def test_only_the_default_adds_to_what_others_add_to() -> None:
 def test_shares_of_dq_are_added_in_one_piece(target: str, addition: str) -> None:
     """Blocks race for them, which the emulator's ThreadSanitizer does not see: so nothing else may touch them."""
     source = parts(fg.AttentionSpec(64), target=target)["dkdv"]
-    body = functions(source)["add_query_gradients"]
+    body = functions(source)["accumulate_dq"]
     touching = [line.strip() for line in body.splitlines() if re.search(r"\b(sums|tile)\b", line)][1:]
     begin, tile, added = touching
     assert begin.startswith("sums += warp * ") and tile.startswith("float* tile = sums + (")

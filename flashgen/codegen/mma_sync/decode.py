@@ -72,8 +72,8 @@ def cache_context(spec: AttentionSpec, names: Names) -> dict[str, Any]:
     mask = variant_of(spec).mask
     return {
         "mask_call": mask.call(names) if mask else "",
-        "share_padding": PARTIAL_PADDING,
-        "shares_at_once": PARTIALS_AT_ONCE,
+        "partial_padding": PARTIAL_PADDING,
+        "partials_at_once": PARTIALS_AT_ONCE,
         "page_size": spec.page_size,
         "widen": f"widen_{WIDENS[spec.kv_dtype]}" if spec.kv_dtype else None,
     }
@@ -140,7 +140,7 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
             "entry": entry,
             "header": header(spec, target, plan, grid, method, "attention forward of few queries", cost),
             "score_query": _QUERY,
-            "looks_ahead": (spec.page_size or 1) % plan.tile_k == 0,  # a tile lies in one page
+            "looks_up_ahead": (spec.page_size or 1) % plan.tile_k == 0,  # a tile lies in one page
         }
     )
     kernel = forward_kernel(

@@ -101,14 +101,14 @@ def render_mixed(spec: AttentionSpec, target: Target, plan: MixedPlan | None = N
     )
     context |= cache_context(spec, _NAMES) | {
         "mixed": True,
-        "looks_ahead": False,
-        "scheduled": True,
+        "looks_up_ahead": False,
+        "stream_k": True,
         "header": header(spec, target, plan, _GRIDS[has_prefill], _METHODS[has_prefill], title, cost),
         "score_query": _QUERY,
         "divides_tiles": all(divides_tiles(spec, tile_k) for tile_k in key_tiles),
-        "beginning": TILE_OVERHEAD,
-        "shortest": plan.few.warps,
-        "layouts": {"few_constants": plan.shared_memory(spec), "prompt_constants": plan.prompt_memory(spec)},
+        "tile_overhead": TILE_OVERHEAD,
+        "min_unit_tiles": plan.few.warps,
+        "layouts": {"decode_constants": plan.shared_memory(spec), "prefill_constants": plan.prompt_memory(spec)},
     }
     few = {"name": kernel_name(FEW, target, spec), "entry": entry_name(f"attention_{FEW}", spec), "role": FEW}
     identity: dict[str, Any] = few if plan.prompts_beside else {}

@@ -123,8 +123,8 @@ def work_unit_values(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> dic
 
 
 def work_unit_context(plan: DecodePlan) -> dict[str, Any]:
-    """Returns the context of templates/mma_sync/runs.cuh.jinja for a plan."""
-    return {"scheduled": plan.scheduled, "beginning": TILE_OVERHEAD, "shortest": plan.warps}
+    """Returns the context of templates/mma_sync/decode/work_units.cuh.jinja for a plan."""
+    return {"stream_k": plan.scheduled, "tile_overhead": TILE_OVERHEAD, "min_unit_tiles": plan.warps}
 
 
 def arrival_counters(spec: AttentionSpec, sizes: Sizes) -> int:
