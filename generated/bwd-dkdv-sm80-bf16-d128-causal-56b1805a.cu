@@ -229,14 +229,16 @@ __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int ch
   return tile + row * kChunks * 16 + (corner ^ chunk % kSpan * 16) + chunk / kSpan * kSpan * 16;
 }
 
-// Orders the matrices upper left, lower left, upper right, lower right: as operand A of an mma, or a transposed B.
+// Returns the address for ldmatrix to read a block as operand A of an mma, or as a transposed operand B: its matrices in the
+// order upper left, lower left, upper right, lower right.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_by_columns(unsigned tile, int row, int chunk) {
   const int lane = threadIdx.x % 32;
   return block_address<kChunks>(tile, row, chunk, lane % 16, lane / 16);
 }
 
-// Orders the matrices upper left, upper right, lower left, lower right: as operand B of two mmas.
+// Returns the address for ldmatrix to read a block as operands B of two mmas: its matrices in the order upper left, upper
+// right, lower left, lower right.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_by_rows(unsigned tile, int row, int chunk) {
   const int lane = threadIdx.x % 32;

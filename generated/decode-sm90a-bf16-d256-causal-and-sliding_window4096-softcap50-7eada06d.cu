@@ -1,4 +1,4 @@
-// flashgen: attention forward of few queries, bf16-d256-causal-and-sliding_window4096-softcap50-7eada06d
+// flashgen: attention decode, bf16-d256-causal-and-sliding_window4096-softcap50-7eada06d
 //
 // mask     causal() & sliding_window(4096)
 // score    softcap(50); scale 0.0625
@@ -7,11 +7,11 @@
 // target   sm_90a, family hopper
 // plan     16 rows x 16 keys, 4 warps that share the keys, 3 stages of K and V each, 1 block(s) per multiprocessor, 204800 bytes of shared memory
 // method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): row_max is the paper's m, which may lag; sum is its l
-//          keys split over warps and blocks; the last block to arrive merges their shares (Dao et al. 2023, Flash-Decoding)
+//          split-KV over warps and CTAs; the last CTA to arrive combines partial outputs (Dao et al. 2023, Flash-Decoding)
 // FLOPs    1024 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      1024 * batch * heads_q * len_q + 1024 * batch * heads_kv * len_k * (share of tiles visited) bytes; + 4 * batch * heads_q * len_q for the LSE; + 2064 * splits * batch * heads_q * len_q for shares of splits > 1; K and V are read once for each 16 rows
 //
-// Grid: one block per (tile of rows and split, heads that share rows, batch), along x, y and z. Made by
+// Grid: one CTA per (output tile and split, group of heads, batch), along x, y and z. Made by
 //   flashgen show --pass decode --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":256,"layout":"bhsd","mask":{"expression":["And",["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],["And",["LessEqual",["Sub",["Add","q",["Sub","len_k","len_q"]],4096],"k"],["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]]]],"name":"causal() & sliding_window(4096)"},"scale":0.0625,"score":{"expression":["Mul",{"float":"0x1.9000000000000p+5"},["FastTanh",["Divide","score",{"float":"0x1.9000000000000p+5"}]]],"name":"softcap(50)"},"value_dim":256,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16
@@ -26,9 +26,9 @@ struct DecodeArguments {
   const Element* v;
   Element* o;
   float* lse;   // (batch, heads_q, len_q), or null
-  float* partial_outputs;   // of splits: (tiles of rows, splits, kTileQ, kValueDim)
-  float* partial_states;   // (tiles of rows, splits, kTileQ, 2): row maximum and row sum
-  unsigned* arrivals;   // of each tile of rows: 0, before and after; null for 1 split
+  float* partial_outputs;   // (output tiles, splits, kTileQ, kValueDim)
+  float* partial_states;   // (output tiles, splits, kTileQ, 2): row maximum and row sum
+  unsigned* arrivals;   // (output tiles): 0 before and after a launch; null for 1 split
   Strides q_strides;
   Strides k_strides;
   Strides v_strides;
@@ -36,10 +36,10 @@ struct DecodeArguments {
   int heads_q;
   int len_q;
   int len_k;
-  int packed;   // query heads that share tiles of rows
-  int rows;   // of them: queries x heads
-  int row_tiles;   // that these are
-  int splits;   // parts of the keys
+  int packed;   // query heads that share a tile of rows
+  int rows;   // of a group of such heads: queries x heads
+  int row_tiles;   // tiles of these rows
+  int splits;   // splits of the keys of an output tile
   unsigned kv_reciprocal;   // 2^31 / heads per head of K and V, rounded up
 };
 
@@ -308,14 +308,16 @@ __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int ch
   return tile + row * kChunks * 16 + (corner ^ chunk % kSpan * 16) + chunk / kSpan * kSpan * 16;
 }
 
-// Orders the matrices upper left, lower left, upper right, lower right: as operand A of an mma, or a transposed B.
+// Returns the address for ldmatrix to read a block as operand A of an mma, or as a transposed operand B: its matrices in the
+// order upper left, lower left, upper right, lower right.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_by_columns(unsigned tile, int row, int chunk) {
   const int lane = threadIdx.x % 32;
   return block_address<kChunks>(tile, row, chunk, lane % 16, lane / 16);
 }
 
-// Orders the matrices upper left, upper right, lower left, lower right: as operand B of two mmas.
+// Returns the address for ldmatrix to read a block as operands B of two mmas: its matrices in the order upper left, upper
+// right, lower left, lower right.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_by_rows(unsigned tile, int row, int chunk) {
   const int lane = threadIdx.x % 32;
@@ -454,12 +456,12 @@ __device__ __forceinline__ void apply_seqlen_mask(float (&scores)[kRowTiles][kKe
 struct RowState {
   float row_max = minus_infinity(), sum = 0.0f;
 
-  // Whether the row maximum can be folded into the fused multiply-add of an exponent: its rounding error is below 1, and it is
-  // finite, as in a row that has seen a key.
+  // Whether the row maximum can be the offset in the fused multiply-add of an exponent: it is finite, as the row has seen a
+  // key, and the rounding error of its product is below 1.
   __device__ __forceinline__ bool has_offset() const { return fabsf(row_max) < kMaxFoldedRowMax; }
 
-  // Raises the row maximum and returns the factor by which sum and output shrink. A row without a key yet has nothing to
-  // rescale; -inf - -inf would be NaN.
+  // Raises the row maximum, rescales the sum and returns the factor that rescales the output. A row without a key has nothing
+  // to rescale, and -inf - -inf would be NaN.
   __device__ __forceinline__ float update_row_max(float maximum) {
     const float old = row_max;
     row_max = fmaxf(old, maximum);
@@ -483,8 +485,9 @@ __device__ __forceinline__ void subtract_row_max(float (&scores)[kRowTiles][kKey
   }
 }
 
-// Turns a tile of scores into probabilities 2^(s - m) and adds them to the row sums. Output and sums are rescaled only if a
-// row of the warp exceeds its row maximum by kRescaleThreshold, or while a row has no offset and the warp is not `steady`.
+// Turns a tile of scores into probabilities 2^(s - m) and adds them to the row sums. The row maxima are raised, and output
+// and sums rescaled, only if the scores of some row of the warp exceed its maximum by kRescaleThreshold. `steady` is whether
+// all row maxima of the warp can be used as offsets; while they cannot, every tile rescales.
 __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTiles][4],
                                                float (&output)[kRowTiles][kValueTiles][4],
                                                RowState (&rows)[kRowTiles][2], bool& steady) {
@@ -664,7 +667,7 @@ __device__ __forceinline__ void compute_warp_partials(const WorkTile& work, cons
   const unsigned stages = q_tile + kQueryBytes + threadIdx.x / 32 * kStages * kStageBytes;   // of this warp
   const KeyTiles tiles = key_tiles_of(work, arguments);
   const int end = first_tile_of_split(work.split + 1, tiles.count, arguments.splits);
-  const int begin = first_tile_of_split(work.split, tiles.count, arguments.splits) + threadIdx.x / 32;
+  const int begin = first_tile_of_split(work.split, tiles.count, arguments.splits) + threadIdx.x / 32;   // of this warp
   const auto load_stage = [&](int iteration) {   // loads K and V of an iteration of this warp
     const int step = begin + iteration * kWarps;
     const unsigned stage = stages + iteration % kStages * kStageBytes;

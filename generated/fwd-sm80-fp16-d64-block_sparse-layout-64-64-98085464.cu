@@ -246,14 +246,16 @@ __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int ch
   return tile + row * kChunks * 16 + (corner ^ chunk % kSpan * 16) + chunk / kSpan * kSpan * 16;
 }
 
-// Orders the matrices upper left, lower left, upper right, lower right: as operand A of an mma, or a transposed B.
+// Returns the address for ldmatrix to read a block as operand A of an mma, or as a transposed operand B: its matrices in the
+// order upper left, lower left, upper right, lower right.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_by_columns(unsigned tile, int row, int chunk) {
   const int lane = threadIdx.x % 32;
   return block_address<kChunks>(tile, row, chunk, lane % 16, lane / 16);
 }
 
-// Orders the matrices upper left, upper right, lower left, lower right: as operand B of two mmas.
+// Returns the address for ldmatrix to read a block as operands B of two mmas: its matrices in the order upper left, upper
+// right, lower left, lower right.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_by_rows(unsigned tile, int row, int chunk) {
   const int lane = threadIdx.x % 32;
@@ -368,12 +370,12 @@ __device__ __forceinline__ void apply_seqlen_mask(float (&scores)[kRowTiles][kKe
 struct RowState {
   float row_max = minus_infinity(), sum = 0.0f;
 
-  // Whether the row maximum can be folded into the fused multiply-add of an exponent: its rounding error is below 1, and it is
-  // finite, as in a row that has seen a key.
+  // Whether the row maximum can be the offset in the fused multiply-add of an exponent: it is finite, as the row has seen a
+  // key, and the rounding error of its product is below 1.
   __device__ __forceinline__ bool has_offset() const { return fabsf(row_max) < kMaxFoldedRowMax; }
 
-  // Raises the row maximum and returns the factor by which sum and output shrink. A row without a key yet has nothing to
-  // rescale; -inf - -inf would be NaN.
+  // Raises the row maximum, rescales the sum and returns the factor that rescales the output. A row without a key has nothing
+  // to rescale, and -inf - -inf would be NaN.
   __device__ __forceinline__ float update_row_max(float maximum) {
     const float old = row_max;
     row_max = fmaxf(old, maximum);
@@ -397,8 +399,9 @@ __device__ __forceinline__ void subtract_row_max(float (&scores)[kRowTiles][kKey
   }
 }
 
-// Turns a tile of scores into probabilities 2^(s - m) and adds them to the row sums. Output and sums are rescaled only if a
-// row of the warp exceeds its row maximum by kRescaleThreshold, or while a row has no offset and the warp is not `steady`.
+// Turns a tile of scores into probabilities 2^(s - m) and adds them to the row sums. The row maxima are raised, and output
+// and sums rescaled, only if the scores of some row of the warp exceed its maximum by kRescaleThreshold. `steady` is whether
+// all row maxima of the warp can be used as offsets; while they cannot, every tile rescales.
 __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTiles][4],
                                                float (&output)[kRowTiles][kValueTiles][4],
                                                RowState (&rows)[kRowTiles][2], bool& steady) {

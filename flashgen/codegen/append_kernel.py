@@ -19,7 +19,7 @@ def render_append(target: Target) -> RenderedKernel:
     fields = [Field("const Element*", f"{name}_new") for name in "kv"] + [Field("Element*", name) for name in "kv"]
     fields += [Field("const int*", "page_table"), Field("const int*", "seqused_k", comment="before")]
     fields += [Field("Strides", f"{name}_strides") for name in ("k_new", "v_new", "k", "v")]
-    fields += [Field("long long", "table_pitch", comment="from a sequence's pages to the next one's")]
+    fields += [Field("long long", "table_pitch", comment="distance between rows of page_table")]
     fields += [Field("long long", "most_keys", comment="that the table has pages for")]
     fields += [Field("int", name) for name in ("tokens", "heads", "head_dim", "value_dim", "page_size", "pages")]
     layout = ordered(fields)

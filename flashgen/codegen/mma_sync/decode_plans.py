@@ -142,7 +142,7 @@ class DecodePlan(Checked):
 
     def summary(self, spec: AttentionSpec) -> str:
         """Returns the line that the kernel's header has about the plan."""
-        shared = "equal runs of all sequences, " if self.scheduled else ""
+        shared = "stream-K work units, " if self.scheduled else ""
         return (
             f"{self.tile_q} rows x {self.tile_k} keys, {self.warps} warps that share the keys, {self.stages} stages of "
             f"K and V each, {shared}{self.blocks} block(s) per multiprocessor, {self.shared_bytes(spec)} bytes of "
