@@ -1,4 +1,4 @@
-// flashgen: attention forward of few queries, bf16-d256-causal-and-sliding_window4096-softcap50-7eada06d
+// flashgen: attention decode, bf16-d256-causal-and-sliding_window4096-softcap50-7eada06d
 //
 // mask     causal() & sliding_window(4096)
 // score    softcap(50); scale 0.0625
@@ -7,11 +7,11 @@
 // target   sm_90a, family hopper
 // plan     16 rows x 16 keys, 4 warps that share the keys, 3 stages of K and V each, 1 block(s) per multiprocessor, 204800 bytes of shared memory
 // method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): row_max is the paper's running maximum m, which may lag; sum is its row sum l
-//          keys split over warps and blocks; the last block to arrive merges their shares (Dao et al. 2023, Flash-Decoding)
+//          split-KV over warps and CTAs; the last CTA to arrive combines partial outputs (Dao et al. 2023, Flash-Decoding)
 // FLOPs    1024 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      1028 * batch * heads_q * len_q + 1024 * batch * heads_kv * len_k * (share of tiles visited) bytes, at least; + 2064 * splits * batch * heads_q * len_q for partial outputs if splits > 1; K and V are read once for each 16 rows
 //
-// Grid: one block per (row tile and split, group of query heads, batch), along x, y and z. Reproduce with
+// Grid: one CTA per (output tile and split, group of heads, batch), along x, y and z. Reproduce with
 //   flashgen show --pass decode --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":256,"layout":"bhsd","mask":{"expression":["And",["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],["And",["LessEqual",["Sub",["Add","q",["Sub","len_k","len_q"]],4096],"k"],["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]]]],"name":"causal() & sliding_window(4096)"},"scale":0.0625,"score":{"expression":["Mul",{"float":"0x1.9000000000000p+5"},["FastTanh",["Divide","score",{"float":"0x1.9000000000000p+5"}]]],"name":"softcap(50)"},"value_dim":256,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16
@@ -26,9 +26,9 @@ struct DecodeArguments {
   const Element* v;
   Element* o;
   float* lse;   // (batch, heads_q, len_q), or null
-  float* partial_outputs;   // of splits: (tiles of rows, splits, kTileQ, kValueDim)
-  float* partial_states;   // (tiles of rows, splits, kTileQ, 2): row maximum and row sum
-  unsigned* arrivals;   // of each tile of rows; 0 before and after a launch; null for 1 split
+  float* partial_outputs;   // (output tiles, splits, kTileQ, kValueDim)
+  float* partial_states;   // (output tiles, splits, kTileQ, 2): row maximum and row sum
+  unsigned* arrivals;   // (output tiles): 0 before and after a launch; null for 1 split
   Strides q_strides;
   Strides k_strides;
   Strides v_strides;
@@ -36,10 +36,10 @@ struct DecodeArguments {
   int heads_q;
   int len_q;
   int len_k;
-  int packed;   // query heads that share tiles of rows
-  int rows;   // rows of a sequence and KV head: queries x packed
-  int row_tiles;   // row tiles of a sequence and KV head
-  int splits;   // KV splits
+  int packed;   // query heads that share a tile of rows
+  int rows;   // of a group of such heads: queries x heads
+  int row_tiles;   // tiles of these rows
+  int splits;   // splits of the keys of an output tile
   unsigned kv_reciprocal;   // 2^31 / (query heads per KV head), rounded up
 };
 
@@ -49,12 +49,12 @@ constexpr int kHeadDim = 256;
 constexpr int kValueDim = 256;
 constexpr int kHeadDimPadded = 256;   // a multiple of the depth of an mma; zeros beyond kHeadDim
 constexpr int kValueDimPadded = 256;
-constexpr int kTileQ = 16;          // rows of a block: queries of all query heads of a head of K and V
-constexpr int kTileK = 16;          // keys of a warp's step
-constexpr int kStages = 3;          // tiles of K and V that shared memory holds for each warp
+constexpr int kTileQ = 16;          // rows per CTA: queries of all query heads of a KV head
+constexpr int kTileK = 16;          // keys per step of a warp
+constexpr int kStages = 3;          // pipeline stages of each warp
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
-constexpr int kRowTiles = kTileQ / 16;   // 16-row mma tiles: each warp has all of them
+constexpr int kRowTiles = kTileQ / 16;   // 16-row mma tiles; each warp has all of them
 constexpr int kKeyTiles = kTileK / 8;    // 8-column mma tiles of scores
 constexpr int kValueTiles = kValueDimPadded / 8;
 constexpr float kScale = 0.0625f;
@@ -63,7 +63,7 @@ constexpr float kRescaleThreshold = 8.0f;      // in log2: by how much a row max
 constexpr float kMaxFoldedRowMax = 11629080.0f;   // its product with kScoreToLog2 is below 2^24
 
 constexpr int kElementBytes = sizeof(Element);
-constexpr int kShareColumns = kValueDimPadded + 8;   // floats of a row: lanes of several rows write to other banks
+constexpr int kPartialColumns = kValueDimPadded + 8;   // floats per row; the padding avoids bank conflicts
 
 // Shared memory of a block, 204800 bytes, by offset:
 //        0  Q, 8192 bytes
@@ -74,10 +74,10 @@ constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kStageBytes = kKeyBytes + kValueBytes;
-constexpr int kShareBytes = kTileQ * kShareColumns * sizeof(float);
+constexpr int kPartialBytes = kTileQ * kPartialColumns * sizeof(float);
 constexpr int kStatesBytes = kTileQ * sizeof(float2);
 constexpr int kStageOffset = kQueryBytes;
-constexpr int kStatesOffset = kWarps * kShareBytes;
+constexpr int kStatesOffset = kWarps * kPartialBytes;
 static_assert(kStageOffset + kWarps * kStages * kStageBytes <= 204800, "the shared memory of the launch");
 static_assert(kStatesOffset + kWarps * kStatesBytes <= 204800, "the shared memory of the launch");
 static_assert(kTileQ % 16 == 0 && kTileK % 16 == 0, "whole mma tiles");
@@ -189,7 +189,7 @@ __device__ __forceinline__ float quad_sum(float x) {
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// Where this lane's scores stand: batch, first key within a tile; query and query head of each of its rows.
+// The indices of this lane's scores: batch, first key relative to the tile, and the query and query head of each row.
 struct Position {
   int batch, key;
   int query[kRowTiles][2], head[kRowTiles][2];
@@ -207,58 +207,18 @@ __device__ __forceinline__ bool mask_mod(int q, int k, const DecodeArguments& ar
   return x1 & (x0 - 4096 <= k) & x1;
 }
 
-// What a block works on: a part of the keys of a tile of rows. A row is a query of one of the `packed` query heads from
-// `head` on; rows are numbered by queries, and within a query by heads.
+// A work tile: a tile of rows and a split of its keys. A row is a query of one of the `packed` query heads from `head` on.
+// Rows are numbered by query, and within a query by head.
 struct WorkTile {
   int first_query, last_query, head, batch;
-  int offset;       // of the tile's first row within its query
-  int rows;         // of the tile that there are
-  int split;        // which part of the keys
-  long long unit;   // which tile of rows, of all heads and batches
+  int offset;   // of the tile's first row within its query
+  int rows;     // that exist
+  int split;    // index of the split
+  long long slot;   // output tile, over all heads and batches: selects the arrival counter and partial outputs
 };
 
-__device__ __forceinline__ WorkTile work_tile_of_block(const DecodeArguments& arguments) {
-  const int tile = blockIdx.x % arguments.row_tiles, first_row = tile * kTileQ;
-  const int rows = min(kTileQ, arguments.rows - first_row);
-  const int head = blockIdx.y * arguments.packed;
-  const long long unit = (static_cast<long long>(blockIdx.z) * gridDim.y + blockIdx.y) * arguments.row_tiles + tile;
-  return {first_row / arguments.packed, (first_row + rows - 1) / arguments.packed, head, static_cast<int>(blockIdx.z),
-          first_row % arguments.packed, rows, static_cast<int>(blockIdx.x) / arguments.row_tiles, unit};
-}
-
-// The query and the query head of a row of the tile.
-struct Row {
-  int query, head;
-};
-
-__device__ __forceinline__ Row row_of(int row, const WorkTile& work, const DecodeArguments& arguments) {
-  const int place = work.offset + row;
-  return {work.first_query + place / arguments.packed, work.head + place % arguments.packed};
-}
-
-// Rows that are not there do as the last one does.
-__device__ __forceinline__ Position position_of(const WorkTile& work, const DecodeArguments& arguments) {
-  const int lane = threadIdx.x % 32;
-  Position position = {work.batch, lane % 4 * 2};
-#pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const Row row = row_of(min(i * 16 + r * 8 + lane / 4, work.rows - 1), work, arguments);
-      position.query[i][r] = row.query;
-      position.head[i][r] = row.head;
-    }
-  }
-  return position;
-}
-
-// Where the tiles of keys of a split begin, and those of the one before it end: as many for each, but for one.
-__device__ __forceinline__ int first_of_split(int split, int tiles, int splits) {
-  return split * (tiles / splits) + min(split, tiles % splits);
-}
-
-// The head of K and V that a query head reads, head / heads_per_kv. A product with 2^31 / heads_per_kv, rounded up, is
-// exact, and unlike a division leaves the result, and the addresses that follow from it, in uniform registers.
+// Returns the KV head of a query head, head / heads_per_kv. A product with 2^31 / heads_per_kv, rounded up, is exact and,
+// unlike a division, leaves the result and the addresses computed from it in uniform registers.
 __device__ __forceinline__ int kv_head_of(int head, const DecodeArguments& arguments) {
   return __umulhi(2 * head + 1, arguments.kv_reciprocal);
 }
@@ -286,22 +246,64 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const Dec
   return {first_tile, count, (full_begin + kTileK - 1) / kTileK, full_end / kTileK};
 }
 
-// ---- The kernel's steps ---------------------------------------------------------------------------------------------
+// ---- The scheduler --------------------------------------------------------------------------------------------------
 
-// Chunks of a row are permuted so that the 8 rows that ldmatrix reads at once lie in different banks: within groups
-// of this many 16-byte chunks, by the row.
+__device__ __forceinline__ WorkTile work_tile_of_block(const DecodeArguments& arguments) {
+  const int tile = blockIdx.x % arguments.row_tiles, first_row = tile * kTileQ;
+  const int rows = min(kTileQ, arguments.rows - first_row);
+  const int head = blockIdx.y * arguments.packed;
+  const long long slot = (static_cast<long long>(blockIdx.z) * gridDim.y + blockIdx.y) * arguments.row_tiles + tile;
+  return {first_row / arguments.packed, (first_row + rows - 1) / arguments.packed, head, static_cast<int>(blockIdx.z),
+          first_row % arguments.packed, rows, static_cast<int>(blockIdx.x) / arguments.row_tiles, slot};
+}
+
+// Returns the first tile of keys of a split, where the split before it ends. Splits differ by at most one tile.
+__device__ __forceinline__ int first_tile_of_split(int split, int tiles, int splits) {
+  return split * (tiles / splits) + min(split, tiles % splits);
+}
+
+// The query and the query head of a row.
+struct Row {
+  int query, head;
+};
+
+__device__ __forceinline__ Row row_at(int row, const WorkTile& work, const DecodeArguments& arguments) {
+  const int index = work.offset + row;
+  return {work.first_query + index / arguments.packed, work.head + index % arguments.packed};
+}
+
+// Returns the indices of this lane's scores. Rows behind the last have the indices of the last.
+__device__ __forceinline__ Position position_of(const WorkTile& work, const DecodeArguments& arguments) {
+  const int lane = threadIdx.x % 32;
+  Position position = {work.batch, lane % 4 * 2};
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const Row row = row_at(min(i * 16 + r * 8 + lane / 4, work.rows - 1), work, arguments);
+      position.query[i][r] = row.query;
+      position.head[i][r] = row.head;
+    }
+  }
+  return position;
+}
+
+// ---- Loads and products ---------------------------------------------------------------------------------------------
+
+// Returns the swizzle's period in 16-byte chunks. The chunks of each period of a row are permuted by the row's number, so
+// that the 8 rows that ldmatrix reads at once are in different banks.
 template <int kChunks>
 __device__ constexpr int swizzle_span() { return kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2; }
 
-// Byte offset of a 16-byte chunk in a tile whose rows are kChunks chunks long.
+// Returns the byte offset of a 16-byte chunk in a tile with kChunks chunks per row.
 template <int kChunks>
 __device__ constexpr unsigned tile_offset(int row, int chunk) {
   constexpr int kSpan = swizzle_span<kChunks>();
   return (row * kChunks + (chunk ^ (row / (8 / kSpan)) % kSpan)) * 16;
 }
 
-// ldmatrix reads a 16 x 16 block as four 8 x 8 matrices, of which lane l names row l % 8 of matrix l / 8. The address
-// that a lane gives for the block at (row, chunk), multiples of 16 and 2, if its own place in the block is as given.
+// Returns the address that this lane passes to ldmatrix for the 16 x 16 block at (row, chunk), multiples of 16 and 2.
+// ldmatrix reads four 8 x 8 matrices: lane l addresses row l % 8 of matrix l / 8, at (lane_row, lane_chunk) of the block.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int chunk, int lane_row, int lane_chunk) {
   constexpr int kSpan = swizzle_span<kChunks>();
@@ -309,26 +311,28 @@ __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int ch
   return tile + row * kChunks * 16 + (corner ^ chunk % kSpan * 16) + chunk / kSpan * kSpan * 16;
 }
 
-// Upper left, lower left, upper right, lower right: the order of an mma's A, and of B where it is transposed.
+// Returns the address for ldmatrix to read a block as operand A of an mma, or as a transposed operand B: its matrices in the
+// order upper left, lower left, upper right, lower right.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_by_columns(unsigned tile, int row, int chunk) {
   const int lane = threadIdx.x % 32;
   return block_address<kChunks>(tile, row, chunk, lane % 16, lane / 16);
 }
 
-// Upper left, upper right, lower left, lower right: the order of two mmas' B.
+// Returns the address for ldmatrix to read a block as operands B of two mmas: its matrices in the order upper left, upper
+// right, lower left, lower right.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_by_rows(unsigned tile, int row, int chunk) {
   const int lane = threadIdx.x % 32;
   return block_address<kChunks>(tile, row, chunk, lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
-// Starts copying rows first_row, ... of a matrix of row_count rows into a tile; zeros where the matrix ends.
+// Starts loading rows first_row, ... of a matrix of row_count rows into a tile. Rows behind the last are 0.
 template <int kRows, int kColumns, int kColumnsPadded>
-__device__ __forceinline__ void copy_tile(unsigned tile, const Element* matrix, long long row_stride, int first_row,
+__device__ __forceinline__ void load_tile(unsigned tile, const Element* matrix, long long row_stride, int first_row,
                                           int row_count) {
   constexpr int kChunks = kColumnsPadded / 8;
-  constexpr int kLanes = swizzle_span<kChunks>();   // lanes side by side in a row
+  constexpr int kLanes = swizzle_span<kChunks>();   // adjacent lanes per row
   constexpr int kRowStep = 32 / kLanes;
   const int first = threadIdx.x % 32 / kLanes, lane = threadIdx.x % kLanes;
   const Element* source = matrix + (first_row + first) * row_stride + lane * 8;
@@ -343,19 +347,19 @@ __device__ __forceinline__ void copy_tile(unsigned tile, const Element* matrix, 
   }
 }
 
-// Starts copying the tile's rows of Q; zeros where there is none.
-__device__ __forceinline__ void copy_queries(unsigned tile, const WorkTile& work, const DecodeArguments& arguments) {
+// Starts loading the tile's rows of Q. Rows that do not exist are 0.
+__device__ __forceinline__ void load_queries(unsigned tile, const WorkTile& work, const DecodeArguments& arguments) {
   constexpr int kChunks = kHeadDimPadded / 8;
   const Element* q = arguments.q + work.batch * arguments.q_strides.batch;
   for (int i = threadIdx.x; i < kTileQ * kChunks; i += kThreads) {
     const int row = i / kChunks, chunk = i % kChunks;
-    const Row place = row_of(row, work, arguments);
-    const Element* source = q + place.head * arguments.q_strides.head + place.query * arguments.q_strides.row;
+    const Row indices = row_at(row, work, arguments);
+    const Element* source = q + indices.head * arguments.q_strides.head + indices.query * arguments.q_strides.row;
     copy_async_16(tile + tile_offset<kChunks>(row, chunk), source + chunk * 8, row < work.rows && chunk * 8 < kHeadDim);
   }
 }
 
-// product += A * B^T: A the warp's rows of one tile in shared memory, from `rows` on; B the rows of another.
+// product += A * B^T. A is the warp's rows of a tile in shared memory, at `rows`; B is another tile, at `columns`.
 template <int kDepth, int kColumnTiles>
 __device__ __forceinline__ void multiply_by_transpose(float (&product)[kRowTiles][kColumnTiles][4], unsigned rows,
                                                       unsigned columns) {
@@ -378,8 +382,8 @@ __device__ __forceinline__ void multiply_by_transpose(float (&product)[kRowTiles
   }
 }
 
-// product += A * B: A in registers, rounded to the input's type; B rows of a tile of kChunks chunks a row in shared
-// memory, from `values` and chunk first_chunk on.
+// product += A * B. A is in registers and rounded to the input's type; B is a tile in shared memory with kChunks chunks
+// per row, at `values`, from chunk first_chunk on.
 template <int kChunks, int kDepthTiles, int kWidthTiles>
 __device__ __forceinline__ void multiply_registers(float (&product)[kRowTiles][kWidthTiles][4],
                                                    const float (&factor)[kRowTiles][kDepthTiles][4], unsigned values,
@@ -408,7 +412,9 @@ __device__ __forceinline__ void multiply_registers(float (&product)[kRowTiles][k
   }
 }
 
-// The score function, on the products.
+// ---- Score, mask and softmax ----------------------------------------------------------------------------------------
+
+// Applies the score function to a tile of products.
 __device__ __forceinline__ void apply_score(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
                                               int first_key, const DecodeArguments& arguments) {
 #pragma unroll
@@ -421,7 +427,7 @@ __device__ __forceinline__ void apply_score(float (&scores)[kRowTiles][kKeyTiles
   }
 }
 
-// -inf where the query may not attend to the key.
+// Applies the mask: sets the scores of masked-out keys to -inf.
 __device__ __forceinline__ void apply_mask(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
                                             int first_key, const DecodeArguments& arguments) {
 #pragma unroll
@@ -435,9 +441,10 @@ __device__ __forceinline__ void apply_mask(float (&scores)[kRowTiles][kKeyTiles]
   }
 }
 
-// -inf beyond the last key, in a tile that overhangs it: apart from the mask, which most tiles then have to themselves.
-__device__ __forceinline__ void cut_scores(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
-                                           int first_key, const DecodeArguments& arguments) {
+// Sets the scores of keys beyond the last one to -inf. Only the last tile of a sequence may hold such keys, so they are
+// not a part of the mask.
+__device__ __forceinline__ void apply_seqlen_mask(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
+                                                  int first_key, const DecodeArguments& arguments) {
   const int left = arguments.len_k - first_key - position.key;   // keys from this lane's first one to the end
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
@@ -452,12 +459,12 @@ __device__ __forceinline__ void cut_scores(float (&scores)[kRowTiles][kKeyTiles]
 struct RowState {
   float row_max = minus_infinity(), sum = 0.0f;
 
-  // Whether the row maximum can be folded into the fused multiply-add of an exponent: its rounding error is below 1, and it is
-  // finite, as in a row that has seen a key.
+  // Whether the row maximum can be the offset in the fused multiply-add of an exponent: it is finite, as the row has seen a
+  // key, and the rounding error of its product is below 1.
   __device__ __forceinline__ bool has_offset() const { return fabsf(row_max) < kMaxFoldedRowMax; }
 
-  // Raises the row maximum and returns the factor by which sum and output shrink. A row without a key yet has nothing to
-  // rescale; -inf - -inf would be NaN.
+  // Raises the row maximum, rescales the sum and returns the factor that rescales the output. A row without a key has nothing
+  // to rescale, and -inf - -inf would be NaN.
   __device__ __forceinline__ float update_row_max(float maximum) {
     const float old = row_max;
     row_max = fmaxf(old, maximum);
@@ -467,8 +474,8 @@ struct RowState {
   }
 };
 
-// Subtracts the row maxima from the scores where offsets cannot be used: exact, at the price of one more operation per
-// score.
+// Subtracts the row maxima from the scores if they cannot be used as offsets. This is exact but takes one more operation
+// per score.
 __device__ __forceinline__ void subtract_row_max(float (&scores)[kRowTiles][kKeyTiles][4],
                                                  const RowState (&rows)[kRowTiles][2]) {
 #pragma unroll
@@ -481,8 +488,9 @@ __device__ __forceinline__ void subtract_row_max(float (&scores)[kRowTiles][kKey
   }
 }
 
-// Turns a tile of scores into probabilities 2^(s - m) and adds them to the row sums. Output and sums are rescaled only if a
-// row of the warp exceeds its row maximum by kRescaleThreshold, or while a row has no offset and the warp is not `steady`.
+// Turns a tile of scores into probabilities 2^(s - m) and adds them to the row sums. The row maxima are raised, and output
+// and sums rescaled, only if the scores of some row of the warp exceed its maximum by kRescaleThreshold. `steady` is whether
+// all row maxima of the warp can be used as offsets; while they cannot, every tile rescales.
 __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTiles][4],
                                                float (&output)[kRowTiles][kValueTiles][4],
                                                RowState (&rows)[kRowTiles][2], bool& steady) {
@@ -534,12 +542,15 @@ __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTi
   }
 }
 
-// The partial outputs of warps in shared memory, not yet divided by their row sums, and their states: (row maximum, row sum).
-__device__ __forceinline__ float* outputs_of_warps() { return reinterpret_cast<float*>(shared_memory); }
-__device__ __forceinline__ float2* states_of_warps() { return reinterpret_cast<float2*>(shared_memory + kStatesOffset); }
+// ---- Partial outputs, mainloop and epilogue -------------------------------------------------------------------------
 
-// Lays this warp's share there. Rows that have seen no key are 0 whatever V holds.
-__device__ __forceinline__ void lay_share(const float (&output)[kRowTiles][kValueTiles][4], RowState (&rows)[kRowTiles][2]) {
+// The partial outputs of the warps in shared memory, not divided by their row sums, and (row maximum, row sum) of each row.
+__device__ __forceinline__ float* warp_outputs() { return reinterpret_cast<float*>(shared_memory); }
+__device__ __forceinline__ float2* warp_states() { return reinterpret_cast<float2*>(shared_memory + kStatesOffset); }
+
+// Stores the partial output of this warp to shared memory. A row without a key is 0, whatever V holds.
+__device__ __forceinline__ void store_warp_partial(const float (&output)[kRowTiles][kValueTiles][4],
+                                                   RowState (&rows)[kRowTiles][2]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
@@ -548,115 +559,185 @@ __device__ __forceinline__ void lay_share(const float (&output)[kRowTiles][kValu
       const int row = warp * kTileQ + i * 16 + r * 8 + lane / 4;
       rows[i][r].sum = quad_sum(rows[i][r].sum);
       const bool empty = rows[i][r].sum == 0.0f;
-      if (lane % 4 == 0) states_of_warps()[row] = make_float2(rows[i][r].row_max, rows[i][r].sum);
-      float* share = outputs_of_warps() + row * kShareColumns + lane % 4 * 2;
+      if (lane % 4 == 0) warp_states()[row] = make_float2(rows[i][r].row_max, rows[i][r].sum);
+      float* partial = warp_outputs() + row * kPartialColumns + lane % 4 * 2;
 #pragma unroll
       for (int j = 0; j < kValueTiles; ++j) {
         const float left = output[i][j][2 * r], right = output[i][j][2 * r + 1];
-        *reinterpret_cast<float2*>(share + j * 8) = empty ? make_float2(0.0f, 0.0f) : make_float2(left, right);
+        *reinterpret_cast<float2*>(partial + j * 8) = empty ? make_float2(0.0f, 0.0f) : make_float2(left, right);
       }
     }
   }
 }
 
-constexpr int kSharesAtOnce = 16;   // that are on their way together: each takes as long as one way to the L2
+// Loads from shared memory, or from global memory, to which other SMs have written.
+template <bool kFromWarps, class Value>
+__device__ __forceinline__ Value load_partial(const Value* partial) { return kFromWarps ? *partial : __ldcg(partial); }
 
-// Of warps in shared memory, or of splits in global memory, where other multiprocessors wrote them.
-template <bool kWarpsShares, class Part>
-__device__ __forceinline__ Part load_share(const Part* share) { return kWarpsShares ? *share : __ldcg(share); }
+constexpr int kPartialsAtOnce = 16;   // loads in flight; each takes as long as a round trip to the L2
 
-// Adds up `count` shares of four columns of a row, in their order, so that the bits do not depend on who came when.
-template <bool kWarpsShares>
-__device__ __forceinline__ RowState merge_shares(float4& output, const float* outputs, const float2* states, int count) {
-  constexpr int kStep = kTileQ * (kWarpsShares ? kShareColumns : kValueDim);
-  constexpr int kAtOnce = kWarpsShares ? kWarps : kSharesAtOnce;
-  RowState merged;
+// Combines `count` partial outputs of four columns of a row. The order is fixed, so the result does not depend on the order
+// in which CTAs arrive.
+template <bool kFromWarps>
+__device__ __forceinline__ RowState combine_partials(float4& output, const float* outputs, const float2* states, int count) {
+  constexpr int kStep = kTileQ * (kFromWarps ? kPartialColumns : kValueDim);
+  constexpr int kAtOnce = kFromWarps ? kWarps : kPartialsAtOnce;
+  RowState combined;
 #pragma unroll 8
-  for (int part = kAtOnce; part < count; ++part) {   // those that are not read together with the first ones
-    merged.row_max = fmaxf(merged.row_max, load_share<kWarpsShares>(states + part * kTileQ).x);
+  for (int index = kAtOnce; index < count; ++index) {   // the maxima of the first kAtOnce follow below
+    combined.row_max = fmaxf(combined.row_max, load_partial<kFromWarps>(states + index * kTileQ).x);
   }
   output = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   for (int first = 0; first < count; first += kAtOnce, states += kAtOnce * kTileQ, outputs += kAtOnce * kStep) {
-    float2 of_row[kAtOnce];
-    float4 share[kAtOnce];
+    float2 state[kAtOnce];
+    float4 partial[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const float4* columns = reinterpret_cast<const float4*>(outputs + i * kStep);
       const bool exists = first + i < count;
-      of_row[i] = exists ? load_share<kWarpsShares>(states + i * kTileQ) : make_float2(minus_infinity(), 0.0f);
-      share[i] = exists ? load_share<kWarpsShares>(columns) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      state[i] = exists ? load_partial<kFromWarps>(states + i * kTileQ) : make_float2(minus_infinity(), 0.0f);
+      partial[i] = exists ? load_partial<kFromWarps>(columns) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) merged.row_max = fmaxf(merged.row_max, of_row[i].x);
+    for (int i = 0; i < kAtOnce; ++i) combined.row_max = fmaxf(combined.row_max, state[i].x);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const float2 state = of_row[i];
-      const float weight = state.x == minus_infinity() ? 0.0f : exp2_approx((state.x - merged.row_max) * kScoreToLog2);
-      output.x = fmaf(share[i].x, weight, output.x);
-      output.y = fmaf(share[i].y, weight, output.y);
-      output.z = fmaf(share[i].z, weight, output.z);
-      output.w = fmaf(share[i].w, weight, output.w);
-      merged.sum = fmaf(state.y, weight, merged.sum);
+      const float weight = state[i].x == minus_infinity() ? 0.0f : exp2_approx((state[i].x - combined.row_max) * kScoreToLog2);
+      output.x = fmaf(partial[i].x, weight, output.x);
+      output.y = fmaf(partial[i].y, weight, output.y);
+      output.z = fmaf(partial[i].z, weight, output.z);
+      output.w = fmaf(partial[i].w, weight, output.w);
+      combined.sum = fmaf(state[i].y, weight, combined.sum);
     }
   }
-  return merged;
+  return combined;
 }
 
-// Where the shares of a tile's splits stand in global memory, from a split on.
-__device__ __forceinline__ float* outputs_of_split(const WorkTile& work, int split, const DecodeArguments& arguments) {
-  return arguments.partial_outputs + (work.unit * arguments.splits + split) * (kTileQ * kValueDim);
+// The partial outputs of a tile's splits in global memory, from a split on, and the states of their rows.
+__device__ __forceinline__ float* split_outputs(const WorkTile& work, int split, const DecodeArguments& arguments) {
+  return arguments.partial_outputs + (work.slot * arguments.splits + split) * (kTileQ * kValueDim);
 }
-__device__ __forceinline__ float2* states_of_split(const WorkTile& work, int split, const DecodeArguments& arguments) {
-  return reinterpret_cast<float2*>(arguments.partial_states) + (work.unit * arguments.splits + split) * kTileQ;
+__device__ __forceinline__ float2* split_states(const WorkTile& work, int split, const DecodeArguments& arguments) {
+  return reinterpret_cast<float2*>(arguments.partial_states) + (work.slot * arguments.splits + split) * kTileQ;
 }
 
-// Writes the block's share, that of all its warps, to where the shares of all splits are merged.
-__device__ __forceinline__ void store_share(const WorkTile& work, const DecodeArguments& arguments) {
-  float* outputs = outputs_of_split(work, work.split, arguments);
-  float2* states = states_of_split(work, work.split, arguments);
+// Combines the partial outputs of the CTA's warps and stores the result to global memory.
+__device__ __forceinline__ void store_split_partial(const WorkTile& work, const DecodeArguments& arguments) {
+  float* outputs = split_outputs(work, work.split, arguments);
+  float2* states = split_states(work, work.split, arguments);
   for (int i = threadIdx.x * 4; i < work.rows * kValueDim; i += kThreads * 4) {
     const int row = i / kValueDim, column = i % kValueDim;
     float4 output;
     const RowState state =
-        merge_shares<true>(output, outputs_of_warps() + row * kShareColumns + column, states_of_warps() + row, kWarps);
+        combine_partials<true>(output, warp_outputs() + row * kPartialColumns + column, warp_states() + row, kWarps);
     *reinterpret_cast<float4*>(outputs + i) = output;
     if (column == 0) states[row] = make_float2(state.row_max, state.sum);
   }
 }
 
-// Whether this block is the last to arrive of those that share a tile: it then sees the shares of all. One thread's
-// order does: barriers put the block's writes before it and its reads behind (PTX ISA, causality order).
-__device__ __forceinline__ bool arrives_last(unsigned* arrivals, int parts) {
+// Whether this CTA is the last to arrive of those with a split of the tile. It then sees the partial outputs of all splits:
+// one thread's acquire-release is enough, as barriers order the CTA's writes before it and its reads after it (PTX ISA,
+// causality order).
+__device__ __forceinline__ bool arrives_last(unsigned* arrivals, int splits) {
   __syncthreads();
-  const bool last = threadIdx.x == 0 && atomic_inc_acq_rel(arrivals, parts - 1) + 1 == parts;
+  const bool last = threadIdx.x == 0 && atomic_inc_acq_rel(arrivals, splits - 1) + 1 == splits;
   return __syncthreads_or(last);
 }
 
-// Merges the shares of the tile's rows, of this block's warps or of all splits, and writes the output and the LSE.
-template <bool kWarpsShares>
-__device__ __forceinline__ void write_output(const WorkTile& work, const DecodeArguments& arguments) {
-  constexpr int kColumns = kWarpsShares ? kShareColumns : kValueDim;
-  const int shares = kWarpsShares ? kWarps : arguments.splits;
-  const float* outputs = kWarpsShares ? outputs_of_warps() : outputs_of_split(work, 0, arguments);
-  const float2* states = kWarpsShares ? states_of_warps() : states_of_split(work, 0, arguments);
+// Computes a step of a warp: Q * K^T, the softmax of the scores, and P * V.
+__device__ __forceinline__ void compute_step(float (&output)[kRowTiles][kValueTiles][4], RowState (&rows)[kRowTiles][2],
+                                             bool& steady, const Position& position, const KeyTiles& tiles,
+                                             int step, int first_key, unsigned q_tile, unsigned stage,
+                                             const DecodeArguments& arguments) {
+  float scores[kRowTiles][kKeyTiles][4] = {};
+  multiply_by_transpose<kHeadDimPadded>(scores, q_tile, stage);
+  apply_score(scores, position, first_key, arguments);
+  if (!tiles.full(step)) apply_mask(scores, position, first_key, arguments);
+  if (first_key + kTileK > arguments.len_k) apply_seqlen_mask(scores, position, first_key, arguments);
+  online_softmax(scores, output, rows, steady);
+  multiply_registers<kValueDimPadded / 8>(output, scores, stage + kKeyBytes);
+}
+
+// Computes the partial outputs of the CTA's warps and stores them to shared memory. Each warp runs its own mainloop, over
+// every kWarps-th tile of the split's keys.
+__device__ __forceinline__ void compute_warp_partials(const WorkTile& work, const DecodeArguments& arguments) {
+  const Position position = position_of(work, arguments);
+  const int head_kv = kv_head_of(work.head, arguments);
+  const Element* k = arguments.k + work.batch * arguments.k_strides.batch + head_kv * arguments.k_strides.head;
+  const Element* v = arguments.v + work.batch * arguments.v_strides.batch + head_kv * arguments.v_strides.head;
+
+  const unsigned q_tile = shared_address(shared_memory);
+  const unsigned stages = q_tile + kQueryBytes + threadIdx.x / 32 * kStages * kStageBytes;   // of this warp
+  const KeyTiles tiles = key_tiles_of(work, arguments);
+  const int end = first_tile_of_split(work.split + 1, tiles.count, arguments.splits);
+  const int begin = first_tile_of_split(work.split, tiles.count, arguments.splits) + threadIdx.x / 32;   // of this warp
+  const auto load_stage = [&](int iteration) {   // loads K and V of an iteration of this warp
+    const int step = begin + iteration * kWarps;
+    const unsigned stage = stages + iteration % kStages * kStageBytes;
+    if (step < end) {
+      load_tile<kTileK, kHeadDim, kHeadDimPadded>(stage, k, arguments.k_strides.row, tiles.first_key(step), arguments.len_k);
+      load_tile<kTileK, kValueDim, kValueDimPadded>(stage + kKeyBytes, v, arguments.v_strides.row, tiles.first_key(step), arguments.len_k);
+    }
+  };
+
+  for (int iteration = 0; iteration < kStages - 1; ++iteration) {
+    load_stage(iteration);
+    if (iteration == 0) load_queries(q_tile, work, arguments);
+    copy_async_commit();
+  }
+  float output[kRowTiles][kValueTiles][4] = {};
+  RowState rows[kRowTiles][2];
+  bool steady = false;   // whether the row maxima of the warp can be used as offsets
+  copy_async_wait<kStages - 2>();
+  __syncthreads();   // Q has arrived, which all threads have loaded
+  for (int iteration = 0, step = begin; step < end; ++iteration, step += kWarps) {
+    const int first_key = tiles.first_key(step);
+    const unsigned stage = stages + iteration % kStages * kStageBytes;
+    // K and V of this step have arrived, and every lane has read those of the previous step, whose stage is loaded again.
+    copy_async_wait<kStages - 2>();
+    __syncwarp();
+    load_stage(iteration + kStages - 1);
+    copy_async_commit();
+    compute_step(output, rows, steady, position, tiles, step, first_key, q_tile, stage, arguments);
+  }
+  __syncthreads();   // every warp has read the tiles, which the partial outputs overwrite
+  store_warp_partial(output, rows);
+  __syncthreads();
+}
+
+// Combines the partial outputs of the tile, of the CTA's warps or of all splits, and stores the output and the LSE.
+template <bool kFromWarps>
+__device__ __forceinline__ void store_output(const WorkTile& work, const DecodeArguments& arguments) {
+  constexpr int kColumns = kFromWarps ? kPartialColumns : kValueDim;
+  const int count = kFromWarps ? kWarps : arguments.splits;
+  const float* outputs = kFromWarps ? warp_outputs() : split_outputs(work, 0, arguments);
+  const float2* states = kFromWarps ? warp_states() : split_states(work, 0, arguments);
   for (int i = threadIdx.x * 4; i < work.rows * kValueDim; i += kThreads * 4) {
     const int row = i / kValueDim, column = i % kValueDim;
     float4 output;
     const RowState state =
-        merge_shares<kWarpsShares>(output, outputs + row * kColumns + column, states + row, shares);
-    const Row place = row_of(row, work, arguments);
+        combine_partials<kFromWarps>(output, outputs + row * kColumns + column, states + row, count);
+    const Row indices = row_at(row, work, arguments);
     const float normalise = 1.0f / state.sum;
     const bool empty = state.sum == 0.0f;
     const uint2 rounded = make_uint2(pack_bf16(output.x * normalise, output.y * normalise),
                                      pack_bf16(output.z * normalise, output.w * normalise));
-    Element* o = arguments.o + work.batch * arguments.o_strides.batch + place.head * arguments.o_strides.head +
-                 place.query * arguments.o_strides.row;
+    Element* o = arguments.o + work.batch * arguments.o_strides.batch + indices.head * arguments.o_strides.head +
+                 indices.query * arguments.o_strides.row;
     *reinterpret_cast<uint2*>(o + column) = empty ? make_uint2(0, 0) : rounded;
     if (column != 0 || arguments.lse == nullptr) continue;
-    const long long head = static_cast<long long>(work.batch) * arguments.heads_q + place.head;
+    const long long head = static_cast<long long>(work.batch) * arguments.heads_q + indices.head;
     const float log2_sum = state.row_max * kScoreToLog2 + log2_approx(state.sum);
-    arguments.lse[head * arguments.len_q + place.query] = state.sum == 0.0f ? minus_infinity() : log2_sum * 0.69314718f;
+    arguments.lse[head * arguments.len_q + indices.query] = state.sum == 0.0f ? minus_infinity() : log2_sum * 0.69314718f;
   }
+}
+
+// The epilogue: stores the output of a tile with one split. Otherwise stores the CTA's partial output, and the last CTA to
+// arrive combines those of all splits.
+__device__ __forceinline__ void epilogue(const WorkTile& work, const DecodeArguments& arguments) {
+  if (arguments.splits == 1) return store_output<true>(work, arguments);
+  store_split_partial(work, arguments);
+  if (arrives_last(arguments.arrivals + work.slot, arguments.splits)) store_output<false>(work, arguments);
 }
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
@@ -664,58 +745,6 @@ __device__ __forceinline__ void write_output(const WorkTile& work, const DecodeA
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attention_decode_bf16_d256_causal_and_sliding_window4096_softcap50_7eada06d(const __grid_constant__ DecodeArguments arguments) {
   const WorkTile work = work_tile_of_block(arguments);
-  const Position position = position_of(work, arguments);
-  const int head_kv = kv_head_of(work.head, arguments);
-  const Element* k = arguments.k + work.batch * arguments.k_strides.batch + head_kv * arguments.k_strides.head;
-  const Element* v = arguments.v + work.batch * arguments.v_strides.batch + head_kv * arguments.v_strides.head;
-
-  const unsigned q_tile = shared_address(shared_memory);
-  const unsigned stages = q_tile + kQueryBytes + threadIdx.x / 32 * kStages * kStageBytes;   // this warp's
-  const KeyTiles tiles = key_tiles_of(work, arguments);
-  const int end = first_of_split(work.split + 1, tiles.count, arguments.splits);
-  const int begin = first_of_split(work.split, tiles.count, arguments.splits) + threadIdx.x / 32;
-  const auto copy_step = [&](int turn) {   // the keys and values of this warp's turn-th step
-    const int step = begin + turn * kWarps;
-    const unsigned stage = stages + turn % kStages * kStageBytes;
-    if (step < end) {
-      copy_tile<kTileK, kHeadDim, kHeadDimPadded>(stage, k, arguments.k_strides.row, tiles.first_key(step), arguments.len_k);
-      copy_tile<kTileK, kValueDim, kValueDimPadded>(stage + kKeyBytes, v, arguments.v_strides.row, tiles.first_key(step),
-                                                    arguments.len_k);
-    }
-  };
-
-  for (int turn = 0; turn < kStages - 1; ++turn) {
-    copy_step(turn);
-    if (turn == 0) copy_queries(q_tile, work, arguments);
-    copy_async_commit();
-  }
-  float output[kRowTiles][kValueTiles][4] = {};
-  RowState rows[kRowTiles][2];
-  bool steady = false;   // whether the row maxima of the warp can be used as offsets
-  copy_async_wait<kStages - 2>();
-  __syncthreads();   // Q has landed, of which each thread copied a part with its first step
-  for (int turn = 0, step = begin; step < end; ++turn, step += kWarps) {
-    const int first_key = tiles.first_key(step);
-    const unsigned stage = stages + turn % kStages * kStageBytes;
-    // This step's K and V have landed; every lane is done with those of the step before, whose stage is filled again.
-    copy_async_wait<kStages - 2>();
-    __syncwarp();
-    copy_step(turn + kStages - 1);
-    copy_async_commit();
-
-    float scores[kRowTiles][kKeyTiles][4] = {};
-    multiply_by_transpose<kHeadDimPadded>(scores, q_tile, stage);
-    apply_score(scores, position, first_key, arguments);
-    if (!tiles.full(step)) apply_mask(scores, position, first_key, arguments);
-    if (first_key + kTileK > arguments.len_k) cut_scores(scores, position, first_key, arguments);
-    online_softmax(scores, output, rows, steady);
-
-    multiply_registers<kValueDimPadded / 8>(output, scores, stage + kKeyBytes);
-  }
-  __syncthreads();   // every warp is done with the tiles, whose place the shares take
-  lay_share(output, rows);
-  __syncthreads();
-  if (arguments.splits == 1) return write_output<true>(work, arguments);
-  store_share(work, arguments);
-  if (arrives_last(arguments.arrivals + work.unit, arguments.splits)) write_output<false>(work, arguments);
+  compute_warp_partials(work, arguments);
+  epilogue(work, arguments);
 }

@@ -50,18 +50,18 @@ constexpr int kHeadDim = 64;
 constexpr int kValueDim = 64;
 constexpr int kHeadDimPadded = 64;   // a multiple of the depth of an mma; zeros beyond kHeadDim
 constexpr int kValueDimPadded = 64;
-constexpr int kTileK = 64;          // keys of a block
-constexpr int kTileQ = 64;           // queries of a step
-constexpr int kStages = 2;           // tiles of Q, and of dO, that shared memory holds at once
+constexpr int kTileK = 64;          // keys per CTA
+constexpr int kTileQ = 64;           // queries per step
+constexpr int kStages = 2;           // tiles of Q, and of dO, in shared memory
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
-constexpr int kSplit = 2;            // warps of the same keys, each with its part of queries and columns
-constexpr int kRowsPerWarp = kTileK / (kWarps / kSplit);   // scores are held transposed: a row is a key, a column a query
+constexpr int kSplit = 2;            // warps with the same keys, each with a part of the queries and columns
+constexpr int kRowsPerWarp = kTileK / (kWarps / kSplit);   // rows are keys: scores are held transposed
 constexpr int kRowTiles = kRowsPerWarp / 16;   // a warp's 16-row mma tiles
 constexpr int kQueriesPerWarp = kTileQ / kSplit;
-constexpr int kQueryTiles = kQueriesPerWarp / 8;   // a warp's 8-column mma tiles of scores,
-constexpr int kHeadTiles = kHeadDimPadded / 8 / kSplit;     // of dK,
-constexpr int kValueTiles = kValueDimPadded / 8 / kSplit;   // of dV
+constexpr int kQueryTiles = kQueriesPerWarp / 8;   // a warp's 8-column mma tiles of scores
+constexpr int kHeadTiles = kHeadDimPadded / 8 / kSplit;     // a warp's 8-column mma tiles of dK
+constexpr int kValueTiles = kValueDimPadded / 8 / kSplit;   // a warp's 8-column mma tiles of dV
 constexpr float kScale = 0.125f;
 constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): probabilities are powers of 2
 constexpr float kNoLse = 3.40282347e+38f;     // marks a row without allowed scores
@@ -237,7 +237,7 @@ __device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDkdvArgumen
   return k <= q + (arguments.len_k - arguments.len_q);
 }
 
-// What a block works on: a tile of keys of one head of K and V of one batch, for all query heads of its group.
+// A work tile: the keys of one CTA, of one KV head of one batch, for all query heads of that KV head.
 struct WorkTile {
   int first_key, head_kv, batch;
 };
@@ -263,22 +263,22 @@ __device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int h
   return {first_tile, count, (full_begin + kTileQ - 1) / kTileQ, full_end / kTileQ};
 }
 
-// ---- The kernel's steps ---------------------------------------------------------------------------------------------
+// ---- Loads and products ---------------------------------------------------------------------------------------------
 
-// Chunks of a row are permuted so that the 8 rows that ldmatrix reads at once lie in different banks: within groups
-// of this many 16-byte chunks, by the row.
+// Returns the swizzle's period in 16-byte chunks. The chunks of each period of a row are permuted by the row's number, so
+// that the 8 rows that ldmatrix reads at once are in different banks.
 template <int kChunks>
 __device__ constexpr int swizzle_span() { return kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2; }
 
-// Byte offset of a 16-byte chunk in a tile whose rows are kChunks chunks long.
+// Returns the byte offset of a 16-byte chunk in a tile with kChunks chunks per row.
 template <int kChunks>
 __device__ constexpr unsigned tile_offset(int row, int chunk) {
   constexpr int kSpan = swizzle_span<kChunks>();
   return (row * kChunks + (chunk ^ (row / (8 / kSpan)) % kSpan)) * 16;
 }
 
-// ldmatrix reads a 16 x 16 block as four 8 x 8 matrices, of which lane l names row l % 8 of matrix l / 8. The address
-// that a lane gives for the block at (row, chunk), multiples of 16 and 2, if its own place in the block is as given.
+// Returns the address that this lane passes to ldmatrix for the 16 x 16 block at (row, chunk), multiples of 16 and 2.
+// ldmatrix reads four 8 x 8 matrices: lane l addresses row l % 8 of matrix l / 8, at (lane_row, lane_chunk) of the block.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int chunk, int lane_row, int lane_chunk) {
   constexpr int kSpan = swizzle_span<kChunks>();
@@ -286,26 +286,28 @@ __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int ch
   return tile + row * kChunks * 16 + (corner ^ chunk % kSpan * 16) + chunk / kSpan * kSpan * 16;
 }
 
-// Upper left, lower left, upper right, lower right: the order of an mma's A, and of B where it is transposed.
+// Returns the address for ldmatrix to read a block as operand A of an mma, or as a transposed operand B: its matrices in the
+// order upper left, lower left, upper right, lower right.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_by_columns(unsigned tile, int row, int chunk) {
   const int lane = threadIdx.x % 32;
   return block_address<kChunks>(tile, row, chunk, lane % 16, lane / 16);
 }
 
-// Upper left, upper right, lower left, lower right: the order of two mmas' B.
+// Returns the address for ldmatrix to read a block as operands B of two mmas: its matrices in the order upper left, upper
+// right, lower left, lower right.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_by_rows(unsigned tile, int row, int chunk) {
   const int lane = threadIdx.x % 32;
   return block_address<kChunks>(tile, row, chunk, lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
-// Starts copying rows first_row, ... of a matrix of row_count rows into a tile; zeros where the matrix ends.
+// Starts loading rows first_row, ... of a matrix of row_count rows into a tile. Rows behind the last are 0.
 template <int kRows, int kColumns, int kColumnsPadded>
-__device__ __forceinline__ void copy_tile(unsigned tile, const Element* matrix, long long row_stride, int first_row,
+__device__ __forceinline__ void load_tile(unsigned tile, const Element* matrix, long long row_stride, int first_row,
                                           int row_count) {
   constexpr int kChunks = kColumnsPadded / 8;
-  constexpr int kLanes = swizzle_span<kChunks>();   // lanes side by side in a row
+  constexpr int kLanes = swizzle_span<kChunks>();   // adjacent lanes per row
   constexpr int kRowStep = kThreads / kLanes;
   const int first = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const Element* source = matrix + (first_row + first) * row_stride + lane * 8;
@@ -320,73 +322,23 @@ __device__ __forceinline__ void copy_tile(unsigned tile, const Element* matrix, 
   }
 }
 
-// Rounds a warp's accumulators times a factor, and lays them into a tile of kChunks chunks a row, from (row, chunk) on.
-template <int kChunks, int kTiles>
-__device__ __forceinline__ void store_rounded(const float (&values)[kRowTiles][kTiles][4], float factor,
-                                              unsigned char* tile, int first_row, int first_chunk) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = first_row + i * 16 + r * 8 + lane / 4;
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        *reinterpret_cast<unsigned*>(tile + tile_offset<kChunks>(row, first_chunk + j) + lane % 4 * 4) =
-            pack_f16(values[i][j][2 * r] * factor, values[i][j][2 * r + 1] * factor);
-      }
-    }
-  }
-}
-
-// Copies a warp's kRows rows of a tile to rows first_row, ... of a matrix of row_count rows, 16 bytes a lane.
-template <int kRows, int kColumns, int kColumnsPadded>
-__device__ __forceinline__ void write_rows(Element* matrix, long long row_stride, int first_row, int row_count,
-                                           const unsigned char* tile, int warp_row) {
-  constexpr int kChunks = kColumnsPadded / 8;
-#pragma unroll
-  for (int i = threadIdx.x % 32; i < kRows * kChunks; i += 32) {
-    const int row = warp_row + i / kChunks, chunk = i % kChunks;
-    if (first_row + row < row_count && chunk * 8 < kColumns) {
-      *reinterpret_cast<uint4*>(matrix + (first_row + row) * row_stride + chunk * 8) =
-          *reinterpret_cast<const uint4*>(tile + tile_offset<kChunks>(row, chunk));
-    }
-  }
-}
-
-// Starts copying K's and V's tiles.
-__device__ __forceinline__ void copy_keys_and_values(const WorkTile& work, unsigned k_tile, unsigned v_tile,
+// Starts loading the tiles of K and V.
+__device__ __forceinline__ void load_keys_and_values(const WorkTile& work, unsigned k_tile, unsigned v_tile,
                                                      const BackwardDkdvArguments& arguments) {
   const Element* k = arguments.k + work.batch * arguments.k_strides.batch + work.head_kv * arguments.k_strides.head;
   const Element* v = arguments.v + work.batch * arguments.v_strides.batch + work.head_kv * arguments.v_strides.head;
-  copy_tile<kTileK, kHeadDim, kHeadDimPadded>(k_tile, k, arguments.k_strides.row, work.first_key, arguments.len_k);
-  copy_tile<kTileK, kValueDim, kValueDimPadded>(v_tile, v, arguments.v_strides.row, work.first_key, arguments.len_k);
+  load_tile<kTileK, kHeadDim, kHeadDimPadded>(k_tile, k, arguments.k_strides.row, work.first_key, arguments.len_k);
+  load_tile<kTileK, kValueDim, kValueDimPadded>(v_tile, v, arguments.v_strides.row, work.first_key, arguments.len_k);
 }
 
-// Starts copying a tile's row statistics, (LSE to the base 2, D) each. They are there for rows beyond the last, too.
-__device__ __forceinline__ void copy_statistics(unsigned tile, const float* source) {
+// Starts loading the statistics of a tile of queries, (LSE to the base 2, D) each. The array is padded to whole tiles.
+__device__ __forceinline__ void load_statistics(unsigned tile, const float* source) {
   for (int i = threadIdx.x; i < kStatisticsBytes / 16; i += kThreads) {
     copy_async_16(tile + i * 16, source + i * 4, true);
   }
 }
 
-// (LSE, D) of the two queries of which this lane has the scores in column tile j.
-__device__ __forceinline__ float4 statistics_of(const unsigned char* statistics, int j) {
-  const int query = threadIdx.x / 32 % kSplit * kQueriesPerWarp + j * 8 + threadIdx.x % 4 * 2;
-  return *reinterpret_cast<const float4*>(statistics + query * 8);
-}
-
-// Returns whether some query of a tile has a large LSE.
-__device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
-  float largest = 0.0f;
-  for (int row = threadIdx.x % 32; row < kTileQ; row += 32) {
-    const float lse = fabsf(*reinterpret_cast<const float*>(statistics + row * 8));
-    if (lse < kNoLse) largest = fmaxf(largest, lse);
-  }
-  return __any_sync(0xffffffffu, largest > kLargeLse);
-}
-
-// product += A * B^T: A the warp's rows of one tile in shared memory, from `rows` on; B the rows of another.
+// product += A * B^T. A is the warp's rows of a tile in shared memory, at `rows`; B is another tile, at `columns`.
 template <int kDepth, int kColumnTiles>
 __device__ __forceinline__ void multiply_by_transpose(float (&product)[kRowTiles][kColumnTiles][4], unsigned rows,
                                                       unsigned columns) {
@@ -409,8 +361,8 @@ __device__ __forceinline__ void multiply_by_transpose(float (&product)[kRowTiles
   }
 }
 
-// product += A * B: A in registers, rounded to the input's type; B rows of a tile of kChunks chunks a row in shared
-// memory, from `values` and chunk first_chunk on.
+// product += A * B. A is in registers and rounded to the input's type; B is a tile in shared memory with kChunks chunks
+// per row, at `values`, from chunk first_chunk on.
 template <int kChunks, int kDepthTiles, int kWidthTiles>
 __device__ __forceinline__ void multiply_registers(float (&product)[kRowTiles][kWidthTiles][4],
                                                    const float (&factor)[kRowTiles][kDepthTiles][4], unsigned values,
@@ -439,8 +391,8 @@ __device__ __forceinline__ void multiply_registers(float (&product)[kRowTiles][k
   }
 }
 
-// product += A * B over kDepth of the depth, from `first` on: A the warp's rows of a tile of kFactorChunks chunks a row
-// in shared memory, from `rows` on; B a tile of kChunks chunks a row, from chunk first_chunk on.
+// product += A * B over the kDepth elements of depth from `first` on. Both are tiles in shared memory: A is the warp's
+// rows, at `rows`, with kFactorChunks chunks per row; B has kChunks chunks per row, from chunk first_chunk on.
 template <int kDepth, int kFactorChunks, int kChunks, int kWidthTiles>
 __device__ __forceinline__ void multiply_shared(float (&product)[kRowTiles][kWidthTiles][4], unsigned rows,
                                                 unsigned values, int first, int first_chunk) {
@@ -462,6 +414,55 @@ __device__ __forceinline__ void multiply_shared(float (&product)[kRowTiles][kWid
       }
     }
   }
+}
+
+// gradient += A * B over the depth that the other warps with the same rows have computed: A is their parts of P or dS, at
+// `rows` in shared memory; B is a tile with kColumns columns.
+template <int kColumns, int kWidthTiles>
+__device__ __forceinline__ void multiply_other_parts(float (&gradient)[kRowTiles][kWidthTiles][4], unsigned rows,
+                                                     unsigned tile, int part) {
+#pragma unroll
+  for (int other = 1; other < kSplit; ++other) {
+    const int first = (part + other) % kSplit * kQueriesPerWarp;
+    multiply_shared<kQueriesPerWarp, kTileQ / 8, kColumns / 8>(gradient, rows, tile, first, part * kWidthTiles);
+  }
+}
+
+// Stores a warp's accumulators times a factor, rounded, to (first_row, first_chunk) of a tile with kChunks chunks per row.
+template <int kChunks, int kTiles>
+__device__ __forceinline__ void store_rounded(const float (&values)[kRowTiles][kTiles][4], float factor,
+                                              unsigned char* tile, int first_row, int first_chunk) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = first_row + i * 16 + r * 8 + lane / 4;
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        *reinterpret_cast<unsigned*>(tile + tile_offset<kChunks>(row, first_chunk + j) + lane % 4 * 4) =
+            pack_f16(values[i][j][2 * r] * factor, values[i][j][2 * r + 1] * factor);
+      }
+    }
+  }
+}
+
+// ---- Score gradients ------------------------------------------------------------------------------------------------
+
+// Returns (LSE, D) of this lane's two queries in column tile j.
+__device__ __forceinline__ float4 statistics_of(const unsigned char* statistics, int j) {
+  const int query = threadIdx.x / 32 % kSplit * kQueriesPerWarp + j * 8 + threadIdx.x % 4 * 2;
+  return *reinterpret_cast<const float4*>(statistics + query * 8);
+}
+
+// Returns whether some query of a tile has a large LSE.
+__device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
+  float largest = 0.0f;
+  for (int row = threadIdx.x % 32; row < kTileQ; row += 32) {
+    const float lse = fabsf(*reinterpret_cast<const float*>(statistics + row * 8));
+    if (lse < kNoLse) largest = fmaxf(largest, lse);
+  }
+  return __any_sync(0xffffffffu, largest > kLargeLse);
 }
 
 // The sums of a lane for the gradients of captured elements that all of its scores, or all scores of a key, read.
@@ -511,8 +512,8 @@ __device__ __forceinline__ void recompute_p_and_ds(float (&probabilities)[kRowTi
   }
 }
 
-// Scores become P, and dP becomes dS. full: every score counts for which there are a query and a key.
-__device__ __forceinline__ void find_score_gradients(
+// Turns products into P, and dP into dS. full: no element of the tile is masked out.
+__device__ __forceinline__ void compute_score_gradients(
     float (&probabilities)[kRowTiles][kQueryTiles][4], float (&d_scores)[kRowTiles][kQueryTiles][4],
     const unsigned char* statistics, bool full, const WorkTile& work, const Position& position, int first_query,
     CaptureGradients& captured, const BackwardDkdvArguments& arguments) {
@@ -534,16 +535,33 @@ __device__ __forceinline__ void add_capture_gradients(const CaptureGradients& ca
   }
 }
 
-// Rounds a gradient, lays it into shared memory at `tile`, and writes it out from there, each warp a part of its keys.
+// ---- Epilogue -------------------------------------------------------------------------------------------------------
+
+// Stores kRows rows of a tile, from warp_row on, to a matrix of row_count rows of which first_row is the tile's first.
+template <int kRows, int kColumns, int kColumnsPadded>
+__device__ __forceinline__ void store_rows(Element* matrix, long long row_stride, int first_row, int row_count,
+                                           const unsigned char* tile, int warp_row) {
+  constexpr int kChunks = kColumnsPadded / 8;
+#pragma unroll
+  for (int i = threadIdx.x % 32; i < kRows * kChunks; i += 32) {
+    const int row = warp_row + i / kChunks, chunk = i % kChunks;
+    if (first_row + row < row_count && chunk * 8 < kColumns) {
+      *reinterpret_cast<uint4*>(matrix + (first_row + row) * row_stride + chunk * 8) =
+          *reinterpret_cast<const uint4*>(tile + tile_offset<kChunks>(row, chunk));
+    }
+  }
+}
+
+// The epilogue of dK or dV: rounds it, stores it to shared memory at `tile` and from there to global memory.
 template <int kColumns, int kColumnsPadded, int kTiles>
-__device__ __forceinline__ void write_gradients(const float (&gradients)[kRowTiles][kTiles][4], float factor,
+__device__ __forceinline__ void store_gradients(const float (&gradients)[kRowTiles][kTiles][4], float factor,
                                                 unsigned char* tile, Element* matrix, const Strides& strides,
                                                 const WorkTile& work, int warp_row, int part, int row_count) {
   store_rounded<kColumnsPadded / 8>(gradients, factor, tile, warp_row, part * kTiles);
   matrix += work.batch * strides.batch + work.head_kv * strides.head;
-  __syncthreads();   // all parts of the rows are there
+  __syncthreads();   // the warps with the same keys have stored all columns
   constexpr int kRows = kRowsPerWarp / kSplit;
-  write_rows<kRows, kColumns, kColumnsPadded>(matrix, strides.row, work.first_key, row_count, tile,
+  store_rows<kRows, kColumns, kColumnsPadded>(matrix, strides.row, work.first_key, row_count, tile,
                                               warp_row + part * kRows);
 }
 
@@ -564,7 +582,7 @@ attention_backward_dkdv_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6
 
   float d_keys[kRowTiles][kHeadTiles][4] = {};
   float d_values[kRowTiles][kValueTiles][4] = {};
-  copy_keys_and_values(work, k_tile, v_tile, arguments);
+  load_keys_and_values(work, k_tile, v_tile, arguments);
 
   for (int member = 0; member < arguments.heads_per_kv; ++member) {
     const int head = work.head_kv * arguments.heads_per_kv + member;
@@ -574,22 +592,22 @@ attention_backward_dkdv_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6
     const Element* q = arguments.q + work.batch * arguments.q_strides.batch + head * arguments.q_strides.head;
     const Element* d_o = arguments.d_o + work.batch * arguments.d_o_strides.batch + head * arguments.d_o_strides.head;
     const long long first_row = (static_cast<long long>(work.batch) * arguments.heads_q + head) * arguments.rows;
-    const auto copy_queries = [&](int step) {   // and their statistics
+    const auto load_queries = [&](int step) {   // and their statistics
       const int first_query = tiles.first_query(step);
-      copy_tile<kTileQ, kHeadDim, kHeadDimPadded>(k_tile + kQueryOffset + step % kStages * kQueryBytes, q,
+      load_tile<kTileQ, kHeadDim, kHeadDimPadded>(k_tile + kQueryOffset + step % kStages * kQueryBytes, q,
                                                   arguments.q_strides.row, first_query, arguments.len_q);
-      copy_statistics(k_tile + kStatisticsOffset + step % kStages * kStatisticsBytes,
+      load_statistics(k_tile + kStatisticsOffset + step % kStages * kStatisticsBytes,
                       arguments.statistics + (first_row + first_query) * 2);
     };
-    const auto copy_output_gradients = [&](int step) {
+    const auto load_output_gradients = [&](int step) {
       const int first_query = tiles.first_query(step);
-      copy_tile<kTileQ, kValueDim, kValueDimPadded>(k_tile + kOutputOffset + step % kStages * kOutputBytes, d_o,
+      load_tile<kTileQ, kValueDim, kValueDimPadded>(k_tile + kOutputOffset + step % kStages * kOutputBytes, d_o,
                                                     arguments.d_o_strides.row, first_query, arguments.len_q);
     };
 
     CaptureGradients captured;
-    if (tiles.count > 0) copy_output_gradients(0);
-    if (tiles.count > 0) copy_queries(0);
+    if (tiles.count > 0) load_output_gradients(0);
+    if (tiles.count > 0) load_queries(0);
     copy_async_commit();
     for (int step = 0; step < tiles.count; ++step) {
       const int first_query = tiles.first_query(step);
@@ -599,45 +617,35 @@ attention_backward_dkdv_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6
       const unsigned d_o_rows = d_o_tile + part * kQueriesPerWarp * kValueDimPadded * kElementBytes;
       const unsigned char* statistics = shared_memory + kStatisticsOffset + step % kStages * kStatisticsBytes;
       float probabilities[kRowTiles][kQueryTiles][4] = {}, d_scores[kRowTiles][kQueryTiles][4] = {};
-      // This step's Q and dO have landed; every warp is done with the step before.
+      // Q and dO of this step have arrived, and every warp has finished the previous step.
       copy_async_wait<0>();
       __syncthreads();
       if (step + 1 < tiles.count) {
-        copy_queries(step + 1);
-        copy_output_gradients(step + 1);
+        load_queries(step + 1);
+        load_output_gradients(step + 1);
       }
       copy_async_commit();
       multiply_by_transpose<kHeadDimPadded>(probabilities, k_rows, q_rows);
       multiply_by_transpose<kValueDimPadded>(d_scores, v_rows, d_o_rows);
-      find_score_gradients(probabilities, d_scores, statistics, tiles.full(step), work, position, first_query, captured, arguments);
+      compute_score_gradients(probabilities, d_scores, statistics, tiles.full(step), work, position, first_query, captured, arguments);
       store_rounded<kTileQ / 8>(probabilities, 1.0f, shared_memory + kProbabilityOffset, warp_row, part * kQueryTiles);
       store_rounded<kTileQ / 8>(d_scores, 1.0f, shared_memory + kScoreOffset, warp_row, part * kQueryTiles);
-      // What this warp has of P and dS itself needs no waiting for the others' parts.
+      // The products with this warp's own part of P and dS do not wait for the other parts.
       multiply_registers<kValueDimPadded / 8>(d_values, probabilities, d_o_rows, part * kValueTiles);
       multiply_registers<kHeadDimPadded / 8>(d_keys, d_scores, q_rows, part * kHeadTiles);
-      __syncthreads();   // all of P and dS is there
-#pragma unroll
-      for (int other = 1; other < kSplit; ++other) {
-        const int first = (part + other) % kSplit * kQueriesPerWarp;
-        multiply_shared<kQueriesPerWarp, kTileQ / 8, kValueDimPadded / 8>(d_values, probability_rows, d_o_tile, first,
-                                                                          part * kValueTiles);
-      }
-#pragma unroll
-      for (int other = 1; other < kSplit; ++other) {
-        const int first = (part + other) % kSplit * kQueriesPerWarp;
-        multiply_shared<kQueriesPerWarp, kTileQ / 8, kHeadDimPadded / 8>(d_keys, d_scores_rows, q_tile, first,
-                                                                         part * kHeadTiles);
-      }
+      __syncthreads();   // all of P and dS is in shared memory
+      multiply_other_parts<kValueDimPadded>(d_values, probability_rows, d_o_tile, part);
+      multiply_other_parts<kHeadDimPadded>(d_keys, d_scores_rows, q_tile, part);
     }
     add_capture_gradients(captured, position, arguments);
-    __syncthreads();   // every warp is done with Q and dO, whose places the next head's take
+    __syncthreads();   // every warp has read Q and dO, which those of the next head overwrite
   }
 
-  // dK and dV take the places of K and V.
+  // dK and dV overwrite K and V.
   copy_async_wait<0>();
   __syncthreads();
-  write_gradients<kHeadDim, kHeadDimPadded>(d_keys, kScale, shared_memory, arguments.dk, arguments.dk_strides, work,
+  store_gradients<kHeadDim, kHeadDimPadded>(d_keys, kScale, shared_memory, arguments.dk, arguments.dk_strides, work,
                                             warp_row, part, arguments.len_k);
-  write_gradients<kValueDim, kValueDimPadded>(d_values, 1.0f, shared_memory + kValueOffset, arguments.dv,
+  store_gradients<kValueDim, kValueDimPadded>(d_values, 1.0f, shared_memory + kValueOffset, arguments.dv,
                                               arguments.dv_strides, work, warp_row, part, arguments.len_k);
 }

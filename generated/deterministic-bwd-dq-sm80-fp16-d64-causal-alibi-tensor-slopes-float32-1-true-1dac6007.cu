@@ -47,17 +47,17 @@ constexpr int kHeadDim = 64;
 constexpr int kValueDim = 64;
 constexpr int kHeadDimPadded = 64;   // a multiple of the depth of an mma; zeros beyond kHeadDim
 constexpr int kValueDimPadded = 64;
-constexpr int kTileQ = 128;          // queries of a block
-constexpr int kTileK = 64;           // keys of a step
-constexpr int kStages = 2;           // tiles of K, and of V, that shared memory holds at once
+constexpr int kTileQ = 128;          // queries per CTA
+constexpr int kTileK = 64;           // keys per step
+constexpr int kStages = 2;           // tiles of K, and of V, in shared memory
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
-constexpr int kSplit = 1;            // warps of the same queries, each with its part of keys and columns
+constexpr int kSplit = 1;            // warps with the same queries, each with a part of the keys and columns
 constexpr int kRowsPerWarp = kTileQ / (kWarps / kSplit);
 constexpr int kRowTiles = kRowsPerWarp / 16;   // a warp's 16-row mma tiles
 constexpr int kKeysPerWarp = kTileK / kSplit;
-constexpr int kKeyTiles = kKeysPerWarp / 8;    // a warp's 8-column mma tiles of scores,
-constexpr int kHeadTiles = kHeadDimPadded / 8 / kSplit;   // of dQ
+constexpr int kKeyTiles = kKeysPerWarp / 8;    // a warp's 8-column mma tiles of scores
+constexpr int kHeadTiles = kHeadDimPadded / 8 / kSplit;   // a warp's 8-column mma tiles of dQ
 constexpr float kScale = 0.125f;
 constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): probabilities are powers of 2
 constexpr float kNoLse = 3.40282347e+38f;     // marks a row without allowed scores
@@ -187,18 +187,19 @@ __device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDqArguments
   return k <= q + (arguments.len_k - arguments.len_q);
 }
 
-// What a block works on: a tile of queries of one head of one batch.
+// A work tile: the queries of one CTA, of one head of one batch.
 struct WorkTile {
   int first_query, head, batch;
 };
 
+// Later queries attend to more keys, so the last tiles start first.
 __device__ __forceinline__ WorkTile work_tile_of_block() {
-  const int tile = gridDim.x - 1 - blockIdx.x;   // later queries see more keys: the longest work goes first
+  const int tile = gridDim.x - 1 - blockIdx.x;
   return {tile * kTileQ, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
 }
 
-// The head of K and V that a query head reads, head / heads_per_kv. A product with 2^31 / heads_per_kv, rounded up, is
-// exact, and unlike a division leaves the result, and the addresses that follow from it, in uniform registers.
+// Returns the KV head of a query head, head / heads_per_kv. A product with 2^31 / heads_per_kv, rounded up, is exact and,
+// unlike a division, leaves the result and the addresses computed from it in uniform registers.
 __device__ __forceinline__ int kv_head_of(int head, const BackwardDqArguments& arguments) {
   return __umulhi(2 * head + 1, arguments.kv_reciprocal);
 }
@@ -224,22 +225,22 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const Bac
   return {first_tile, count, (full_begin + kTileK - 1) / kTileK, full_end / kTileK};
 }
 
-// ---- The kernel's steps ---------------------------------------------------------------------------------------------
+// ---- Loads and products ---------------------------------------------------------------------------------------------
 
-// Chunks of a row are permuted so that the 8 rows that ldmatrix reads at once lie in different banks: within groups
-// of this many 16-byte chunks, by the row.
+// Returns the swizzle's period in 16-byte chunks. The chunks of each period of a row are permuted by the row's number, so
+// that the 8 rows that ldmatrix reads at once are in different banks.
 template <int kChunks>
 __device__ constexpr int swizzle_span() { return kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2; }
 
-// Byte offset of a 16-byte chunk in a tile whose rows are kChunks chunks long.
+// Returns the byte offset of a 16-byte chunk in a tile with kChunks chunks per row.
 template <int kChunks>
 __device__ constexpr unsigned tile_offset(int row, int chunk) {
   constexpr int kSpan = swizzle_span<kChunks>();
   return (row * kChunks + (chunk ^ (row / (8 / kSpan)) % kSpan)) * 16;
 }
 
-// ldmatrix reads a 16 x 16 block as four 8 x 8 matrices, of which lane l names row l % 8 of matrix l / 8. The address
-// that a lane gives for the block at (row, chunk), multiples of 16 and 2, if its own place in the block is as given.
+// Returns the address that this lane passes to ldmatrix for the 16 x 16 block at (row, chunk), multiples of 16 and 2.
+// ldmatrix reads four 8 x 8 matrices: lane l addresses row l % 8 of matrix l / 8, at (lane_row, lane_chunk) of the block.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int chunk, int lane_row, int lane_chunk) {
   constexpr int kSpan = swizzle_span<kChunks>();
@@ -247,26 +248,28 @@ __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int ch
   return tile + row * kChunks * 16 + (corner ^ chunk % kSpan * 16) + chunk / kSpan * kSpan * 16;
 }
 
-// Upper left, lower left, upper right, lower right: the order of an mma's A, and of B where it is transposed.
+// Returns the address for ldmatrix to read a block as operand A of an mma, or as a transposed operand B: its matrices in the
+// order upper left, lower left, upper right, lower right.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_by_columns(unsigned tile, int row, int chunk) {
   const int lane = threadIdx.x % 32;
   return block_address<kChunks>(tile, row, chunk, lane % 16, lane / 16);
 }
 
-// Upper left, upper right, lower left, lower right: the order of two mmas' B.
+// Returns the address for ldmatrix to read a block as operands B of two mmas: its matrices in the order upper left, upper
+// right, lower left, lower right.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_by_rows(unsigned tile, int row, int chunk) {
   const int lane = threadIdx.x % 32;
   return block_address<kChunks>(tile, row, chunk, lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
-// Starts copying rows first_row, ... of a matrix of row_count rows into a tile; zeros where the matrix ends.
+// Starts loading rows first_row, ... of a matrix of row_count rows into a tile. Rows behind the last are 0.
 template <int kRows, int kColumns, int kColumnsPadded>
-__device__ __forceinline__ void copy_tile(unsigned tile, const Element* matrix, long long row_stride, int first_row,
+__device__ __forceinline__ void load_tile(unsigned tile, const Element* matrix, long long row_stride, int first_row,
                                           int row_count) {
   constexpr int kChunks = kColumnsPadded / 8;
-  constexpr int kLanes = swizzle_span<kChunks>();   // lanes side by side in a row
+  constexpr int kLanes = swizzle_span<kChunks>();   // adjacent lanes per row
   constexpr int kRowStep = kThreads / kLanes;
   const int first = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const Element* source = matrix + (first_row + first) * row_stride + lane * 8;
@@ -281,41 +284,7 @@ __device__ __forceinline__ void copy_tile(unsigned tile, const Element* matrix, 
   }
 }
 
-// Rounds a warp's accumulators times a factor, and lays them into a tile of kChunks chunks a row, from (row, chunk) on.
-template <int kChunks, int kTiles>
-__device__ __forceinline__ void store_rounded(const float (&values)[kRowTiles][kTiles][4], float factor,
-                                              unsigned char* tile, int first_row, int first_chunk) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = first_row + i * 16 + r * 8 + lane / 4;
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        *reinterpret_cast<unsigned*>(tile + tile_offset<kChunks>(row, first_chunk + j) + lane % 4 * 4) =
-            pack_f16(values[i][j][2 * r] * factor, values[i][j][2 * r + 1] * factor);
-      }
-    }
-  }
-}
-
-// Copies a warp's kRows rows of a tile to rows first_row, ... of a matrix of row_count rows, 16 bytes a lane.
-template <int kRows, int kColumns, int kColumnsPadded>
-__device__ __forceinline__ void write_rows(Element* matrix, long long row_stride, int first_row, int row_count,
-                                           const unsigned char* tile, int warp_row) {
-  constexpr int kChunks = kColumnsPadded / 8;
-#pragma unroll
-  for (int i = threadIdx.x % 32; i < kRows * kChunks; i += 32) {
-    const int row = warp_row + i / kChunks, chunk = i % kChunks;
-    if (first_row + row < row_count && chunk * 8 < kColumns) {
-      *reinterpret_cast<uint4*>(matrix + (first_row + row) * row_stride + chunk * 8) =
-          *reinterpret_cast<const uint4*>(tile + tile_offset<kChunks>(row, chunk));
-    }
-  }
-}
-
-// product += A * B^T: A the warp's rows of one tile in shared memory, from `rows` on; B the rows of another.
+// product += A * B^T. A is the warp's rows of a tile in shared memory, at `rows`; B is another tile, at `columns`.
 template <int kDepth, int kColumnTiles>
 __device__ __forceinline__ void multiply_by_transpose(float (&product)[kRowTiles][kColumnTiles][4], unsigned rows,
                                                       unsigned columns) {
@@ -338,8 +307,8 @@ __device__ __forceinline__ void multiply_by_transpose(float (&product)[kRowTiles
   }
 }
 
-// product += A * B: A in registers, rounded to the input's type; B rows of a tile of kChunks chunks a row in shared
-// memory, from `values` and chunk first_chunk on.
+// product += A * B. A is in registers and rounded to the input's type; B is a tile in shared memory with kChunks chunks
+// per row, at `values`, from chunk first_chunk on.
 template <int kChunks, int kDepthTiles, int kWidthTiles>
 __device__ __forceinline__ void multiply_registers(float (&product)[kRowTiles][kWidthTiles][4],
                                                    const float (&factor)[kRowTiles][kDepthTiles][4], unsigned values,
@@ -368,6 +337,27 @@ __device__ __forceinline__ void multiply_registers(float (&product)[kRowTiles][k
   }
 }
 
+// Stores a warp's accumulators times a factor, rounded, to (first_row, first_chunk) of a tile with kChunks chunks per row.
+template <int kChunks, int kTiles>
+__device__ __forceinline__ void store_rounded(const float (&values)[kRowTiles][kTiles][4], float factor,
+                                              unsigned char* tile, int first_row, int first_chunk) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = first_row + i * 16 + r * 8 + lane / 4;
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        *reinterpret_cast<unsigned*>(tile + tile_offset<kChunks>(row, first_chunk + j) + lane % 4 * 4) =
+            pack_f16(values[i][j][2 * r] * factor, values[i][j][2 * r + 1] * factor);
+      }
+    }
+  }
+}
+
+// ---- Score gradients ------------------------------------------------------------------------------------------------
+
 // Loads LSE (to the base 2) and D of the lane's rows.
 __device__ __forceinline__ void load_statistics(float2 (&rows)[kRowTiles][2], const Position& position,
                                                 const BackwardDqArguments& arguments) {
@@ -391,20 +381,6 @@ __device__ __forceinline__ bool has_large_lse(const float2 (&rows)[kRowTiles][2]
     for (int r = 0; r < 2; ++r) large |= fabsf(rows[i][r].x) > kLargeLse && fabsf(rows[i][r].x) < kNoLse;
   }
   return __any_sync(0xffffffffu, large);
-}
-
-// Rows with nothing to attend to are 0, whatever K holds.
-__device__ __forceinline__ void clear_empty_rows(float (&d_queries)[kRowTiles][kHeadTiles][4],
-                                                 const float2 (&rows)[kRowTiles][2]) {
-#pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (rows[i][r].x != kNoLse) continue;
-#pragma unroll
-      for (int j = 0; j < kHeadTiles; ++j) d_queries[i][j][2 * r] = d_queries[i][j][2 * r + 1] = 0.0f;
-    }
-  }
 }
 
 // Recomputes P and dS in place. The products Q * K^T become P, and dP becomes dS = P * (dP - D) with D = rowsum(dO *
@@ -441,6 +417,49 @@ __device__ __forceinline__ void recompute_p_and_ds(float (&probabilities)[kRowTi
   }
 }
 
+// ---- Epilogue -------------------------------------------------------------------------------------------------------
+
+// Stores kRows rows of a tile, from warp_row on, to a matrix of row_count rows of which first_row is the tile's first.
+template <int kRows, int kColumns, int kColumnsPadded>
+__device__ __forceinline__ void store_rows(Element* matrix, long long row_stride, int first_row, int row_count,
+                                           const unsigned char* tile, int warp_row) {
+  constexpr int kChunks = kColumnsPadded / 8;
+#pragma unroll
+  for (int i = threadIdx.x % 32; i < kRows * kChunks; i += 32) {
+    const int row = warp_row + i / kChunks, chunk = i % kChunks;
+    if (first_row + row < row_count && chunk * 8 < kColumns) {
+      *reinterpret_cast<uint4*>(matrix + (first_row + row) * row_stride + chunk * 8) =
+          *reinterpret_cast<const uint4*>(tile + tile_offset<kChunks>(row, chunk));
+    }
+  }
+}
+
+// Sets rows that attend to no key to 0, whatever K holds.
+__device__ __forceinline__ void clear_empty_rows(float (&d_queries)[kRowTiles][kHeadTiles][4],
+                                                 const float2 (&rows)[kRowTiles][2]) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (rows[i][r].x != kNoLse) continue;
+#pragma unroll
+      for (int j = 0; j < kHeadTiles; ++j) d_queries[i][j][2 * r] = d_queries[i][j][2 * r + 1] = 0.0f;
+    }
+  }
+}
+
+// The epilogue: stores dQ through shared memory. The rows of a warp overwrite its own rows of Q, which no other warp reads.
+__device__ __forceinline__ void epilogue(float (&d_queries)[kRowTiles][kHeadTiles][4], const float2 (&rows)[kRowTiles][2],
+                                         const WorkTile& work, int warp_row, int part, const BackwardDqArguments& arguments) {
+  clear_empty_rows(d_queries, rows);
+  store_rounded<kHeadDimPadded / 8>(d_queries, kScale, shared_memory, warp_row, part * kHeadTiles);
+  __syncwarp();
+  Element* dq = arguments.dq + work.batch * arguments.dq_strides.batch + work.head * arguments.dq_strides.head;
+  constexpr int kRows = kRowsPerWarp / kSplit;
+  store_rows<kRows, kHeadDim, kHeadDimPadded>(dq, arguments.dq_strides.row, work.first_query, arguments.len_q,
+                                              shared_memory, warp_row + part * kRows);
+}
+
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
@@ -465,21 +484,21 @@ attention_backward_dq_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac600
   load_statistics(rows, position, arguments);
   const bool large_lse = has_large_lse(rows);
   const KeyTiles tiles = key_tiles_of(work, arguments);
-  const auto copy_keys = [&](int step) {
+  const auto load_keys = [&](int step) {
     const unsigned tile = q_tile + kKeyOffset + step % kStages * kKeyBytes;
-    copy_tile<kTileK, kHeadDim, kHeadDimPadded>(tile, k, arguments.k_strides.row, tiles.first_key(step), arguments.len_k);
+    load_tile<kTileK, kHeadDim, kHeadDimPadded>(tile, k, arguments.k_strides.row, tiles.first_key(step), arguments.len_k);
   };
-  const auto copy_values = [&](int step) {
+  const auto load_values = [&](int step) {
     const unsigned tile = q_tile + kValueOffset + step % kStages * kValueBytes;
-    copy_tile<kTileK, kValueDim, kValueDimPadded>(tile, v, arguments.v_strides.row, tiles.first_key(step), arguments.len_k);
+    load_tile<kTileK, kValueDim, kValueDimPadded>(tile, v, arguments.v_strides.row, tiles.first_key(step), arguments.len_k);
   };
 
   if (tiles.count > 0) {
-    copy_tile<kTileQ, kHeadDim, kHeadDimPadded>(q_tile, q, arguments.q_strides.row, work.first_query, arguments.len_q);
-    copy_tile<kTileQ, kValueDim, kValueDimPadded>(q_tile + kOutputOffset, d_o, arguments.d_o_strides.row,
+    load_tile<kTileQ, kHeadDim, kHeadDimPadded>(q_tile, q, arguments.q_strides.row, work.first_query, arguments.len_q);
+    load_tile<kTileQ, kValueDim, kValueDimPadded>(q_tile + kOutputOffset, d_o, arguments.d_o_strides.row,
                                                   work.first_query, arguments.len_q);
-    copy_values(0);
-    copy_keys(0);
+    load_values(0);
+    load_keys(0);
   }
   copy_async_commit();
   for (int step = 0; step < tiles.count; ++step) {
@@ -489,12 +508,12 @@ attention_backward_dq_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac600
     const unsigned key_rows = keys + part * kKeysPerWarp * kHeadDimPadded * kElementBytes;
     const unsigned value_rows = values + part * kKeysPerWarp * kValueDimPadded * kElementBytes;
     float probabilities[kRowTiles][kKeyTiles][4] = {}, d_scores[kRowTiles][kKeyTiles][4] = {};
-    // This step's K and V have landed; every warp is done with the step before.
+    // K and V of this step have arrived, and every warp has finished the previous step.
     copy_async_wait<0>();
     __syncthreads();
     if (step + 1 < tiles.count) {
-      copy_keys(step + 1);
-      copy_values(step + 1);
+      load_keys(step + 1);
+      load_values(step + 1);
     }
     copy_async_commit();
     multiply_by_transpose<kHeadDimPadded>(probabilities, q_rows, key_rows);
@@ -508,13 +527,5 @@ attention_backward_dq_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac600
     }
     multiply_registers<kHeadDimPadded / 8>(d_queries, d_scores, keys);
   }
-
-  clear_empty_rows(d_queries, rows);
-  // dQ takes the place of Q; each warp's rows that of its own.
-  store_rounded<kHeadDimPadded / 8>(d_queries, kScale, shared_memory, warp_row, part * kHeadTiles);
-  __syncwarp();
-  Element* dq = arguments.dq + work.batch * arguments.dq_strides.batch + work.head * arguments.dq_strides.head;
-  constexpr int kRows = kRowsPerWarp / kSplit;
-  write_rows<kRows, kHeadDim, kHeadDimPadded>(dq, arguments.dq_strides.row, work.first_query, arguments.len_q,
-                                              shared_memory, warp_row + part * kRows);
+  epilogue(d_queries, rows, work, warp_row, part, arguments);
 }

@@ -41,9 +41,9 @@ constexpr int kHeadDim = 64;
 constexpr int kValueDim = 64;
 constexpr int kHeadDimPadded = 64;   // a multiple of the depth of an mma; zeros beyond kHeadDim
 constexpr int kValueDimPadded = 64;
-constexpr int kTileQ = 128;          // queries of a block
-constexpr int kTileK = 64;           // keys of a step
-constexpr int kStages = 2;           // tiles of K, and of V, that shared memory holds at once
+constexpr int kTileQ = 128;          // queries per CTA
+constexpr int kTileK = 64;           // keys per step
+constexpr int kStages = 2;           // tiles of K, and of V, in shared memory
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
 constexpr int kRowsPerWarp = kTileQ / kWarps;
@@ -183,18 +183,19 @@ __device__ __forceinline__ bool mask_mod(int q, int k, const ForwardArguments& a
   return k <= q + (arguments.len_k - arguments.len_q);
 }
 
-// What a block works on: a tile of queries of one head of one batch.
+// A work tile: the queries of one CTA, of one head of one batch.
 struct WorkTile {
   int first_query, head, batch;
 };
 
+// Later queries attend to more keys, so the last tiles start first.
 __device__ __forceinline__ WorkTile work_tile_of_block() {
-  const int tile = gridDim.x - 1 - blockIdx.x;   // later queries see more keys: the longest work goes first
+  const int tile = gridDim.x - 1 - blockIdx.x;
   return {tile * kTileQ, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
 }
 
-// The head of K and V that a query head reads, head / heads_per_kv. A product with 2^31 / heads_per_kv, rounded up, is
-// exact, and unlike a division leaves the result, and the addresses that follow from it, in uniform registers.
+// Returns the KV head of a query head, head / heads_per_kv. A product with 2^31 / heads_per_kv, rounded up, is exact and,
+// unlike a division, leaves the result and the addresses computed from it in uniform registers.
 __device__ __forceinline__ int kv_head_of(int head, const ForwardArguments& arguments) {
   return __umulhi(2 * head + 1, arguments.kv_reciprocal);
 }
@@ -220,22 +221,22 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const For
   return {first_tile, count, (full_begin + kTileK - 1) / kTileK, full_end / kTileK};
 }
 
-// ---- The kernel's steps ---------------------------------------------------------------------------------------------
+// ---- Loads and products ---------------------------------------------------------------------------------------------
 
-// Chunks of a row are permuted so that the 8 rows that ldmatrix reads at once lie in different banks: within groups
-// of this many 16-byte chunks, by the row.
+// Returns the swizzle's period in 16-byte chunks. The chunks of each period of a row are permuted by the row's number, so
+// that the 8 rows that ldmatrix reads at once are in different banks.
 template <int kChunks>
 __device__ constexpr int swizzle_span() { return kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2; }
 
-// Byte offset of a 16-byte chunk in a tile whose rows are kChunks chunks long.
+// Returns the byte offset of a 16-byte chunk in a tile with kChunks chunks per row.
 template <int kChunks>
 __device__ constexpr unsigned tile_offset(int row, int chunk) {
   constexpr int kSpan = swizzle_span<kChunks>();
   return (row * kChunks + (chunk ^ (row / (8 / kSpan)) % kSpan)) * 16;
 }
 
-// ldmatrix reads a 16 x 16 block as four 8 x 8 matrices, of which lane l names row l % 8 of matrix l / 8. The address
-// that a lane gives for the block at (row, chunk), multiples of 16 and 2, if its own place in the block is as given.
+// Returns the address that this lane passes to ldmatrix for the 16 x 16 block at (row, chunk), multiples of 16 and 2.
+// ldmatrix reads four 8 x 8 matrices: lane l addresses row l % 8 of matrix l / 8, at (lane_row, lane_chunk) of the block.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int chunk, int lane_row, int lane_chunk) {
   constexpr int kSpan = swizzle_span<kChunks>();
@@ -243,26 +244,28 @@ __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int ch
   return tile + row * kChunks * 16 + (corner ^ chunk % kSpan * 16) + chunk / kSpan * kSpan * 16;
 }
 
-// Upper left, lower left, upper right, lower right: the order of an mma's A, and of B where it is transposed.
+// Returns the address for ldmatrix to read a block as operand A of an mma, or as a transposed operand B: its matrices in the
+// order upper left, lower left, upper right, lower right.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_by_columns(unsigned tile, int row, int chunk) {
   const int lane = threadIdx.x % 32;
   return block_address<kChunks>(tile, row, chunk, lane % 16, lane / 16);
 }
 
-// Upper left, upper right, lower left, lower right: the order of two mmas' B.
+// Returns the address for ldmatrix to read a block as operands B of two mmas: its matrices in the order upper left, upper
+// right, lower left, lower right.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_by_rows(unsigned tile, int row, int chunk) {
   const int lane = threadIdx.x % 32;
   return block_address<kChunks>(tile, row, chunk, lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
-// Starts copying rows first_row, ... of a matrix of row_count rows into a tile; zeros where the matrix ends.
+// Starts loading rows first_row, ... of a matrix of row_count rows into a tile. Rows behind the last are 0.
 template <int kRows, int kColumns, int kColumnsPadded>
-__device__ __forceinline__ void copy_tile(unsigned tile, const Element* matrix, long long row_stride, int first_row,
+__device__ __forceinline__ void load_tile(unsigned tile, const Element* matrix, long long row_stride, int first_row,
                                           int row_count) {
   constexpr int kChunks = kColumnsPadded / 8;
-  constexpr int kLanes = swizzle_span<kChunks>();   // lanes side by side in a row
+  constexpr int kLanes = swizzle_span<kChunks>();   // adjacent lanes per row
   constexpr int kRowStep = kThreads / kLanes;
   const int first = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const Element* source = matrix + (first_row + first) * row_stride + lane * 8;
@@ -277,22 +280,7 @@ __device__ __forceinline__ void copy_tile(unsigned tile, const Element* matrix, 
   }
 }
 
-// Copies a warp's kRows rows of a tile to rows first_row, ... of a matrix of row_count rows, 16 bytes a lane.
-template <int kRows, int kColumns, int kColumnsPadded>
-__device__ __forceinline__ void write_rows(Element* matrix, long long row_stride, int first_row, int row_count,
-                                           const unsigned char* tile, int warp_row) {
-  constexpr int kChunks = kColumnsPadded / 8;
-#pragma unroll
-  for (int i = threadIdx.x % 32; i < kRows * kChunks; i += 32) {
-    const int row = warp_row + i / kChunks, chunk = i % kChunks;
-    if (first_row + row < row_count && chunk * 8 < kColumns) {
-      *reinterpret_cast<uint4*>(matrix + (first_row + row) * row_stride + chunk * 8) =
-          *reinterpret_cast<const uint4*>(tile + tile_offset<kChunks>(row, chunk));
-    }
-  }
-}
-
-// product += A * B^T: A the warp's rows of one tile in shared memory, from `rows` on; B the rows of another.
+// product += A * B^T. A is the warp's rows of a tile in shared memory, at `rows`; B is another tile, at `columns`.
 template <int kDepth, int kColumnTiles>
 __device__ __forceinline__ void multiply_by_transpose(float (&product)[kRowTiles][kColumnTiles][4], unsigned rows,
                                                       unsigned columns) {
@@ -315,8 +303,8 @@ __device__ __forceinline__ void multiply_by_transpose(float (&product)[kRowTiles
   }
 }
 
-// product += A * B: A in registers, rounded to the input's type; B rows of a tile of kChunks chunks a row in shared
-// memory, from `values` and chunk first_chunk on.
+// product += A * B. A is in registers and rounded to the input's type; B is a tile in shared memory with kChunks chunks
+// per row, at `values`, from chunk first_chunk on.
 template <int kChunks, int kDepthTiles, int kWidthTiles>
 __device__ __forceinline__ void multiply_registers(float (&product)[kRowTiles][kWidthTiles][4],
                                                    const float (&factor)[kRowTiles][kDepthTiles][4], unsigned values,
@@ -345,7 +333,9 @@ __device__ __forceinline__ void multiply_registers(float (&product)[kRowTiles][k
   }
 }
 
-// The score function, on the products.
+// ---- Score, mask and softmax ----------------------------------------------------------------------------------------
+
+// Applies the score function to a tile of products.
 __device__ __forceinline__ void apply_score(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
                                               int first_key, const ForwardArguments& arguments) {
 #pragma unroll
@@ -358,7 +348,7 @@ __device__ __forceinline__ void apply_score(float (&scores)[kRowTiles][kKeyTiles
   }
 }
 
-// -inf where the query may not attend to the key.
+// Applies the mask: sets the scores of masked-out keys to -inf.
 __device__ __forceinline__ void apply_mask(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
                                             int first_key, const ForwardArguments& arguments) {
 #pragma unroll
@@ -372,9 +362,10 @@ __device__ __forceinline__ void apply_mask(float (&scores)[kRowTiles][kKeyTiles]
   }
 }
 
-// -inf beyond the last key, in a tile that overhangs it: apart from the mask, which most tiles then have to themselves.
-__device__ __forceinline__ void cut_scores(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
-                                           int first_key, const ForwardArguments& arguments) {
+// Sets the scores of keys beyond the last one to -inf. Only the last tile of a sequence may hold such keys, so they are
+// not a part of the mask.
+__device__ __forceinline__ void apply_seqlen_mask(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
+                                                  int first_key, const ForwardArguments& arguments) {
   const int left = arguments.len_k - first_key - position.key;   // keys from this lane's first one to the end
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
@@ -389,12 +380,12 @@ __device__ __forceinline__ void cut_scores(float (&scores)[kRowTiles][kKeyTiles]
 struct RowState {
   float row_max = minus_infinity(), sum = 0.0f;
 
-  // Whether the row maximum can be folded into the fused multiply-add of an exponent: its rounding error is below 1, and it is
-  // finite, as in a row that has seen a key.
+  // Whether the row maximum can be the offset in the fused multiply-add of an exponent: it is finite, as the row has seen a
+  // key, and the rounding error of its product is below 1.
   __device__ __forceinline__ bool has_offset() const { return fabsf(row_max) < kMaxFoldedRowMax; }
 
-  // Raises the row maximum and returns the factor by which sum and output shrink. A row without a key yet has nothing to
-  // rescale; -inf - -inf would be NaN.
+  // Raises the row maximum, rescales the sum and returns the factor that rescales the output. A row without a key has nothing
+  // to rescale, and -inf - -inf would be NaN.
   __device__ __forceinline__ float update_row_max(float maximum) {
     const float old = row_max;
     row_max = fmaxf(old, maximum);
@@ -404,8 +395,8 @@ struct RowState {
   }
 };
 
-// Subtracts the row maxima from the scores where offsets cannot be used: exact, at the price of one more operation per
-// score.
+// Subtracts the row maxima from the scores if they cannot be used as offsets. This is exact but takes one more operation
+// per score.
 __device__ __forceinline__ void subtract_row_max(float (&scores)[kRowTiles][kKeyTiles][4],
                                                  const RowState (&rows)[kRowTiles][2]) {
 #pragma unroll
@@ -418,8 +409,9 @@ __device__ __forceinline__ void subtract_row_max(float (&scores)[kRowTiles][kKey
   }
 }
 
-// Turns a tile of scores into probabilities 2^(s - m) and adds them to the row sums. Output and sums are rescaled only if a
-// row of the warp exceeds its row maximum by kRescaleThreshold, or while a row has no offset and the warp is not `steady`.
+// Turns a tile of scores into probabilities 2^(s - m) and adds them to the row sums. The row maxima are raised, and output
+// and sums rescaled, only if the scores of some row of the warp exceed its maximum by kRescaleThreshold. `steady` is whether
+// all row maxima of the warp can be used as offsets; while they cannot, every tile rescales.
 __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTiles][4],
                                                float (&output)[kRowTiles][kValueTiles][4],
                                                RowState (&rows)[kRowTiles][2], bool& steady) {
@@ -471,10 +463,27 @@ __device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTi
   }
 }
 
-// Divides by the row sums, rounds, and lays this warp's rows of the output into shared memory. Rows with nothing to
-// attend to are 0 whatever V holds.
-__device__ __forceinline__ void stage_output(const float (&output)[kRowTiles][kValueTiles][4],
-                                             RowState (&rows)[kRowTiles][2], int warp_row) {
+// ---- Epilogue and mainloop ------------------------------------------------------------------------------------------
+
+// Stores kRows rows of a tile, from warp_row on, to a matrix of row_count rows of which first_row is the tile's first.
+template <int kRows, int kColumns, int kColumnsPadded>
+__device__ __forceinline__ void store_rows(Element* matrix, long long row_stride, int first_row, int row_count,
+                                           const unsigned char* tile, int warp_row) {
+  constexpr int kChunks = kColumnsPadded / 8;
+#pragma unroll
+  for (int i = threadIdx.x % 32; i < kRows * kChunks; i += 32) {
+    const int row = warp_row + i / kChunks, chunk = i % kChunks;
+    if (first_row + row < row_count && chunk * 8 < kColumns) {
+      *reinterpret_cast<uint4*>(matrix + (first_row + row) * row_stride + chunk * 8) =
+          *reinterpret_cast<const uint4*>(tile + tile_offset<kChunks>(row, chunk));
+    }
+  }
+}
+
+// Divides this warp's rows of the output by the row sums, rounds them and stores them to shared memory. A row that attends
+// to no key is 0, whatever V holds.
+__device__ __forceinline__ void store_output_to_shared(const float (&output)[kRowTiles][kValueTiles][4],
+                                                       RowState (&rows)[kRowTiles][2], int warp_row) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
@@ -493,8 +502,8 @@ __device__ __forceinline__ void stage_output(const float (&output)[kRowTiles][kV
   }
 }
 
-// The log-sum-exp of this lane's rows, to the base e; -inf where there was nothing to attend to.
-__device__ __forceinline__ void write_lse(const RowState (&rows)[kRowTiles][2], const Position& position,
+// Stores the log-sum-exp of this lane's rows, to the base e; -inf for rows that attend to no key.
+__device__ __forceinline__ void store_lse(const RowState (&rows)[kRowTiles][2], const Position& position,
                                           const ForwardArguments& arguments) {
   const long long head = static_cast<long long>(position.batch) * arguments.heads_q + position.head;
   if (arguments.lse == nullptr || threadIdx.x % 4 != 0) return;
@@ -510,51 +519,57 @@ __device__ __forceinline__ void write_lse(const RowState (&rows)[kRowTiles][2], 
   }
 }
 
-// ---- The kernel -----------------------------------------------------------------------------------------------------
+// The epilogue: stores this warp's rows of the output, through shared memory, and their log-sum-exps.
+__device__ __forceinline__ void epilogue(const float (&output)[kRowTiles][kValueTiles][4], RowState (&rows)[kRowTiles][2],
+                                         const WorkTile& work, const Position& position, int warp_row,
+                                         const ForwardArguments& arguments) {
+  // The rows of a warp overwrite its own rows of Q, which no other warp reads.
+  store_output_to_shared(output, rows, warp_row);
+  store_lse(rows, position, arguments);
+  __syncwarp();   // a warp reads back only its own rows
+  Element* o = arguments.o + work.batch * arguments.o_strides.batch + work.head * arguments.o_strides.head;
+  store_rows<kRowsPerWarp, kValueDim, kValueDimPadded>(o, arguments.o_strides.row, work.first_query, arguments.len_q,
+                                                       shared_memory, warp_row);
+}
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
-attention_forward_fp16_d64_causal_softcap30_09645fdf(const __grid_constant__ ForwardArguments arguments) {
-  const WorkTile work = work_tile_of_block();
-  const int warp_row = threadIdx.x / 32 * kRowsPerWarp;
-  const int lane = threadIdx.x % 32;
+// Computes the output of a work tile: the mainloop over the tiles of K and V, and the epilogue. All warps share the tiles of
+// K and V, and each computes its own rows of the output.
+__device__ __forceinline__ void compute_work_tile(const WorkTile& work, const ForwardArguments& arguments) {
+  const int warp_row = threadIdx.x / 32 * kRowsPerWarp, lane = threadIdx.x % 32;
   const Position position = {work.batch, work.head, work.first_query + warp_row + lane / 4, lane % 4 * 2};
   const Element* q = arguments.q + work.batch * arguments.q_strides.batch + work.head * arguments.q_strides.head;
   const int head_kv = kv_head_of(work.head, arguments);
   const Element* k = arguments.k + work.batch * arguments.k_strides.batch + head_kv * arguments.k_strides.head;
   const Element* v = arguments.v + work.batch * arguments.v_strides.batch + head_kv * arguments.v_strides.head;
-
-  const unsigned q_tile = shared_address(shared_memory);
-  const unsigned k_tile = q_tile + kKeyOffset;
-  const unsigned v_tile = q_tile + kValueOffset;
+  const unsigned q_tile = shared_address(shared_memory), k_tile = q_tile + kKeyOffset, v_tile = q_tile + kValueOffset;
   const unsigned q_rows = q_tile + warp_row * kHeadDimPadded * kElementBytes;
-
   float output[kRowTiles][kValueTiles][4] = {};
   RowState rows[kRowTiles][2];
   bool steady = false;   // whether the row maxima of the warp can be used as offsets
   const KeyTiles tiles = key_tiles_of(work, arguments);
-  const auto copy_keys = [&](int step) {
+  const auto load_keys = [&](int step) {
     const unsigned tile = k_tile + step % kStages * kKeyBytes;
-    copy_tile<kTileK, kHeadDim, kHeadDimPadded>(tile, k, arguments.k_strides.row, tiles.first_key(step), arguments.len_k);
+    load_tile<kTileK, kHeadDim, kHeadDimPadded>(tile, k, arguments.k_strides.row, tiles.first_key(step), arguments.len_k);
   };
-  const auto copy_values = [&](int step) {
+  const auto load_values = [&](int step) {
     const unsigned tile = v_tile + step % kStages * kValueBytes;
-    copy_tile<kTileK, kValueDim, kValueDimPadded>(tile, v, arguments.v_strides.row, tiles.first_key(step), arguments.len_k);
+    load_tile<kTileK, kValueDim, kValueDimPadded>(tile, v, arguments.v_strides.row, tiles.first_key(step), arguments.len_k);
   };
 
   if (tiles.count > 0) {
-    copy_tile<kTileQ, kHeadDim, kHeadDimPadded>(q_tile, q, arguments.q_strides.row, work.first_query, arguments.len_q);
-    copy_keys(0);
-    copy_values(0);
+    load_tile<kTileQ, kHeadDim, kHeadDimPadded>(q_tile, q, arguments.q_strides.row, work.first_query, arguments.len_q);
+    load_keys(0);
+    load_values(0);
   }
   copy_async_commit();
   for (int step = 0; step < tiles.count; ++step) {
     const int first_key = tiles.first_key(step);
-    // This step's K and V have landed; every warp is done with the other stage, which the next step's may fill.
+    // K and V of this step have arrived, and every warp has read the other stage, which the next step's loads fill.
     copy_async_wait<0>();
     __syncthreads();
     if (step + 1 < tiles.count) {
-      copy_keys(step + 1);
-      copy_values(step + 1);
+      load_keys(step + 1);
+      load_values(step + 1);
     }
     copy_async_commit();
 
@@ -562,17 +577,18 @@ attention_forward_fp16_d64_causal_softcap30_09645fdf(const __grid_constant__ For
     multiply_by_transpose<kHeadDimPadded>(scores, q_rows, k_tile + step % kStages * kKeyBytes);
     apply_score(scores, position, first_key, arguments);
     if (!tiles.full(step)) apply_mask(scores, position, first_key, arguments);
-    if (first_key + kTileK > arguments.len_k) cut_scores(scores, position, first_key, arguments);
+    if (first_key + kTileK > arguments.len_k) apply_seqlen_mask(scores, position, first_key, arguments);
     online_softmax(scores, output, rows, steady);
 
     multiply_registers<kValueDimPadded / 8>(output, scores, v_tile + step % kStages * kValueBytes);
   }
+  epilogue(output, rows, work, position, warp_row, arguments);
+}
 
-  // The output takes the place of Q; each warp's rows that of its own.
-  stage_output(output, rows, warp_row);
-  write_lse(rows, position, arguments);
-  __syncwarp();
-  Element* o = arguments.o + work.batch * arguments.o_strides.batch + work.head * arguments.o_strides.head;
-  write_rows<kRowsPerWarp, kValueDim, kValueDimPadded>(o, arguments.o_strides.row, work.first_query, arguments.len_q,
-                                                       shared_memory, warp_row);
+// ---- The kernel -----------------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
+attention_forward_fp16_d64_causal_softcap30_09645fdf(const __grid_constant__ ForwardArguments arguments) {
+  const WorkTile work = work_tile_of_block();
+  compute_work_tile(work, arguments);
 }

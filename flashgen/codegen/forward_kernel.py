@@ -26,12 +26,12 @@ def page_fields(spec: AttentionSpec, strides: bool = True) -> list[Field]:
     """Returns the members that locate a sequence's keys in pages, if any. strides: Whether `k_strides` is a member."""
     if not spec.page_size:
         return []
-    of_pages = "; k_strides.batch is the stride of a page" if strides else ""
+    of_pages = "; k_strides.batch is the distance between pages" if strides else ""
     return [
-        Field("const int*", "page_table", comment="(batch, len_k / kPageSize): page of each group of keys"),
+        Field("const int*", "page_table", comment="(batch, len_k / kPageSize): page numbers"),
         Field("const int*", "seqused_k", comment="(batch): keys of each sequence"),
-        Field("long long", "table_pitch", comment="elements of a row of page_table"),
-        Field("int", "pages", comment=f"pages of k and v{of_pages}"),
+        Field("long long", "table_pitch", comment="distance between rows of page_table"),
+        Field("int", "pages", comment=f"number of pages of k and v{of_pages}"),
     ]
 
 

@@ -43,21 +43,21 @@ _SUM = block(_DQ, _EQUALS, _TAU, f"<munder>{sign('∑')}{name('j')}</munder>", s
 # Functions by step, in reading order. The first of a step's functions that the source defines is linked.
 _FORWARD = (
     ("Which tiles of keys are visited", "", ("key_tiles_of",)),
-    ("Q, K and V are loaded", "", ("producer", "load_tiles", "copy_tile", "load_stage")),
+    ("Q, K and V are loaded", "", ("producer", "load_tiles", "load_tile", "load_paged_tile", "load_stage")),
     ("Scores", _SCORES, ("start_scores", "multiply_by_transpose")),
     ("The score function", _MODIFIED, ("apply_score", "score_mod")),
     ("The mask", _MASKED, ("apply_mask", "apply_mods")),
     ("The online softmax", _SOFTMAX, ("online_softmax", "softmax")),
-    ("Dropout", block(_P, _INTO, _P, _TIMES, over(name("Z"), row(number(1), _MINUS, name("p")))), ("drop",)),
+    ("Dropout", block(_P, _INTO, _P, _TIMES, over(name("Z"), row(number(1), _MINUS, name("p")))), ("apply_dropout",)),
     ("The output", _OUTPUT, ("start_output", "multiply_registers")),
-    ("The output is divided by the row sum and stored", _DIVIDE, ("epilogue", "stage_output", "write_rows")),
-    ("The log-sum-exp", _LSE, ("write_lse", "epilogue", "write_rows")),
+    ("The output is divided by the row sum and stored", _DIVIDE, ("epilogue",)),
+    ("The log-sum-exp", _LSE, ("store_lse", "epilogue")),
     ("All that a warpgroup does", "", ("consumer",)),
 )
 _BACKWARD = (
     ("Which tiles of queries are visited", "", ("query_tiles_of",)),
     ("Which tiles of keys are visited", "", ("key_tiles_of",)),
-    ("Tiles are loaded", "", ("load_work_tile", "producer", "load_tiles", "copy_tile", "load_stage")),
+    ("Tiles are loaded", "", ("load_work_tile", "producer", "load_tiles", "load_tile", "load_stage")),
     ("D of each row", _ROWSUM, ("dot",)),
     ("Scores, recomputed", _SCORES, ("start_scores", "multiply_by_transpose", "start_product")),
     ("The score function, and its derivative", _SLOPE, ("score_mod",)),
@@ -67,8 +67,8 @@ _BACKWARD = (
         ("recompute_p_and_ds", "compute_ds_from_factors", "compute_ds"),
     ),
     ("Gradients of K and V", _GRADIENTS, ("consumer_dk", "start_accumulate", "multiply_registers")),
-    ("Gradients of Q", _OF_QUERIES, ("start_dq", "add_query_gradients")),
-    ("Gradients are stored", "", ("epilogue", "write_gradients", "write_rows")),
+    ("Gradients of Q", _OF_QUERIES, ("start_dq", "start_query_gradients", "accumulate_dq")),
+    ("Gradients are stored", "", ("epilogue", "store_gradients", "store_rows")),
     ("All that a warpgroup does", "", ("consumer",)),
 )
 BY_ROLE = {

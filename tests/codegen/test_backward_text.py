@@ -195,7 +195,7 @@ def test_only_the_default_mode_uses_atomic_additions() -> None:
 def test_partial_dq_is_only_accessed_by_vector_reductions(target: str, addition: str) -> None:
     """Blocks add concurrently, which ThreadSanitizer does not see in the emulator; no other access is allowed."""
     source = parts(fg.AttentionSpec(64), target=target)["dkdv"]
-    body = functions(source)["add_query_gradients"]
+    body = functions(source)["accumulate_dq"]
     touching = [line.strip() for line in body.splitlines() if re.search(r"\b(sums|tile)\b", line)][1:]
     begin, tile, added = touching
     assert begin.startswith("sums += warp * ") and tile.startswith("float* tile = sums + (")

@@ -77,7 +77,7 @@ def test_text_is_short_and_tidy(variant: Variant, dim: int, dtype: str, size: in
     prompts, few = rendered(variant, dim, dtype, size, "thd")
     for each, most in ((kernel, MOST_CODE), (prompts, MOST_RAGGED), (few, MOST_FEW)):
         _is_text(each, most)
-    assert few.name.startswith("few-") and "namespace prompt" not in few.source
+    assert few.name.startswith("few-") and "namespace prefill" not in few.source
 
 
 def _is_text(kernel: RenderedKernel, most_code: int) -> None:

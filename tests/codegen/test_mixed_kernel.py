@@ -46,7 +46,7 @@ def test_text_follows_the_conventions_of_all_kernels(number: int) -> None:
     for target in ("sm_80", "sm_90"):
         kernel = rendered(variant(number), target)
         _is_text(kernel)
-        assert "namespace few {" in kernel.source and "namespace prompt {" in kernel.source
+        assert "namespace decode {" in kernel.source and "namespace prefill {" in kernel.source
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
@@ -61,7 +61,7 @@ def _is_text(kernel: RenderedKernel) -> None:
     unconditional(kernel.source)
     all_used(kernel)
     all_called(kernel)
-    members_read(replace(kernel, source=kernel.source.replace("given.", "arguments.")))
+    members_read(replace(kernel, source=kernel.source.replace("launched.", "arguments.")))
     for name, text in functions(kernel.source).items():
         assert text.count("\n") < LONGEST_FUNCTION, f"{name} has {text.count(chr(10)) + 1} lines"
     body = without_comments(kernel.source).split("#endif\n", 1)[1]

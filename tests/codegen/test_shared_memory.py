@@ -179,7 +179,7 @@ def assert_consistent(kernel: RenderedKernel) -> None:
         assert region.offset == at and region.bytes > 0, (kernel.name, region)
         at += region.bytes
     assert at == kernel.shared_bytes
-    source = kernel.source.split("namespace prompt {")[0].replace("namespace few {\n", "")
+    source = kernel.source.split("namespace prefill {")[0].replace("namespace decode {\n", "")
     found = values(source)
     named = 0
     for buffer in layout.buffers:

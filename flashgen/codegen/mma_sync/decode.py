@@ -35,22 +35,22 @@ from flashgen.language.spec import AttentionSpec
 _STRUCT = "DecodeArguments"
 PARTIALS_AT_ONCE = 16  # 6 registers each; those of scores and output are free when partial outputs are merged
 _METHOD = (
-    "keys split over warps and blocks; the last block to arrive merges their shares (Dao et al. 2023, Flash-Decoding)"
+    "split-KV over warps and CTAs; the last CTA to arrive combines partial outputs (Dao et al. 2023, Flash-Decoding)"
 )
-_GRID = "one block per (row tile and split, group of query heads, batch), along x, y and z"
-_RUNS = (
-    "every column of blocks has an equal run of the tiles of keys of all sequences (Osama et al. 2023, stream-K); the "
-    "last block of a tile of rows to arrive merges its shares (Dao et al. 2023, Flash-Decoding)"
+_GRID = "one CTA per (output tile and split, group of heads, batch), along x, y and z"
+_STREAM_K_METHOD = (
+    "stream-K work units: equal parts of the key tiles of all sequences (Osama et al. 2023); the last CTA of an output "
+    "tile to arrive combines the partial outputs (Dao et al. 2023, Flash-Decoding)"
 )
-_COLUMNS = "one block per (column of work units, group of query heads), along x and y"
+_STREAM_K_GRID = "one CTA per (work unit, group of heads), along x and y"
 _NAMES: Names = {**DEVICE_NAMES, HEAD: "position.head[i][e / 2]"}
 WIDENS = {"float8_e4m3fn": "e4m3", "int8": "int8"}
 _QUERY = "position.query[i][e / 2]"
 _SPLIT_FIELDS = [
-    Field("int", "packed", comment="query heads that share tiles of rows"),
-    Field("int", "rows", comment="rows of a sequence and KV head: queries x packed"),
-    Field("int", "row_tiles", comment="row tiles of a sequence and KV head"),
-    Field("int", "splits", comment="KV splits"),
+    Field("int", "packed", comment="query heads that share a tile of rows"),
+    Field("int", "rows", comment="of a group of such heads: queries x heads"),
+    Field("int", "row_tiles", comment="tiles of these rows"),
+    Field("int", "splits", comment="splits of the keys of an output tile"),
 ]
 
 
@@ -58,9 +58,7 @@ def cache_fields(spec: AttentionSpec) -> list[Field]:
     """Returns the struct members for the addresses of keys and values, and for the scales of 8-bit ones."""
     fields = page_fields(spec)
     if spec.kv_dtype:
-        fields += [
-            Field("const float*", f"{name}_scale", comment="scale of each KV head, or one scale") for name in "kv"
-        ]
+        fields += [Field("const float*", f"{name}_scale", comment="one per KV head, or one for all") for name in "kv"]
         fields += [Field("int", f"{name}_scales", comment="1 if each KV head has a scale, else 0") for name in "kv"]
     return fields
 
@@ -74,8 +72,8 @@ def cache_context(spec: AttentionSpec, names: Names) -> dict[str, Any]:
     mask = variant_of(spec).mask
     return {
         "mask_call": mask.call(names) if mask else "",
-        "share_padding": PARTIAL_PADDING,
-        "shares_at_once": PARTIALS_AT_ONCE,
+        "partial_padding": PARTIAL_PADDING,
+        "partials_at_once": PARTIALS_AT_ONCE,
         "page_size": spec.page_size,
         "widen": f"widen_{WIDENS[spec.kv_dtype]}" if spec.kv_dtype else None,
     }
@@ -100,16 +98,13 @@ def decode_layout(spec: AttentionSpec, lists: bool, scheduled: bool = False) -> 
     """Returns the argument struct of the decode kernel."""
     fields = [Field("const Element*", name) for name in "qkv"] + [Field("Element*", "o")]
     fields.append(Field("float*", "lse", comment="(batch, heads_q, len_q), or null"))
-    owner, each = ("columns", "groups of heads, splits") if scheduled else ("splits", "tiles of rows, splits")
-    two = ", 2" if scheduled else ""
-    fields.append(Field("float*", "partial_outputs", comment=f"of {owner}: ({each}{two}, kTileQ, kValueDim)"))
-    fields.append(Field("float*", "partial_states", comment=f"({each}{two}, kTileQ, 2): row maximum and row sum"))
-    counted = "column and group of heads" if scheduled else "tile of rows"
-    fields.append(
-        Field("unsigned*", "arrivals", comment=f"of each {counted}; 0 before and after a launch; null for 1 split")
-    )
+    shape = "groups of heads, work units, 2 slots" if scheduled else "output tiles, splits"
+    fields.append(Field("float*", "partial_outputs", comment=f"({shape}, kTileQ, kValueDim)"))
+    fields.append(Field("float*", "partial_states", comment=f"({shape}, kTileQ, 2): row maximum and row sum"))
+    counted = "groups of heads, work units" if scheduled else "output tiles"
+    fields.append(Field("unsigned*", "arrivals", comment=f"({counted}): 0 before and after a launch; null for 1 split"))
     if scheduled:
-        fields.append(Field("const int*", "schedule", comment="tile schedule, or null if each block computes it"))
+        fields.append(Field("const int*", "schedule", comment="null if each CTA finds its own work unit"))
     fields += cache_fields(spec)
     fields += [Field("Strides", f"{name}_strides") for name in "qkvo"]
     fields += [Field("int", name) for name in ("heads_q", "len_q", "len_k")]
@@ -135,16 +130,16 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
         spec, target, plan, layout, "scores[i][j][e]", _NAMES, LAST_QUERY, struct=_STRUCT, position=False
     )
     cost = decode_cost(spec, plan.tile_q, plan.scheduled)
-    grid, method = (_COLUMNS, _RUNS) if plan.scheduled else (_GRID, _METHOD)
+    grid, method = (_STREAM_K_GRID, _STREAM_K_METHOD) if plan.scheduled else (_GRID, _METHOD)
     context = (
         common
         | work_unit_context(plan)
         | cache_context(spec, _NAMES)
         | {
             "entry": entry,
-            "header": header(spec, target, plan, grid, method, "attention forward of few queries", cost),
+            "header": header(spec, target, plan, grid, method, "attention decode", cost),
             "score_query": _QUERY,
-            "looks_ahead": (spec.page_size or 1) % plan.tile_k == 0,  # a tile lies in one page
+            "looks_up_ahead": (spec.page_size or 1) % plan.tile_k == 0,  # a tile lies in one page
         }
     )
     kernel = forward_kernel(

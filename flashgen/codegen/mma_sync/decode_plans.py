@@ -72,8 +72,8 @@ def search_buffers(warps: int, found_bytes: int) -> tuple[Buffer, Buffer]:
     They hold the partial sums of the warps, and the result of `found_bytes` bytes.
     """
     return (
-        Buffer("WarpSums", "sums of warps", (Extent("kWarps", warps),), INT, overlays="Query"),
-        Buffer("Found", "what is found", (literal(found_bytes),), BYTE),
+        Buffer("WarpSums", "warp sums", (Extent("kWarps", warps),), INT, overlays="Query"),
+        Buffer("Found", "found work unit", (literal(found_bytes),), BYTE),
     )
 
 
@@ -142,7 +142,7 @@ class DecodePlan(Checked):
 
     def summary(self, spec: AttentionSpec) -> str:
         """Returns the line that the kernel's header has about the plan."""
-        shared = "equal runs of all sequences, " if self.scheduled else ""
+        shared = "stream-K work units, " if self.scheduled else ""
         return (
             f"{self.tile_q} rows x {self.tile_k} keys, {self.warps} warps that share the keys, {self.stages} stages of "
             f"K and V each, {shared}{self.blocks} block(s) per multiprocessor, {self.shared_bytes(spec)} bytes of "
@@ -165,16 +165,16 @@ class DecodePlan(Checked):
         head, value, cached = head_extent(spec), value_extent(spec), BYTE if spec.kv_dtype else ELEMENT
         stage = (Buffer("Key", "K", (keys, head), cached), Buffer("Value", "V", (keys, value), cached))
         ring = Extent("kWarps * kStages", self.warps * self.stages)
-        share_columns = Extent("kShareColumns", value.value + PARTIAL_PADDING)
-        run = Buffer("Run", "run", (literal(work_unit_bytes),), BYTE, at_end=True)
+        partial_columns = Extent("kPartialColumns", value.value + PARTIAL_PADDING)
+        unit = Buffer("WorkUnit", "work unit", (literal(work_unit_bytes),), BYTE, at_end=True)
         return SharedMemoryLayout(
             (
                 Buffer("Query", "Q", (rows, head)),
                 Buffer("Stage", "stages of warps", copies=ring, parts=stage, note="those of a warp side by side"),
                 *([Buffer("RowScales", "scales of rows", (rows,), FLOAT)] if spec.kv_dtype else []),
-                Buffer("Share", "partial O of warps", (rows, share_columns), FLOAT, copies=warps, overlays="Query"),
+                Buffer("Partial", "partial O of warps", (rows, partial_columns), FLOAT, copies=warps, overlays="Query"),
                 Buffer("States", "maxima and sums of warps", (rows,), FLOAT2, copies=warps),
-                *((*search_buffers(self.warps, work_unit_bytes), run) if self.scheduled else ()),
+                *((*search_buffers(self.warps, work_unit_bytes), unit) if self.scheduled else ()),
             ),
             min_bytes=min_bytes,
         )

@@ -36,14 +36,15 @@ from flashgen.language.spec import AttentionSpec
 _STRUCT = "MixedArguments"
 _NAMES: Names = {**DEVICE_NAMES, HEAD: "position.head_at(i, e / 2)"}
 _QUERY = "position.query_at(i, e / 2)"
-_RUNS = (
-    "of few queries, columns of blocks have equal runs of the tiles of keys of all such sequences (Osama et al. 2023, "
-    "stream-K), whose shares the last block merges (Dao et al. 2023, Flash-Decoding)"
+_DECODE_METHOD = (
+    "decode by stream-K work units, equal parts of the key tiles of all decode sequences (Osama et al. 2023); the last "
+    "CTA of an output tile to arrive combines the partial outputs (Dao et al. 2023, Flash-Decoding)"
 )
-_METHODS = {True: f"prompts by tiles of queries; {_RUNS}", False: _RUNS}  # key: whether the plan has prefill tiles
+# Keys: whether the plan has prefill tiles.
+_METHODS = {True: f"prefill by tiles of queries; {_DECODE_METHOD}", False: _DECODE_METHOD}
 _GRIDS = {
-    True: "one block per tile of queries of a head that prompts may have, and per column and group of heads; along x",
-    False: "one block per column and group of heads, along x",
+    True: "one CTA per (prefill tile, head), as many as there may be, and per (work unit, group of heads); along x",
+    False: "one CTA per (work unit, group of heads), along x",
 }
 _TITLE = "attention forward of mixed batches"
 _MAX_BLOCKS = 2**30 - 1
@@ -55,24 +56,22 @@ def mixed_layout(spec: AttentionSpec, plan: MixedPlan) -> ArgumentLayout:
     """Returns the argument struct of the mixed kernel."""
     fields = [Field("const Element*", name) for name in "qkv"] + [Field("Element*", "o")]
     fields.append(Field("float*", "lse", comment="(heads_q, total_q), or null"))
-    shape = "of columns: (groups of heads, splits, 2, kTileQ"
+    shape = "(groups of heads, work units, 2 slots, kTileQ"
     fields.append(Field("float*", "partial_outputs", comment=f"{shape}, kValueDim)"))
     fields.append(Field("float*", "partial_states", comment=f"{shape}, 2): row maximum and row sum"))
-    fields.append(
-        Field("unsigned*", "arrivals", comment="of each column and group of heads; 0 before and after a launch")
-    )
+    fields.append(Field("unsigned*", "arrivals", comment="(groups of heads, work units): 0 before and after a launch"))
     fields.append(Field("const int*", "cu_seqlens_q", comment="(batch + 1): first row of each sequence in q"))
     fields += cache_fields(spec)
     fields += [Field("Strides", f"{name}_strides") for name in "qkvo"]
     fields += [Field("int", "batch"), Field("int", "total_q", comment="rows of q")]
     fields += [Field("int", name, comment="maximum over the sequences") for name in ("len_q", "len_k")]
-    fields.append(Field("int", "packed", comment="query heads that share row tiles of decode sequences"))
+    fields.append(Field("int", "packed", comment="query heads that share a tile of rows in decode"))
     fields.append(Field("int", "groups", comment="groups of such heads"))
-    fields.append(Field("int", "splits", comment="columns of stream-K work units, for each group"))
+    fields.append(Field("int", "splits", comment="work units of each group of heads"))
     if plan.prompt:
         fields.append(Field("int", "heads_q"))
-        fields.append(Field("int", "prompts", comment="blocks for query tiles of prompts, an upper bound"))
-        fields.append(Field("int", "first_prompts", comment="of these, the blocks that come before the work units"))
+        fields.append(Field("int", "prompts", comment="CTAs for prefill tiles, as many as there may be"))
+        fields.append(Field("int", "first_prompts", comment="CTAs of these that start before the work units"))
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))
     return layout_of(spec, fields, lists=False, sink=True)
 
@@ -88,7 +87,7 @@ def render_mixed(spec: AttentionSpec, target: Target, plan: MixedPlan | None = N
     plan.check(spec, target)
     layout, cost = mixed_layout(spec, plan), mixed_cost(spec, plan.few.tile_q)
     key_tiles, has_prefill = [plan.few.tile_k, *([plan.prompt.tile_k] if plan.prompt else [])], bool(plan.prompt)
-    title = f"{_TITLE}, few queries" if plan.prompts_beside else _TITLE
+    title = f"{_TITLE}, decode" if plan.prompts_beside else _TITLE
     context = forward_context(
         spec,
         target,
@@ -103,14 +102,14 @@ def render_mixed(spec: AttentionSpec, target: Target, plan: MixedPlan | None = N
     )
     context |= cache_context(spec, _NAMES) | {
         "mixed": True,
-        "looks_ahead": False,
-        "scheduled": True,
+        "looks_up_ahead": False,
+        "stream_k": True,
         "header": header(spec, target, plan, _GRIDS[has_prefill], _METHODS[has_prefill], title, cost),
         "score_query": _QUERY,
         "divides_tiles": all(divides_tiles(spec, tile_k) for tile_k in key_tiles),
-        "beginning": TILE_OVERHEAD,
-        "shortest": plan.few.warps,
-        "layouts": {"few_constants": plan.shared_memory(spec), "prompt_constants": plan.prompt_memory(spec)},
+        "tile_overhead": TILE_OVERHEAD,
+        "min_unit_tiles": plan.few.warps,
+        "layouts": {"decode_constants": plan.shared_memory(spec), "prefill_constants": plan.prompt_memory(spec)},
     }
     few = {"name": kernel_name(FEW, target, spec), "entry": entry_name(f"attention_{FEW}", spec), "role": FEW}
     identity: dict[str, Any] = few if plan.prompts_beside else {}

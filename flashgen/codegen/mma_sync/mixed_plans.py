@@ -98,15 +98,15 @@ class MixedPlan(Checked):
 
     def summary(self, spec: AttentionSpec) -> str:
         """Returns the line that the kernel's header has about the plan."""
-        few = f"{self.few.tile_q} rows x {self.few.tile_k} keys a warp, {self.few.stages} stages"
-        prompt = f"; of up to {self.prompts_beside - 1} queries" if self.prompts_beside else ""
+        few = f"{self.few.tile_q} rows x {self.few.tile_k} keys per warp, {self.few.stages} stages"
+        prompt = f", for up to {self.prompts_beside - 1} queries" if self.prompts_beside else ""
         if self.prompt:
             prompt = (
-                f"; prompts of {self.prompt_queries} queries or more: {self.prompt.tile_q} queries x "
+                f"; prefill of {self.prompt_queries} queries or more: {self.prompt.tile_q} queries x "
                 f"{self.prompt.tile_k} keys, {self.prompt.stages} stage(s)"
             )
         return (
-            f"few queries: {few}{prompt}; {self.few.warps} warps, {self.blocks} block(s) per multiprocessor, "
+            f"decode: {few}{prompt}; {self.few.warps} warps, {self.blocks} block(s) per multiprocessor, "
             f"{self.shared_bytes(spec)} bytes of shared memory"
         )
 

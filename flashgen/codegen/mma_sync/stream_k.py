@@ -102,11 +102,11 @@ def schedule_size(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:
 def work_unit_fields() -> list[Field]:
     """Returns the struct members from which a kernel finds work units."""
     return [
-        Field("int", "tiles", comment="row tiles of a group of heads, of all sequences"),
-        Field("int", "splits", comment="columns of the grid, each with one work unit"),
-        Field("int", "packed", comment="query heads that share tiles of rows"),
-        Field("int", "rows", comment="rows of a sequence: queries x packed"),
-        Field("int", "row_tiles", comment="row tiles of a sequence"),
+        Field("int", "tiles", comment="output tiles of a group of heads, over all sequences"),
+        Field("int", "splits", comment="work units of a group of heads: columns of the grid"),
+        Field("int", "packed", comment="query heads that share a tile of rows"),
+        Field("int", "rows", comment="of a sequence: queries x heads"),
+        Field("int", "row_tiles", comment="tiles of these rows"),
     ]
 
 
@@ -123,8 +123,8 @@ def work_unit_values(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> dic
 
 
 def work_unit_context(plan: DecodePlan) -> dict[str, Any]:
-    """Returns the context of templates/mma_sync/runs.cuh.jinja for a plan."""
-    return {"scheduled": plan.scheduled, "beginning": TILE_OVERHEAD, "shortest": plan.warps}
+    """Returns the context of templates/mma_sync/decode/work_units.cuh.jinja for a plan."""
+    return {"stream_k": plan.scheduled, "tile_overhead": TILE_OVERHEAD, "min_unit_tiles": plan.warps}
 
 
 def arrival_counters(spec: AttentionSpec, sizes: Sizes) -> int:
@@ -147,11 +147,11 @@ def render_schedule(spec: AttentionSpec, target: Target, plan: DecodePlan) -> Re
         Field(
             "int*",
             "schedule",
-            comment="(4 * splits + tiles + 1): work units, starts of output tiles, end of the last",
+            comment="4 * splits + tiles + 1: work units; where output tiles begin; where the last ends",
         )
     ]
     fields += [Field("const int*", "seqused_k", comment="(batch): keys of each sequence"), *work_unit_fields()]
-    fields.append(Field("int", "pages", comment="pages of k and v; 0 if there are no keys"))
+    fields.append(Field("int", "pages", comment="number of pages of k and v; 0 if there are no keys"))
     fields += [Field("int", name) for name in ("len_k", *(["len_q"] if tiles.depends_on(LEN_Q) else []))]
     layout = ordered(fields + capture_fields(tiles.captures))
     templates = environment()
