@@ -67,7 +67,7 @@ _BACKWARD = (
         ("recompute_p_and_ds", "compute_ds_from_factors", "compute_ds"),
     ),
     ("Gradients of K and V", _GRADIENTS, ("consumer_dk", "start_accumulate", "multiply_registers")),
-    ("Gradients of Q", _OF_QUERIES, ("start_dq", "start_query_gradients", "accumulate_dq")),
+    ("Gradients of Q", _OF_QUERIES, ("start_dq", "accumulate_dq")),
     ("Gradients are stored", "", ("epilogue", "store_gradients", "store_rows")),
     ("All that a warpgroup does", "", ("consumer",)),
 )
