@@ -122,15 +122,20 @@ def range_texts(tiles: TileRange, ends: Mapping[sympy.Symbol, str] = ENDS_OF_TIL
     return dict(zip(parts, texts, strict=True)) | {"declarations": [*used, *declarations]}
 
 
+def is_masked(spec: AttentionSpec) -> bool:
+    """Whether a spec has a mask."""
+    return bool(spec.mask.expression != sympy.true)
+
+
 def visited_tiles(
+    spec: AttentionSpec,
     tiles: TileRange | None,
     struct: str,
-    masked: bool,
     queries: bool = False,
     ends: Mapping[sympy.Symbol, str] = ENDS_OF_TILES,
-    ragged: bool = False,
     any_size: bool = False,
     semaphores: bool = False,
+    counts_only: bool = False,
 ) -> str:
     """Returns the text that enumerates the tiles a block visits: by a range, or from lists if `tiles` is None.
 
@@ -139,13 +144,16 @@ def visited_tiles(
         any_size: Whether the size of key tiles is a template parameter, for kernels with tiles of several sizes.
         semaphores: Whether blocks add to a visited tile in a fixed order, and therefore also ask which tiles other
             blocks visit.
+        counts_only: Whether the kernel only counts the tiles, so that it need not know which ones are FULL.
     """
     module: Any = environment().get_template("key_tiles.cuh.jinja").module
     side = module.QUERIES if queries else module.KEYS
     if tiles is None:
-        return str(module.lists(struct, side, ragged))
+        return str(module.lists(struct, side, spec.is_varlen))
     texts = range_texts(tiles, {BATCH: _SEQUENCE, **ends})
-    return str(module.ranges(texts, struct, masked, side, ragged, any_size, semaphores))
+    return str(
+        module.ranges(texts, struct, is_masked(spec) and not counts_only, side, spec.is_varlen, any_size, semaphores)
+    )
 
 
 def longest_last(tiles: TileRange | None) -> bool:

@@ -23,22 +23,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
-import sympy
-
 from flashgen.codegen.arguments import (
     ArgumentLayout,
     Field,
     ordered,
 )
-from flashgen.codegen.assembly import assemble, common_context
+from flashgen.codegen.assembly import assemble, common_context, is_masked
+from flashgen.codegen.batches import batch_of
 from flashgen.codegen.costs import backward_cost
 from flashgen.codegen.header import backward_header
 from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, Workspace, entry_name, kernel_name
 from flashgen.codegen.shared_memory import NO_SHARED_MEMORY, SharedMemoryLayout
-from flashgen.codegen.sizes import Sizes, ceil_div
+from flashgen.codegen.sizes import Sizes
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import Variant, variant_of
-from flashgen.codegen.varlen import sequences_text, slots, varlen_fields
 from flashgen.language.spec import AttentionSpec
 from flashgen.language.well_formed import FLOAT32_MAX
 
@@ -70,25 +68,17 @@ Rows = Callable[[Sizes], Any]
 """Rows of the workspaces: queries, rounded up so that kernels need not check for the end of the rows."""
 
 
-def _rows(multiple: int, sizes: Sizes) -> Any:
-    return ceil_div(sizes.len_q, multiple) * multiple
-
-
-def rows_of(multiple: int, varlen: bool = False) -> Rows:
+def rows_of(spec: AttentionSpec, multiple: int) -> Rows:
     """Returns the function that rounds queries up to a multiple of both `multiple` and the rows of a preprocess block.
 
     In a varlen batch the rows are those of all sequences together, each of which is rounded up.
     """
-    return partial(_varlen_rows if varlen else _rows, row_multiple(multiple))
+    return partial(batch_of(spec).padded_rows, row_multiple(multiple))
 
 
 def row_multiple(multiple: int) -> int:
     """Returns the number to whose multiples `rows_of` rounds."""
     return math.lcm(multiple, PREPROCESS_ROWS)
-
-
-def _varlen_rows(multiple: int, sizes: Sizes) -> Any:
-    return slots(sizes.total_q, sizes, multiple) * multiple
 
 
 def varlen_context(
@@ -107,10 +97,8 @@ def varlen_context(
         slot: Name of the constant with the rows of a tile slot.
         of_keys, moves_rows: As for `sequences_text`.
     """
-    if not spec.is_varlen:
-        return {}
-    text = sequences_text(struct, layout, slot, of_keys, "kRowMultiple", moves_rows)
-    return {"row_multiple": row_multiple(multiple), "sequences": text}
+    options = {"of_keys": of_keys, "row_multiple": "kRowMultiple", "moves_rows": moves_rows}
+    return batch_of(spec).sequences(struct, layout, slot, **options) | {"row_multiple": row_multiple(multiple)}
 
 
 def strides(*names: str) -> list[Field]:
@@ -125,21 +113,8 @@ def numbers(*names: str) -> list[Field]:
 
 def rows_shape(spec: AttentionSpec, rows: Rows, *columns: int) -> Callable[[Sizes], tuple[int, ...]]:
     """Returns the shape of a workspace with `rows` rows of `columns` for every query head."""
-    if spec.is_varlen:
-        return lambda sizes: (sizes.heads_q, rows(sizes), *columns)
-    return lambda sizes: (sizes.batch, sizes.heads_q, rows(sizes), *columns)
-
-
-def _with_varlen_comments(layout: ArgumentLayout) -> ArgumentLayout:
-    """Returns the layout with comments that give the shapes in a varlen batch."""
-    comments = {
-        "statistics": "(heads_q, rows, 2): base-2 LSE and D",
-        "dq_accum": "(heads_q, rows, padded head_dim), in fragment order",
-        "rows": "rows of all sequences, each rounded up",
-    }
-    return ArgumentLayout(
-        tuple(replace(field, comment=comments.get(field.name, field.comment)) for field in layout.fields)
-    )
+    batch = batch_of(spec)
+    return lambda sizes: batch.workspace_shape(sizes, rows(sizes), *columns)
 
 
 STATISTICS = Field("const float*", "statistics", comment="(batch, heads_q, rows, 2): base-2 LSE and D")
@@ -210,8 +185,7 @@ def preprocess(
     fields = [Field("const Element*", "o"), Field("const Element*", "d_o"), Field("const float*", "lse")]
     fields += [Field("const float*", "d_lse", comment="gradient of the LSE, or null")]
     fields += [Field("float*", "statistics"), *dq.fields()]
-    fields += [*strides("o", "d_o"), *(() if spec.is_varlen else numbers("heads_q")), *numbers("len_q"), ROWS]
-    layout = ordered([*fields, *(varlen_fields(keys=False) if spec.is_varlen else ())])
+    layout = ordered([*fields, *strides("o", "d_o"), *batch_of(spec).fields("len_q", ROWS, keys=False)])
     lanes = max(1 << (spec.value_dim // 8 - 1).bit_length(), _PREPROCESS_THREADS // PREPROCESS_ROWS)
     context: dict[str, Any] = {
         "threads": _PREPROCESS_THREADS,
@@ -239,7 +213,7 @@ def preprocess(
 
 
 def _blocks_of_rows(spec: AttentionSpec, rows: Rows, rows_per_block: int, sizes: Sizes) -> Grid:
-    return rows(sizes) // rows_per_block, sizes.heads_q, 1 if spec.is_varlen else sizes.batch
+    return rows(sizes) // rows_per_block, sizes.heads_q, batch_of(spec).outer(sizes)
 
 
 def row_values(rows: Rows, sizes: Sizes) -> dict[str, Any]:
@@ -259,7 +233,7 @@ def postprocess_dq(
         *strides("dq"),
         *numbers("len_q"),
     ]
-    layout = ordered([*fields, ROWS, *(varlen_fields(keys=False) if spec.is_varlen else ())])
+    layout = ordered([*fields, ROWS, *batch_of(spec).search_fields(keys=False)])
     context: dict[str, Any] = {
         "plan": plan,
         "gradient_of": "q",
@@ -322,11 +296,6 @@ def _postprocess(
     return backward_kernel("postprocess", spec, target, layout, context, block, launch, rendering)
 
 
-def is_masked(spec: AttentionSpec) -> bool:
-    """Whether a spec has a mask."""
-    return bool(spec.mask.expression != sympy.true)
-
-
 @dataclass(frozen=True)
 class Block:
     """The threads and the shared memory of a thread block."""
@@ -365,7 +334,7 @@ def backward_kernel(
     rendering: Rendering,
 ) -> RenderedKernel:
     """Renders a backward kernel. part: Its role. launch: The fields of `RenderedKernel` about its launch."""
-    layout = _with_varlen_comments(layout) if spec.is_varlen else layout
+    layout = batch_of(spec).describe(layout)
     suffix, shared, variant = rendering.suffix, block.shared, rendering.variant or variant_of(spec)
     struct = f"Backward{part.title()}Arguments"
     entry = entry_name(f"attention_backward_{part}{suffix and f'_{suffix}'}", spec)

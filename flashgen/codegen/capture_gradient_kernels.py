@@ -26,6 +26,7 @@ from flashgen.codegen.backward_kernels import (
     numbers,
     row_values,
 )
+from flashgen.codegen.batches import batch_of
 from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace
 from flashgen.codegen.shared_memory import slot_per_warp
 from flashgen.codegen.sizes import ceil_div
@@ -55,7 +56,7 @@ def sink_kernels(spec: AttentionSpec, target: Target, rows: Rows) -> tuple[Rende
     gradient = Field(
         f"{DTYPES[capture.dtype].c_type}*", "gradient", comment=f"gradient of {capture.name}, {capture.dtype}"
     )
-    sizes = [] if spec.is_varlen else numbers("batch", "heads_q")
+    sizes = numbers(*batch_of(spec).outer_sizes)
     layout = ordered([STATISTICS, gradient, *sizes, ROWS, *capture_fields((capture,))])
     context: dict[str, Any] = {"deterministic": False, "threads": _SINK_THREADS}
     context |= {"sink": f"load_{capture.name}", "round": _rounding(capture)}

@@ -109,7 +109,7 @@ def render_forward_kernels(spec: AttentionSpec, target: Target, plan: Plan | Non
     if spec.of_cache:
         plan = plan or default_plan(spec, target)
         if type(plan) not in family.plan_classes(spec):
-            name, own = ("kernel of mixed batches", "MixedPlan") if spec.is_varlen else ("decode kernel", "DecodePlan")
+            name, own = ("kernel of mixed batches", "MixedPlan") if spec.is_mixed else ("decode kernel", "DecodePlan")
             raise UnsupportedError(f"{plan}: {_cache(spec)} is for the {name}: give a {own}, or none")
     elif plan is not None and type(plan) not in family.plan_classes(spec):
         raise _wrong_class("plan", plan, target, (family.plan,), targets_of(plan))

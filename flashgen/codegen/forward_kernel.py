@@ -61,9 +61,7 @@ def forward_context(
     return common_context(spec, target, variant, struct, layout, position=position) | {
         "plan": plan,
         "entry": entry_name("attention_forward", spec),
-        "key_tiles": visited_tiles(
-            tiles, struct, variant.mask is not None, ends=ends, ragged=spec.is_varlen, any_size=any_size
-        ),
+        "key_tiles": visited_tiles(spec, tiles, struct, ends=ends, any_size=any_size),
         "memory": shared,
         "layouts": {"shared_constants": shared},
         "longest_first": longest_last(tiles),

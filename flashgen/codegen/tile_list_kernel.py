@@ -13,6 +13,7 @@ from flashgen.analysis.closed_forms.inequalities import K_FIRST, K_LAST, Q_FIRST
 from flashgen.analysis.closed_forms.tile_ranges import TileRange, key_range, query_range
 from flashgen.codegen.arguments import ArgumentLayout, Field, capture_fields, ordered
 from flashgen.codegen.assembly import assemble
+from flashgen.codegen.batches import batch_of
 from flashgen.codegen.environment import environment
 from flashgen.codegen.expressions.interval_text import interval_text
 from flashgen.codegen.expressions.printer import statements
@@ -22,7 +23,6 @@ from flashgen.codegen.sizes import Sizes, ceil_div, maximum
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import WARP
 from flashgen.codegen.variant import Variant, captures_read, variant_of
-from flashgen.codegen.varlen import sequences_text, slots, varlen_fields
 from flashgen.language.operations import BATCH, HEAD, KEY, QUERY, And, Load
 from flashgen.language.spec import AttentionSpec
 
@@ -89,12 +89,12 @@ class ListShape:
 
 def list_shape(spec: AttentionSpec, plan: Tiles, direction: Direction, sizes: Sizes) -> ListShape:
     """Returns the shape of the lists of a call for the tiles of a plan."""
-    tiles = ceil_div(sizes.len_q, plan.tile_q), ceil_div(sizes.len_k, plan.tile_k)
-    rows, listed = tiles if direction == "keys" else tiles[::-1]
-    by_head, by_batch = depends_on_head(spec), depends_on_batch(spec) and not spec.is_varlen
-    if spec.is_varlen:
-        total, tile = (sizes.total_q, plan.tile_q) if direction == "keys" else (sizes.total_k, plan.tile_k)
-        rows = slots(total, sizes, tile)
+    batch = batch_of(spec)
+    if direction == "keys":
+        rows, listed = batch.query_tiles(plan.tile_q, sizes), ceil_div(sizes.len_k, plan.tile_k)
+    else:
+        rows, listed = batch.key_tiles(plan.tile_k, sizes), ceil_div(sizes.len_q, plan.tile_q)
+    by_head, by_batch = depends_on_head(spec), depends_on_batch(spec) and not batch.is_varlen
     batch_stride = sizes.heads_q * rows if by_head else rows
     strides = (batch_stride if by_batch else 0, rows if by_head else 0, 1)
     return ListShape(sizes.batch if by_batch else 1, sizes.heads_q if by_head else 1, rows, listed, strides)
@@ -103,8 +103,7 @@ def list_shape(spec: AttentionSpec, plan: Tiles, direction: Direction, sizes: Si
 def list_layout(spec: AttentionSpec) -> ArgumentLayout:
     """Returns the argument struct of the list kernel."""
     fields = [Field("int*", "counts"), Field("long long*", "offsets"), Field("int*", "entries")]
-    fields += [Field("int", name) for name in ("len_q", "len_k")]
-    fields += varlen_fields() if spec.is_varlen else []
+    fields += [Field("int", name) for name in ("len_q", "len_k")] + batch_of(spec).search_fields()
     fields.append(Field("int", "spacing", comment="entries from list to list, or 0 if `offsets` is given"))
     return ordered(fields + capture_fields(captures_read(spec, score=False)))
 
@@ -133,9 +132,8 @@ def render_lists(spec: AttentionSpec, target: Target, plan: Tiles, direction: Di
         "bounds": _bounds(spec.mask.expression, direction),
         "ragged": spec.is_varlen,
     }
-    if spec.is_varlen:
-        size = "kTileQ" if direction == "keys" else "kTileK"
-        context["sequences"] = sequences_text(_STRUCT, layout, size, of_keys=direction == "queries")
+    size = "kTileQ" if direction == "keys" else "kTileK"
+    context |= batch_of(spec).sequences(_STRUCT, layout, size, of_keys=direction == "queries")
     context |= _names(spec, direction) | _mask(variant) | _within(spec, variant, plan)
     source = assemble("tile_lists/list_tiles.cu.jinja", context, target)
     name, threads = kernel_name(kind, target, spec), WARPS * WARP

@@ -13,9 +13,7 @@ from typing import Any
 
 from flashgen.codegen.arguments import QUERY_ARRAYS, ArgumentLayout, Field
 from flashgen.codegen.environment import environment
-from flashgen.codegen.rendered_kernel import Grid
-from flashgen.codegen.sizes import Sizes, ceil_div
-from flashgen.language.spec import AttentionSpec
+from flashgen.codegen.sizes import Sizes
 
 MAP_ROWS = 256
 """Rows along the second axis of a tensor map of a packed array: at least as many as one copy may move."""
@@ -38,20 +36,6 @@ def varlen_fields(keys: bool = True) -> list[Field]:
 def slots(total: Any, sizes: Sizes, tile: int) -> Any:
     """Returns the number of tile slots of a varlen batch whose packed arrays have `total` rows."""
     return total // tile + (sizes.batch + EXTRA_SEQUENCES)
-
-
-def tiles_of_queries(spec: AttentionSpec, tile: int, sizes: Sizes) -> Grid:
-    """Returns the grid of one block per tile of queries, query head and sequence; per slot and head if varlen."""
-    if spec.is_varlen:
-        return slots(sizes.total_q, sizes, tile), sizes.heads_q, 1
-    return ceil_div(sizes.len_q, tile), sizes.heads_q, sizes.batch
-
-
-def tiles_of_keys(spec: AttentionSpec, tile: int, sizes: Sizes) -> Grid:
-    """Returns the grid of one block per tile of keys, KV head and sequence; per slot and head if varlen."""
-    if spec.is_varlen:
-        return slots(sizes.total_k, sizes, tile), sizes.heads_kv, 1
-    return ceil_div(sizes.len_k, tile), sizes.heads_kv, sizes.batch
 
 
 def sequences_text(

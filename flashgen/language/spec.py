@@ -155,6 +155,11 @@ class AttentionSpec:
         return self.batch_layout.is_varlen
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether calls are mixed batches: varlen queries over K and V in pages."""
+        return bool(self.is_varlen and self.page_size)
+
+    @property
     def is_ragged(self) -> bool:
         """The former name of `is_varlen`."""
         warnings.warn("AttentionSpec.is_ragged is named is_varlen now", DeprecationWarning, stacklevel=2)

@@ -71,7 +71,7 @@ def _call_outputs(
     captures: Mapping[str, Any],
 ) -> tuple[Array, Array]:
     """Returns the output and LSE of a call. for_problem computes them for one problem."""
-    if spec.is_varlen and spec.page_size:
+    if spec.is_mixed:
         paged = paged_sequences(spec, arrays, cache, seed, offset, captures)
         return varlen_outputs(spec, arrays[0], paged, for_problem)
     if spec.is_varlen:

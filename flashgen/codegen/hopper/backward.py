@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict
 
 from flashgen.analysis.closed_forms.tile_ranges import key_range, query_range
 from flashgen.codegen.arguments import ArgumentLayout, Field
-from flashgen.codegen.assembly import check_spec, longest_last, suffix_of, visited_tiles
+from flashgen.codegen.assembly import check_spec, is_masked, longest_last, suffix_of, visited_tiles
 from flashgen.codegen.backward_kernels import (
     DQ_ACCUM,
     DQ_ADDED,
@@ -23,7 +23,6 @@ from flashgen.codegen.backward_kernels import (
     Rendering,
     Rows,
     backward_kernel,
-    is_masked,
     numbers,
     postprocess_dkv,
     postprocess_dq,
@@ -33,6 +32,7 @@ from flashgen.codegen.backward_kernels import (
     strides,
     varlen_context,
 )
+from flashgen.codegen.batches import batch_of
 from flashgen.codegen.capture_gradient_kernels import capture_kernels, sink_kernels
 from flashgen.codegen.demand import divides_tiles
 from flashgen.codegen.expressions.derivative_text import GatherText, score_gradient
@@ -52,7 +52,7 @@ from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import padded
 from flashgen.codegen.variant import layout_of
-from flashgen.codegen.varlen import MAP_ROWS, tiles_of_keys, tiles_of_queries, varlen_fields
+from flashgen.codegen.varlen import MAP_ROWS
 from flashgen.errors import UnsupportedError
 from flashgen.language.operations import QUERY
 from flashgen.language.spec import AttentionSpec
@@ -84,7 +84,7 @@ def render_hopper_backward(
         raise UnsupportedError(
             f"{plan}: the deterministic mode cannot accumulate dK and dV of query heads: leave out heads_apart"
         )
-    rows = rows_of(plan.tile_q, spec.is_varlen)
+    rows = rows_of(spec, plan.tile_q)
     if isinstance(plan, HopperWidePlan):
         dq, by_mode = DqAccumulation(apart=True), False
         main = _wide_dkdv(spec, target, plan, rows, deterministic)
@@ -146,8 +146,8 @@ def _dkdv_fields(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool, 
     fields += numbers("batch") if converts else []
     fields += [Field("float*", f"d{array}_sums") for array, _ in _row_widths(spec, plan) if plan.heads_apart]
     fields += _gather_fields(_gathers(spec), deterministic)
-    fields += [*numbers(*(() if spec.is_varlen else ("heads_q",)), "heads_per_kv", "len_q", "len_k"), ROWS]
-    return [*fields, *([KEYS] if plan.heads_apart else []), *(varlen_fields() if spec.is_varlen else [])]
+    fields += [*batch_of(spec).fields("heads_per_kv", "len_q", "len_k", ROWS)]
+    return [*fields, *([KEYS] if plan.heads_apart else [])]
 
 
 class PipelineContext(TypedDict):
@@ -213,12 +213,7 @@ def _keys_context(
         "value_panel": panel_columns(spec.value_dim),
         "suffix": suffix_of(spec),
         "query_tiles": visited_tiles(
-            query_range(spec.mask.expression),
-            struct,
-            is_masked(spec),
-            queries=True,
-            ragged=spec.is_varlen,
-            semaphores=plan.in_turns,
+            spec, query_range(spec.mask.expression), struct, queries=True, semaphores=plan.in_turns
         ),
         "map_rows": MAP_ROWS,
     }
@@ -268,10 +263,8 @@ def _wide_dkdv(
     """
     tiles, gathers = query_range(spec.mask.expression), _gathers(spec)
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dk", "dv")]
-    heads = () if spec.is_varlen else ("heads_q",)
     fields += [STATISTICS, *_gather_fields(gathers, deterministic)]
-    fields += [*numbers(*heads, "heads_per_kv", "len_q", "len_k"), ROWS]
-    fields += varlen_fields() if spec.is_varlen else []
+    fields += [*batch_of(spec).fields("heads_per_kv", "len_q", "len_k", ROWS)]
     layout = layout_of(spec, fields, lists=tiles is None)
     context = _keys_context(spec, plan, layout, deterministic) | {
         "mask_alone": _mask_alone(spec, bool(gathers) and deterministic),
@@ -281,7 +274,7 @@ def _wide_dkdv(
         "exchanged": exchanged(spec),
     }
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
-    launch["grid"] = partial(tiles_of_keys, spec, plan.tile_k)
+    launch["grid"] = partial(batch_of(spec).key_grid, plan.tile_k)
     launch["boxes"] = _boxes(spec, plan)
     widths = dict.fromkeys((padded(spec.head_dim), padded(spec.value_dim)))
     primitives = {"shared_forms": [(plan.tile_q, "false")], "register_forms": [(width, "true") for width in widths]}
@@ -301,8 +294,7 @@ def _dq(
     """
     tiles = key_range(spec.mask.expression)
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dq")]
-    fields += [STATISTICS, *numbers(*(() if spec.is_varlen else ("heads_q",)), "len_q", "len_k"), ROWS]
-    fields += varlen_fields() if spec.is_varlen else []
+    fields += [STATISTICS, *batch_of(spec).fields("len_q", "len_k", ROWS)]
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))
     layout = layout_of(spec, fields, lists=tiles is None)
     context = {
@@ -318,13 +310,13 @@ def _dq(
         "head_panel": plan.head_panel(spec),
         "value_panel": panel_columns(spec.value_dim),
         "suffix": suffix_of(spec),
-        "key_tiles": visited_tiles(tiles, "BackwardDqArguments", is_masked(spec), ragged=spec.is_varlen),
+        "key_tiles": visited_tiles(spec, tiles, "BackwardDqArguments"),
         "longest_first": longest_last(tiles),
         "map_rows": MAP_ROWS,
     }
     context |= varlen_context(spec, "BackwardDqArguments", layout, multiple, "kTileQ")
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "keys" if tiles is None else None}
-    launch["grid"] = partial(tiles_of_queries, spec, plan.tile_q)
+    launch["grid"] = partial(batch_of(spec).query_grid, plan.tile_q)
     head, value = plan.head_panel(spec), panel_columns(spec.value_dim)
     boxes = {"q": (head, _PART_ROWS), "k": (head, plan.tile_k), "v": (value, plan.tile_k)}
     launch["boxes"] = boxes | {"d_o": (value, _PART_ROWS), "dq": (head, _WARP_ROWS)}

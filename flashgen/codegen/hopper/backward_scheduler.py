@@ -18,13 +18,14 @@ from functools import partial
 from typing import Any, NamedTuple, TypedDict
 
 from flashgen.codegen.arguments import Field
-from flashgen.codegen.backward_kernels import PART_SEMAPHORE, Rows, is_masked, row_values
+from flashgen.codegen.assembly import is_masked
+from flashgen.codegen.backward_kernels import PART_SEMAPHORE, Rows, row_values
+from flashgen.codegen.batches import batch_of
 from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan
 from flashgen.codegen.rendered_kernel import Grid, Workspace
 from flashgen.codegen.sizes import Sizes, ceil_div, maximum, minimum
 from flashgen.codegen.tiling import padded
-from flashgen.codegen.varlen import tiles_of_keys
 from flashgen.language.spec import AttentionSpec
 
 _NEXT_TILE = Field(
@@ -130,7 +131,7 @@ def _part_sums(spec: AttentionSpec, plan: HopperBackwardPlan) -> Workspace:
 
 def _tile_grid(spec: AttentionSpec, plan: HopperBackwardPlan, sizes: Sizes) -> Grid:
     """Returns the key tiles of a head, the heads that have work tiles of their own, and the batch size."""
-    tiles, heads, batch = tiles_of_keys(spec, plan.tile_k, sizes)
+    tiles, heads, batch = batch_of(spec).key_grid(plan.tile_k, sizes)
     return tiles, sizes.heads_q if plan.heads_apart else heads, batch
 
 

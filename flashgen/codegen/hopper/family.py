@@ -75,17 +75,17 @@ class HopperForward(ForwardFamily):
     def plan_classes(self, spec: AttentionSpec) -> tuple[type[Plan], ...]:
         if not spec.of_cache:
             return (HopperPlan, self.decode.plan)
-        return (HopperMixedPlan if spec.is_varlen else HopperPlan, *_MMA_SYNC.plan_classes(spec))
+        return (HopperMixedPlan if spec.is_mixed else HopperPlan, *_MMA_SYNC.plan_classes(spec))
 
     def default_plan(self, spec: AttentionSpec, target: Target) -> Plan:
         if spec.of_cache and cache_problem(spec):
             return _MMA_SYNC.default_plan(spec, target)
-        if spec.of_cache and spec.is_varlen:
+        if spec.is_mixed:
             return choose_hopper_mixed_plan(spec, target)
         return choose_hopper_plan(spec, target)
 
     def candidates(self, spec: AttentionSpec, target: Target) -> Iterator[Plan]:
-        if spec.of_cache and (cache_problem(spec) or spec.is_varlen):
+        if spec.of_cache and (cache_problem(spec) or spec.is_mixed):
             return _MMA_SYNC.candidates(spec, target)
         return every_hopper_plan(spec, target)
 

@@ -18,6 +18,7 @@ from flashgen.codegen.assembly import (
     longest_last,
     suffix_of,
 )
+from flashgen.codegen.batches import batch_of
 from flashgen.codegen.costs import forward_cost, prefill_cost
 from flashgen.codegen.expressions.function_text import DEVICE_NAMES, FunctionText, Names
 from flashgen.codegen.expressions.uniform_text import uniform_text
@@ -28,11 +29,11 @@ from flashgen.codegen.hopper.pages import GROUP_ROWS, box_keys, panels_joined
 from flashgen.codegen.hopper.plans import PROMPT_QUERIES, HopperPlan, panel_columns
 from flashgen.codegen.hopper.smaller_tiles import smaller_option
 from flashgen.codegen.rendered_kernel import Grid, RenderedKernel
-from flashgen.codegen.sizes import Sizes, ceil_div, maximum, minimum, reciprocal
+from flashgen.codegen.sizes import Sizes, maximum, minimum, reciprocal
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import ELEMENT_BYTES, padded
 from flashgen.codegen.variant import layout_of
-from flashgen.codegen.varlen import MAP_ROWS, sequences_text, slots, varlen_fields
+from flashgen.codegen.varlen import MAP_ROWS
 from flashgen.codegen.visited import visited_keys
 from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
@@ -48,27 +49,24 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
     """Returns the argument struct, which begins with the tensor maps. `packed`: a tile has rows of several heads."""
     heads = "packs" if packed else "heads"
     fields = [Field("TensorMap", f"{name}_map") for name in "qkvo"]
-    fields.append(Field("float*", "lse", comment="(batch, heads_q, len_q), or null"))
+    fields.append(batch_of(spec).lse)
     fields.append(
         Field("unsigned*", "next_tile", comment="0 before and after a launch; null if each block has one work tile")
     )
-    ragged = spec.is_varlen
-    if ragged:
-        fields[-2] = Field("float*", "lse", comment="(heads_q, total_q), or null")
-        fields += varlen_fields(keys=not spec.page_size)
+    fields += batch_of(spec).search_fields(keys=not spec.page_size)
     fields += page_fields(spec, strides=False)
     fields += [
         Field("int", f"{name}_head_panels", comment=f"distance of two heads of {name}, in panels of columns")
         for name in "kv"
         if _joined(spec, name) > 1
     ]
-    if not (ragged and spec.page_size):  # there the device counts the prompts' tiles
-        what = "query tile slots" if ragged else "query tiles"
+    if not spec.is_mixed:  # there the device counts the tiles of prefill sequences
+        what = "query tile slots" if spec.is_varlen else "query tiles"
         fields.append(Field("int", "tiles", comment=f"{what} of all heads and batches"))
         fields.append(Field("int", "tiles_q", comment=f"{what} of each {heads[:-1]}"))
     fields.append(Field("int", "heads", comment=f"{heads if packed else 'query heads'} of all batches"))
     fields.append(Field("int", "section", comment=f"{heads} of a section, the tiles of which alternate"))
-    fields += [Field("int", name) for name in (*(() if ragged else ("heads_q",)), "len_q", "len_k")]
+    fields += batch_of(spec).size_fields("len_q", "len_k")
     fields.append(Field("unsigned", "kv_reciprocal", comment=f"2^31 / ({heads} per KV head), rounded up"))
     return layout_of(spec, fields, lists, sink=True)
 
@@ -86,7 +84,7 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     layout, longest_first = hopper_layout(spec, tiles is None, packed), longest_last(tiles)
     bounds = _tile_bounds(longest_first)
     producer_registers, consumer_registers = plan.warpgroup_registers(spec)
-    mixed = spec.is_varlen and spec.page_size is not None
+    mixed = spec.is_mixed
     cost = prefill_cost(spec) if mixed else forward_cost(spec)
     details: dict[str, Any] = {"title": "attention forward of mixed batches, prompts", "cost": cost} if mixed else {}
     details["options"] = smaller_option(plan, spec, target)
@@ -108,8 +106,8 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         "box_keys": box_keys(spec, plan.tile_k),
         "joined": {name: _joined(spec, name) > 1 for name in "kv"},
     }
-    if spec.is_varlen and not mixed:
-        context["sequences"] = sequences_text(context["struct"], layout, "kTileQ")
+    if not mixed:
+        context |= batch_of(spec).sequences(context["struct"], layout, "kTileQ")
     sizes = {"shared_forms": [(plan.tile_k, "false")], "register_forms": [(padded(spec.value_dim), "true")]}
     kernel = forward_kernel(
         spec,
@@ -127,29 +125,22 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
 
 
 def _head_groups(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Any:
-    """Returns the number of query heads, or packs of heads, of all sequences.
-
-    In a varlen batch it is the number of one sequence, as the tiles of a head cover all sequences.
-    """
-    if spec.is_varlen:
-        return sizes.heads_q
-    return sizes.batch * (sizes.heads_q // plan.packed_heads) if plan.packed_heads > 1 else sizes.batch * sizes.heads_q
+    """Returns the number of query heads, or packs of heads, of all sequences that have tiles of their own."""
+    heads = sizes.heads_q // plan.packed_heads if plan.packed_heads > 1 else sizes.heads_q
+    outer = batch_of(spec).outer(sizes)
+    return outer * heads if batch_of(spec).outer_sizes else heads
 
 
 def _grid(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Grid:
     blocks = minimum(_tiles(spec, plan, sizes), sizes.multiprocessors)
-    return blocks if spec.is_varlen and spec.page_size else maximum(blocks, 1), 1, 1
+    return blocks if spec.is_mixed else maximum(blocks, 1), 1, 1
 
 
 def _tiles(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Any:
     """Returns the number of tiles of queries; in a mixed batch the maximum for prompts, 0 if none can be a prompt."""
-    if spec.is_varlen and spec.page_size:
+    if spec.is_mixed:
         return minimum(sizes.len_q // PROMPT_QUERIES, 1) * (sizes.total_q // PROMPT_QUERIES) * sizes.heads_q
-    return _head_groups(spec, plan, sizes) * _tiles_per_head(spec, plan, sizes)
-
-
-def _tiles_per_head(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Any:
-    return slots(sizes.total_q, sizes, plan.tile_q) if spec.is_varlen else ceil_div(sizes.len_q, plan.tile_q)
+    return _head_groups(spec, plan, sizes) * batch_of(spec).query_tiles(plan.tile_q, sizes)
 
 
 def _values(spec: AttentionSpec, plan: HopperPlan, longest_first: bool, sizes: Sizes) -> dict[str, Any]:
@@ -158,7 +149,7 @@ def _values(spec: AttentionSpec, plan: HopperPlan, longest_first: bool, sizes: S
     per_kv = sizes.heads_per_kv // packed if packed > 1 else sizes.heads_per_kv
     return {
         "tiles": _tiles(spec, plan, sizes),
-        "tiles_q": _tiles_per_head(spec, plan, sizes),
+        "tiles_q": batch_of(spec).query_tiles(plan.tile_q, sizes),
         "heads": heads,
         "section": _section(spec, sizes, heads, per_kv) if longest_first else 1,
         "kv_reciprocal": reciprocal(maximum(per_kv, 1)),

@@ -18,8 +18,6 @@ from flashgen.codegen.backward_kernels import (
     Rendering,
     Rows,
     backward_kernel,
-    is_masked,
-    numbers,
     postprocess_dq,
     preprocess,
     row_values,
@@ -27,6 +25,7 @@ from flashgen.codegen.backward_kernels import (
     strides,
     varlen_context,
 )
+from flashgen.codegen.batches import batch_of
 from flashgen.codegen.capture_gradient_kernels import capture_kernels, sink_kernels
 from flashgen.codegen.demand import divides_tiles
 from flashgen.codegen.expressions.derivative_text import score_gradient
@@ -40,7 +39,6 @@ from flashgen.codegen.mma_sync.backward_plans import (
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import layout_of
-from flashgen.codegen.varlen import tiles_of_keys, tiles_of_queries, varlen_fields
 from flashgen.language.operations import QUERY
 from flashgen.language.spec import AttentionSpec
 
@@ -64,7 +62,7 @@ def render_mma_sync_backward(
     check_spec(spec, target)
     plan = plan or choose_backward_plan(spec, target, deterministic)
     plan.check(spec, target, deterministic)
-    rows = rows_of(plan.tile_q, spec.is_varlen)
+    rows = rows_of(spec, plan.tile_q)
     kernels = [
         preprocess(spec, target, plan, rows, deterministic, DqAccumulation(apart=deterministic)),
         _keys(spec, target, plan, rows, deterministic),
@@ -85,8 +83,7 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
     gathers = gradient.gathers if gradient else ()
     sums = "long long*" if deterministic else "float*"
     fields += [Field(sums, f"d_{member}") for member in dict.fromkeys(gather.member for gather in gathers)]
-    fields += [*numbers(*(() if spec.is_varlen else ("heads_q",)), "heads_per_kv", "len_q", "len_k"), ROWS]
-    fields += varlen_fields() if spec.is_varlen else []
+    fields += [*batch_of(spec).fields("heads_per_kv", "len_q", "len_k", ROWS)]
     layout = layout_of(spec, fields, lists=tiles is None)
     context = {
         "plan": plan,
@@ -100,13 +97,11 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
         "gathers": gathers,
         "exact_sums": deterministic,
         "limbs": EXACT_LIMBS,
-        "query_tiles": visited_tiles(
-            tiles, "BackwardDkdvArguments", is_masked(spec), queries=True, ragged=spec.is_varlen
-        ),
+        "query_tiles": visited_tiles(spec, tiles, "BackwardDkdvArguments", queries=True),
     }
     context |= varlen_context(spec, "BackwardDkdvArguments", layout, plan.tile_q, "kTileK", of_keys=True)
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
-    launch["grid"] = partial(tiles_of_keys, spec, plan.tile_k)
+    launch["grid"] = partial(batch_of(spec).key_grid, plan.tile_k)
     block, rendering = Block(plan.threads, shared), Rendering(template=_KEYS)
     return backward_kernel("dkdv", spec, target, layout, context, block, launch, rendering)
 
@@ -118,9 +113,8 @@ def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows,
     fields += [
         Field("Element*", "dq"),
         *strides("q", "k", "v", "d_o", "dq"),
-        *numbers(*(() if spec.is_varlen else ("heads_q",)), "len_q", "len_k"),
+        *batch_of(spec).fields("len_q", "len_k"),
         ROWS,
-        *(varlen_fields() if spec.is_varlen else ()),
     ]
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))
     context = {
@@ -131,11 +125,11 @@ def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows,
         "divides_columns": divides_tiles(spec, plan.tile_k),
         "gradient": score_gradient(spec, with_gathers=False),
         "gathers": (),
-        "key_tiles": visited_tiles(tiles, "BackwardDqArguments", is_masked(spec), ragged=spec.is_varlen),
+        "key_tiles": visited_tiles(spec, tiles, "BackwardDqArguments"),
         "longest_first": longest_last(tiles),
     }
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "keys" if tiles is None else None}
-    launch["grid"] = partial(tiles_of_queries, spec, plan.tile_q)
+    launch["grid"] = partial(batch_of(spec).query_grid, plan.tile_q)
     layout = layout_of(spec, fields, tiles is None)
     context |= varlen_context(spec, "BackwardDqArguments", layout, multiple, "kTileQ")
     block, rendering = Block(plan.threads, shared), Rendering(template=_QUERIES)

@@ -72,18 +72,18 @@ class MmaSyncForward(ForwardFamily):
     decode = MmaSyncDecode()
 
     def plan_classes(self, spec: AttentionSpec) -> tuple[type[Plan], ...]:
-        if spec.of_cache and spec.is_varlen:
+        if spec.is_mixed:
             return (MixedPlan,)
         return (DecodePlan,) if spec.kv_dtype else (ForwardPlan, DecodePlan)
 
     def default_plan(self, spec: AttentionSpec, target: Target) -> Plan:
-        if spec.of_cache and spec.is_varlen:
+        if spec.is_mixed:
             return choose_mixed_plan(spec, target)
         return choose_decode_plan(spec, target) if spec.kv_dtype else choose_forward_plan(spec, target)
 
     def candidates(self, spec: AttentionSpec, target: Target) -> Iterator[Plan]:
         """Yields plans of the forward kernel: calls on 8-bit keys or mixed batches always run another kernel."""
-        runs_others = spec.of_cache and (spec.kv_dtype or spec.is_varlen)
+        runs_others = spec.of_cache and (spec.kv_dtype or spec.is_mixed)
         return iter(()) if runs_others else every_forward_plan(spec, target)
 
 

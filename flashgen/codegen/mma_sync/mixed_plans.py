@@ -124,7 +124,7 @@ class MixedPlan(Checked):
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Returns why the plan is inconsistent or does not fit the spec or the target; None if it is valid."""
-        if not (spec.is_varlen and spec.page_size):
+        if not spec.is_mixed:
             return "it is for varlen batches over pages: declare layout='thd' and page_size=..."
         if not self.few.scheduled:
             return "few must be scheduled=True: only the device knows the lengths"

@@ -167,7 +167,7 @@ def render_schedule(spec: AttentionSpec, target: Target, plan: DecodePlan) -> Re
         "variant": templates.get_template("variant.cuh.jinja")
         .render(struct=_STRUCT, variant=variant, position=False)
         .strip(),
-        "key_tiles": visited_tiles(tiles, _STRUCT, masked=False, ends=LAST_QUERY),
+        "key_tiles": visited_tiles(spec, tiles, _STRUCT, ends=LAST_QUERY, counts_only=True),
     }
     rows = f"-rows{plan.tile_q}" if plan.tile_q != 16 else ""
     return RenderedKernel(
