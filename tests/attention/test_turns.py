@@ -147,7 +147,7 @@ def test_the_default_mode_may_add_in_turns_too() -> None:
     spec, plan = SPECS["causal"]
     compiled = attention.compile(spec, target="sm_90a", emulate=True, backward_plan=plan)
     source = next(text for name, text in compiled.backward_sources.items() if "-dkdv-" in name)
-    assert "await_turn(place, turn)" in source
+    assert "await_turn(semaphore, position)" in source
 
 
 def test_as_many_heads_run_side_by_side_as_fill_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
