@@ -430,8 +430,7 @@ __device__ __forceinline__ void quad_transpose(unsigned (&values)[4]) {
   }
 }
 
-// The addresses of a block's mbarriers in shared memory. A pipeline's iteration uses stage `iteration % stages`, in the phase
-// of parity `iteration / stages % 2`. A wait for an empty barrier names the other parity, that of the previous phase.
+// The addresses of a block's mbarriers. A pipeline's iteration uses stage iteration % stages, in phase iteration / stages % 2.
 struct Barriers {
   unsigned first;
 
@@ -705,26 +704,25 @@ __device__ __forceinline__ void load_work_tile(const WorkTile& work, QueryIterat
                                                const BackwardDkdvArguments& arguments) {
   for (bool first = true; !iterator.done(arguments); iterator.advance(work, arguments), ++iteration, first = false) {
     const int head = iterator.head(work, arguments), stage = iteration % kStages;
-    const unsigned q_full = barriers.queries_full(iteration), d_o_full = barriers.d_outputs_full(iteration);
     mbarrier_wait(barriers.queries_empty(iteration), barriers.phase(iteration) ^ 1);
-    mbarrier_expect_bytes(q_full, kQueryBytes + kStatisticsBytes + (first ? kKeyBytes : 0));
-    load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(queries_at(shared, iteration), arguments.q_map, q_full,
-                                                  iterator.first_query(), head, work.batch);
-    bulk_load(shared + kStatisticsOffset + stage * kStatisticsBytes,
-              arguments.statistics + first_row(iterator, work, arguments) * 2, kStatisticsBytes, q_full);
+    mbarrier_expect_bytes(barriers.queries_full(iteration), kQueryBytes + kStatisticsBytes + (first ? kKeyBytes : 0));
+    load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(queries_at(shared, iteration), arguments.q_map,
+                                                  barriers.queries_full(iteration), iterator.first_query(), head, work.batch);
+    bulk_load(shared + kStatisticsOffset + stage * kStatisticsBytes, arguments.statistics +
+              first_row(iterator, work, arguments) * 2, kStatisticsBytes, barriers.queries_full(iteration));
     if (first) {
       mbarrier_wait(barriers.keys_empty(), tile_number & 1 ^ 1);
-      load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared, arguments.k_map, q_full, work.first_key, work.head_kv,
-                                                    work.batch);
+      load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared, arguments.k_map, barriers.queries_full(iteration),
+                                                    work.first_key, work.head_kv, work.batch);
     }
     mbarrier_wait(barriers.d_outputs_empty(iteration), barriers.phase(iteration) ^ 1);
-    mbarrier_expect_bytes(d_o_full, kDOutputBytes + (first ? kValueBytes : 0));
-    load_rows<kTileQ, kValueDimPadded, kValuePanel>(d_outputs_at(shared, iteration), arguments.d_o_map, d_o_full,
-                                                    iterator.first_query(), head, work.batch);
+    mbarrier_expect_bytes(barriers.d_outputs_full(iteration), kDOutputBytes + (first ? kValueBytes : 0));
+    load_rows<kTileQ, kValueDimPadded, kValuePanel>(d_outputs_at(shared, iteration), arguments.d_o_map,
+          barriers.d_outputs_full(iteration), iterator.first_query(), head, work.batch);
     if (first) {
       mbarrier_wait(barriers.values_empty(), tile_number & 1 ^ 1);
-      load_rows<kTileK, kValueDimPadded, kValuePanel>(shared + kValueOffset, arguments.v_map, d_o_full, work.first_key,
-                                                      work.head_kv, work.batch);
+      load_rows<kTileK, kValueDimPadded, kValuePanel>(shared + kValueOffset, arguments.v_map, barriers.d_outputs_full(iteration),
+                                                      work.first_key, work.head_kv, work.batch);
     }
   }
 }

@@ -323,8 +323,7 @@ __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address
          static_cast<unsigned long long>(stride_bytes >> 4) << 32 | kMode << 62;
 }
 
-// The addresses of a block's mbarriers in shared memory. A pipeline's iteration uses stage `iteration % stages`, in the phase
-// of parity `iteration / stages % 2`. A wait for an empty barrier names the other parity, that of the previous phase.
+// The addresses of a block's mbarriers. A pipeline's iteration uses stage iteration % stages, in phase iteration / stages % 2.
 struct Barriers {
   unsigned first;
 
@@ -535,24 +534,23 @@ __device__ __forceinline__ void producer(const WorkTile& work, unsigned shared, 
   int iteration = 0;
   for (bool first = true; !iterator.done(arguments); iterator.advance(work, arguments), ++iteration, first = false) {
     const int head = iterator.head(work, arguments), stage = iteration % kStages;
-    const unsigned q_full = barriers.queries_full(iteration), d_o_full = barriers.d_outputs_full(iteration);
     mbarrier_wait(barriers.queries_empty(iteration), barriers.phase(iteration) ^ 1);
-    mbarrier_expect_bytes(q_full, kQueryBytes + kStatisticsBytes + (first ? kKeyBytes : 0));
-    load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(queries_at(shared, iteration), arguments.q_map, q_full,
-                                                  iterator.first_query(), head, work.batch);
-    bulk_load(shared + kStatisticsOffset + stage * kStatisticsBytes,
-              arguments.statistics + first_row(iterator, work, arguments) * 2, kStatisticsBytes, q_full);
+    mbarrier_expect_bytes(barriers.queries_full(iteration), kQueryBytes + kStatisticsBytes + (first ? kKeyBytes : 0));
+    load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(queries_at(shared, iteration), arguments.q_map,
+                                                  barriers.queries_full(iteration), iterator.first_query(), head, work.batch);
+    bulk_load(shared + kStatisticsOffset + stage * kStatisticsBytes, arguments.statistics +
+              first_row(iterator, work, arguments) * 2, kStatisticsBytes, barriers.queries_full(iteration));
     if (first) {
-      load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared, arguments.k_map, q_full, work.first_key, work.head_kv,
-                                                    work.batch);
+      load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared, arguments.k_map, barriers.queries_full(iteration),
+                                                    work.first_key, work.head_kv, work.batch);
     }
     mbarrier_wait(barriers.d_outputs_empty(iteration), barriers.phase(iteration) ^ 1);
-    mbarrier_expect_bytes(d_o_full, kDOutputBytes + (first ? kValueBytes : 0));
-    load_rows<kTileQ, kValueDimPadded, kValuePanel>(d_outputs_at(shared, iteration), arguments.d_o_map, d_o_full,
-                                                    iterator.first_query(), head, work.batch);
+    mbarrier_expect_bytes(barriers.d_outputs_full(iteration), kDOutputBytes + (first ? kValueBytes : 0));
+    load_rows<kTileQ, kValueDimPadded, kValuePanel>(d_outputs_at(shared, iteration), arguments.d_o_map,
+          barriers.d_outputs_full(iteration), iterator.first_query(), head, work.batch);
     if (first) {
-      load_rows<kTileK, kValueDimPadded, kValuePanel>(shared + kValueOffset, arguments.v_map, d_o_full, work.first_key,
-                                                      work.head_kv, work.batch);
+      load_rows<kTileK, kValueDimPadded, kValuePanel>(shared + kValueOffset, arguments.v_map, barriers.d_outputs_full(iteration),
+                                                      work.first_key, work.head_kv, work.batch);
     }
   }
 }
@@ -651,11 +649,11 @@ __device__ __forceinline__ void consumer_dv(const WorkTile& work, unsigned share
   Position position = {work.batch, 0, lane % 4 * 2, work.first_key + warp_row + lane / 4};
   float d_values[kValueDimPadded / 2] = {}, scores[kTileQ / 2];
   unsigned fragments[kTileQ / 16][4];
-  QueryIterator iterator(work, arguments);
   const auto start_scores = [&](int iteration) {
     mbarrier_wait(barriers.queries_full(iteration), barriers.phase(iteration));
     start_product<kHeadDimPadded, kHeadPanel, kTileK, kTileQ>(scores, shared, queries_at(shared, iteration));
   };
+  QueryIterator iterator(work, arguments);
   const auto compute_p = [&](int iteration) {
     const int first_query = iterator.first_query();
     const unsigned char* statistics = shared_memory + kStatisticsOffset + iteration % kStages * kStatisticsBytes;
@@ -715,14 +713,12 @@ __device__ __forceinline__ void consumer_dk(const WorkTile& work, unsigned share
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   float d_keys[kHeadDimPadded / 2] = {}, d_scores[kTileQ / 2];
   unsigned fragments[kTileQ / 16][4];
-  QueryIterator iterator(work, arguments);
   const auto start_dp = [&](int iteration) {
     mbarrier_wait(barriers.d_outputs_full(iteration), barriers.phase(iteration));
     start_product<kValueDimPadded, kValuePanel, kTileK, kTileQ>(d_scores, shared + kValueOffset,
                                                                 d_outputs_at(shared, iteration));
   };
   const auto finish_ds = [&](int iteration) {
-    const unsigned char* statistics = shared_memory + kStatisticsOffset + iteration % kStages * kStatisticsBytes;
     float probabilities[kTileQ / 2];
     release(barriers.d_outputs_empty(iteration));
     mbarrier_wait(barriers.exchange_full(iteration), barriers.exchange_phase(iteration));
@@ -730,10 +726,12 @@ __device__ __forceinline__ void consumer_dk(const WorkTile& work, unsigned share
     __syncwarp();
     release(barriers.exchange_empty(iteration));
     mbarrier_wait(barriers.queries_full(iteration), barriers.phase(iteration));   // the statistics have landed with Q
+    const unsigned char* statistics = shared_memory + kStatisticsOffset + iteration % kStages * kStatisticsBytes;
     compute_ds(d_scores, probabilities, statistics);
   };
 
   int iteration = 0;
+  QueryIterator iterator(work, arguments);
   if (!iterator.done(arguments)) {
     start_dp(0);
     await_product<0>(d_scores);

@@ -300,8 +300,7 @@ __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address
          static_cast<unsigned long long>(stride_bytes >> 4) << 32 | kMode << 62;
 }
 
-// The addresses of a block's mbarriers in shared memory. A pipeline's iteration uses stage `iteration % stages`, in the phase
-// of parity `iteration / stages % 2`. A wait for an empty barrier names the other parity, that of the previous phase.
+// The addresses of a block's mbarriers. A pipeline's iteration uses stage iteration % stages, in phase iteration / stages % 2.
 struct Barriers {
   unsigned first;
 

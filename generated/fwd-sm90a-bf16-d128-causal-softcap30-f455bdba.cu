@@ -309,8 +309,7 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// The addresses of a block's mbarriers in shared memory. A pipeline's iteration uses stage `iteration % stages`, in the phase
-// of parity `iteration / stages % 2`. A wait for an empty barrier names the other parity, that of the previous phase.
+// The addresses of a block's mbarriers. A pipeline's iteration uses stage iteration % stages, in phase iteration / stages % 2.
 struct Barriers {
   unsigned first;
 
@@ -570,15 +569,13 @@ __device__ __forceinline__ void producer(unsigned shared, const Barriers& barrie
     const int head_kv = __umulhi(2 * work.head + 1, arguments.kv_reciprocal);
     const auto load_keys = [&](int step) {
       const int iteration = first_iteration + step;
-      load_stage<kHeadDimPadded, kHeadPanel>(
-          keys_at(shared, iteration), arguments.k_map, barriers.keys_empty(iteration), barriers.keys_full(iteration),
-          iteration, tiles.first_key(step), head_kv, work.batch);
+      load_stage<kHeadDimPadded, kHeadPanel>(keys_at(shared, iteration), arguments.k_map, barriers.keys_empty(iteration),
+          barriers.keys_full(iteration), iteration, tiles.first_key(step), head_kv, work.batch);
     };
     const auto load_values = [&](int step) {
       const int iteration = first_iteration + step;
-      load_stage<kValueDimPadded, kValuePanel>(
-          values_at(shared, iteration), arguments.v_map, barriers.values_empty(iteration), barriers.values_full(iteration),
-          iteration, tiles.first_key(step), head_kv, work.batch);
+      load_stage<kValueDimPadded, kValuePanel>(values_at(shared, iteration), arguments.v_map, barriers.values_empty(iteration),
+          barriers.values_full(iteration), iteration, tiles.first_key(step), head_kv, work.batch);
     };
 
     if (tiles.count > 0) load_keys(0);

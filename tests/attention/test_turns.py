@@ -150,7 +150,7 @@ def test_the_default_mode_may_use_semaphores() -> None:
     spec, plan = SPECS["causal"]
     compiled = attention.compile(spec, target="sm_90a", emulate=True, backward_plan=plan)
     source = next(text for name, text in compiled.backward_sources.items() if "-dkdv-" in name)
-    assert "semaphore_wait(place, turn)" in source
+    assert "semaphore_wait(semaphore, position)" in source
 
 
 def test_heads_run_side_by_side_to_fill_the_card(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,7 @@ def test_barriers_have_addresses_names_and_bytes() -> None:
     known = {"first": 2048, "kStages": 3}
     for at, name in layout.barrier_offsets().items():
         stem, _, stage = name.rstrip(")").partition("(")
-        assert evaluate(layout.barrier_address(stem), known | {"use": int(stage or 0)}) == at
+        assert evaluate(layout.barrier_address(stem), known | {"iteration": int(stage or 0)}) == at
     assert list(layout.barrier_offsets()) == list(range(2048, layout.total_bytes, 8))
 
 
