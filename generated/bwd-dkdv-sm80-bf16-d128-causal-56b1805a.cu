@@ -158,7 +158,7 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned 
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Rounds two floats to nearest even and packs them in a register, `low` in the lower half.
+// Rounds two floats to nearest even and puts them into one register, `low` in the lower half.
 __device__ __forceinline__ unsigned pack_bf16(float low, float high) {
   unsigned packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));

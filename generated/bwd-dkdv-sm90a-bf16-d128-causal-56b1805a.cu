@@ -238,7 +238,7 @@ __device__ __forceinline__ void order_registers(float (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i]) :: "memory");
 }
 
-// Rounds two floats to nearest even and packs them in a register, `low` in the lower half.
+// Rounds two floats to nearest even and puts them into one register, `low` in the lower half.
 __device__ __forceinline__ unsigned pack_bf16(float low, float high) {
   unsigned packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -818,7 +818,7 @@ __device__ __forceinline__ void convert_dq_rows(unsigned chunk, const BackwardDk
   const int lane = threadIdx.x % 32, query = chunk % head_chunks * kConvertedRows + lane / 4;
   const bool is_added = __ldcg(arguments.dq_semaphore + first_row / kTileQ) > 0;
   const float* const statistics = arguments.statistics + (first_row + lane / 4) * 2;
-  const bool attends[2] = {(statistics[0] != kNoLse) & is_added, (statistics[16] != kNoLse) & is_added};
+  const bool attends[2] = {(statistics[0] != kNoLse) && is_added, (statistics[16] != kNoLse) && is_added};
   const float* const accumulator = arguments.dq_accum + first_row * kHeadDimPadded + lane * 4;
   Element* const gradient = arguments.dq + batch * arguments.dq_strides.batch + head * arguments.dq_strides.head +
                             query * arguments.dq_strides.row + lane % 4 * 8;

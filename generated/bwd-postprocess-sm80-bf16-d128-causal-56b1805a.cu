@@ -48,7 +48,7 @@ constexpr int kGradientColumnTiles = kHeadDimPadded / 8 / kGradientColumnWarps;
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
-// Rounds two floats to nearest even and packs them in a register, `low` in the lower half.
+// Rounds two floats to nearest even and puts them into one register, `low` in the lower half.
 __device__ __forceinline__ unsigned pack_bf16(float low, float high) {
   unsigned packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));

@@ -129,7 +129,7 @@ __device__ __forceinline__ void mma_m16n8k8x2_f16(float (&d)[4], const unsigned 
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[2]), "r"(a[3]), "r"(b1));
 }
 
-// Rounds two floats to nearest even and packs them in a register, `low` in the lower half.
+// Rounds two floats to nearest even and puts them into one register, `low` in the lower half.
 __device__ __forceinline__ unsigned pack_f16(float low, float high) {
   unsigned short low_bits, high_bits;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(low_bits) : "f"(low));

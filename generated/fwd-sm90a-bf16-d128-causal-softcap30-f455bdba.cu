@@ -157,7 +157,7 @@ __device__ __forceinline__ void order_registers(float (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i]) :: "memory");
 }
 
-// Rounds two floats to nearest even and packs them in a register, `low` in the lower half.
+// Rounds two floats to nearest even and puts them into one register, `low` in the lower half.
 __device__ __forceinline__ unsigned pack_bf16(float low, float high) {
   unsigned packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -521,9 +521,9 @@ __device__ __forceinline__ bool mask_mod(int q, int k, const ForwardArguments& a
 // A work tile: queries of one head of one batch, or the part of one warpgroup.
 struct WorkTile { int first_query, head, batch, queries; };
 
-// Returns the work tile of an index. The heads of a section, whose K and V share the L2, take turns with their tiles; the
-// next section follows. Later queries attend to more keys, so the last tiles come first, and are full. The first tile may
-// begin before the first query, by whole warpgroups.
+// Returns the work tile of an index. Tiles of the heads of a section alternate, so that their K and V stay in the L2.
+// Later queries attend to more keys, so the last tiles come first, and are full. The first tile may begin before the first
+// query, by whole warpgroups.
 __device__ __forceinline__ WorkTile work_tile_at(int index, const ForwardArguments& arguments) {
   const int section_tiles = arguments.section * arguments.tiles_q;
   const int first_head = index / section_tiles * arguments.section, rest = index % section_tiles;

@@ -177,7 +177,7 @@ __device__ __forceinline__ void order_registers(float (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i]) :: "memory");
 }
 
-// Rounds two floats to nearest even and packs them in a register, `low` in the lower half.
+// Rounds two floats to nearest even and puts them into one register, `low` in the lower half.
 __device__ __forceinline__ unsigned pack_f16(float low, float high) {
   unsigned packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -533,8 +533,7 @@ __device__ __forceinline__ bool mask_mod(int q, int k, const ForwardArguments& a
 // A work tile: queries of one head of one batch.
 struct WorkTile { int first_query, head, batch; };
 
-// Returns the work tile of an index. The heads of a section, whose K and V share the L2, take turns with their tiles; the
-// next section follows.
+// Returns the work tile of an index. Tiles of the heads of a section alternate, so that their K and V stay in the L2.
 __device__ __forceinline__ WorkTile work_tile_at(int index, const ForwardArguments& arguments) {
   const int section_tiles = arguments.section * arguments.tiles_q;
   const int first_head = index / section_tiles * arguments.section, rest = index % section_tiles;

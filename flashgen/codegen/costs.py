@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flashgen.codegen.sizes import Formula, Sizes
+from flashgen.codegen.sizes import Sizes
 from flashgen.codegen.tiling import padded
 from flashgen.dtypes import DTYPES
 from flashgen.language.spec import AttentionSpec
@@ -19,7 +18,7 @@ _FIXED_POINT = 64  # bytes of a fixed-point sum, whose value does not depend on 
 
 @dataclass(frozen=True)
 class Quantities:
-    """The quantities of which costs are sums: numbers of a call, or formulas in words.
+    """The quantities of which costs are sums: numbers of a call, or words.
 
     Attributes:
         scores: Pairs of a query and a key in the tiles that are visited, over all query heads and sequences.
@@ -35,7 +34,24 @@ class Quantities:
     elements: Any
 
 
-Count = Callable[[Quantities], Any]
+@dataclass(frozen=True)
+class Count:
+    """A sum of quantities, each multiplied by a factor."""
+
+    factors: tuple[tuple[str, int], ...]
+
+    @staticmethod
+    def of(**factors: int) -> Count:
+        """Returns the sum of quantities by name; those with a factor of 0 are left out."""
+        return Count(tuple((name, factor) for name, factor in factors.items() if factor))
+
+    def value(self, quantities: Quantities) -> float:
+        """Returns the sum for the quantities of a call."""
+        return sum(factor * getattr(quantities, name) for name, factor in self.factors)
+
+    def text(self, words: Quantities) -> str:
+        """Returns the formula, such as "512 * batch * heads_q * len_q", with the quantities in words."""
+        return " + ".join(f"{factor} * {getattr(words, name)}" for name, factor in self.factors)
 
 
 @dataclass(frozen=True)
@@ -45,47 +61,49 @@ class Cost:
     Attributes:
         flops: FLOPs of matrix products and of operations per row; None if they are not counted.
         hbm: Bytes if each array is read or written once.
-        quantities: The quantities in words, for `flops_text` and `hbm_text`.
+        words: The quantities in words, for `flops_text` and `hbm_text`.
         remark: What `hbm` leaves out.
     """
 
     flops: Count | None
     hbm: Count
-    quantities: Quantities
+    words: Quantities
     remark: str = ""
 
     @property
     def flops_text(self) -> str:
-        return str(self.flops(self.quantities)) if self.flops else "none"
+        return self.flops.text(self.words) if self.flops else "none"
 
     @property
     def hbm_text(self) -> str:
-        return f"{self.hbm(self.quantities)} bytes, at least{f'; {self.remark}' if self.remark else ''}"
+        return f"{self.hbm.text(self.words)} bytes, at least{f'; {self.remark}' if self.remark else ''}"
 
 
 _SHARE = "(share of tiles visited)"
 
 
 def _in_words(scores: str, queries: str, keys: str, visited_keys: str = "") -> Quantities:
-    # These products need no parentheses in a formula, because costs only multiply and add.
-    return Quantities(*map(Formula, (scores, queries, keys, visited_keys or f"{keys} * {_SHARE}", "elements")))
+    return Quantities(scores, queries, keys, visited_keys or f"{keys} * {_SHARE}", "elements")
 
 
 _WORDS = {
-    False: _in_words(
+    "dense": _in_words(
         f"batch * heads_q * len_q * len_k * {_SHARE}", "batch * heads_q * len_q", "batch * heads_kv * len_k"
     ),
-    True: _in_words(
+    "varlen": _in_words(
         f"heads_q * (sum of len_q * len_k over the sequences) * {_SHARE}", "heads_q * total_q", "heads_kv * total_k"
     ),
 }
-"""The quantities of a batch; True for a varlen batch."""
-_MIXED = _in_words(_WORDS[True].scores.text, "heads_q * total_q", "", f"heads_kv * (sum of keys) * {_SHARE}")
+_MIXED = replace(_WORDS["varlen"], visited_keys=f"heads_kv * (sum of keys) * {_SHARE}")
 _PREFILL = _in_words(
     f"heads_q * (sum of len_q * len_k over the prefill sequences) * {_SHARE}",
     "heads_q * (queries of prefill sequences)",
     "heads_kv * (keys of prefill sequences)",
 )
+
+
+def _words(spec: AttentionSpec) -> Quantities:
+    return _WORDS["varlen" if spec.is_varlen else "dense"]
 
 
 def quantities(sizes: Sizes, share: float = 1.0) -> Quantities:
@@ -106,8 +124,7 @@ def _width(spec: AttentionSpec) -> int:
 def forward_cost(spec: AttentionSpec) -> Cost:
     """Returns the cost of the forward kernel, without the reads of tile lists and captures."""
     row, width = _bytes(spec) * _width(spec), _width(spec)
-    hbm: Count = lambda it: (row + _SUM) * it.queries + row * it.keys
-    return Cost(lambda it: 2 * width * it.scores, hbm, _WORDS[spec.is_varlen])
+    return Cost(Count.of(scores=2 * width), Count.of(queries=row + _SUM, keys=row), _words(spec))
 
 
 def decode_cost(spec: AttentionSpec, tile_q: int, scheduled: bool = False) -> Cost:
@@ -119,29 +136,28 @@ def decode_cost(spec: AttentionSpec, tile_q: int, scheduled: bool = False) -> Co
     """
     width, partial = _width(spec), 2 * _SUM * (spec.value_dim + 2)
     row, key = _bytes(spec) * width, _bytes(spec, of_cache=True) * width
-    hbm: Count = lambda it: (row + _SUM) * it.queries + key * it.visited_keys
+    hbm = Count.of(queries=row + _SUM, visited_keys=key)
     if scheduled:
         partials = f"{2 * partial} * splits * heads_q * len_q for partial outputs of tiles of several work units"
     else:
-        partials = f"{partial} * splits * {_WORDS[False].queries} for partial outputs if splits > 1"
+        partials = f"{partial} * splits * {_WORDS['dense'].queries} for partial outputs if splits > 1"
     remark = f"+ {partials}; K and V are read once for each {tile_q} rows"
-    return Cost(lambda it: 2 * width * it.scores, hbm, _WORDS[False], remark)
+    return Cost(Count.of(scores=2 * width), hbm, _WORDS["dense"], remark)
 
 
 def mixed_cost(spec: AttentionSpec, tile_q: int) -> Cost:
     """Returns the cost of the kernel of mixed batches: K and V once per tile of decode rows and once per prefill."""
     width, partial = _width(spec), 4 * _SUM * (spec.value_dim + 2)
     row, key = _bytes(spec) * width, _bytes(spec, of_cache=True) * width
-    hbm: Count = lambda it: (row + _SUM) * it.queries + key * it.visited_keys
+    hbm = Count.of(queries=row + _SUM, visited_keys=key)
     remark = f"+ {partial * tile_q} * splits * groups for partial outputs of tiles of several work units"
-    return Cost(lambda it: 2 * width * it.scores, hbm, _MIXED, remark)
+    return Cost(Count.of(scores=2 * width), hbm, _MIXED, remark)
 
 
 def prefill_cost(spec: AttentionSpec) -> Cost:
     """Returns the cost of the kernel for only the prefills of mixed batches."""
     row, width = _bytes(spec) * _width(spec), _width(spec)
-    hbm: Count = lambda it: (row + _SUM) * it.queries + row * it.keys
-    return Cost(lambda it: 2 * width * it.scores, hbm, _PREFILL)
+    return Cost(Count.of(scores=2 * width), Count.of(queries=row + _SUM, keys=row), _PREFILL)
 
 
 def backward_cost(
@@ -165,10 +181,10 @@ def backward_cost(
     capture = next((each for each in spec.captures if role == f"d_{each.name}"), None)
     if capture is not None:
         each = (_FIXED_POINT if exact_sums else _SUM) + DTYPES[capture.dtype].bytes
-        words = replace(_WORDS[False], elements=Formula(f"elements of {capture.name}"))
-        return Cost(None, lambda it: each * it.elements, words)
+        words = replace(_WORDS["dense"], elements=f"elements of {capture.name}")
+        return Cost(None, Count.of(elements=each), words)
     flops, hbm = _backward_counts(role, spec, dq_apart, columns or padded(spec.head_dim), finishes)
-    return Cost(flops, hbm, _WORDS[spec.is_varlen])
+    return Cost(flops, hbm, _words(spec))
 
 
 def _backward_counts(
@@ -180,19 +196,19 @@ def _backward_counts(
     products = (2 if dq_apart else 3) * head + 2 * value  # QK, dV, dP, dK, and dQ without a kernel of its own
     converted = element * head if finishes else 0
     written = 2 * element * value + _SUM + _STATISTICS + sums // 2  # reads O, dO and the LSE, zeroes the accumulator
-    counts: dict[str, tuple[Count, Count]] = {
-        "preprocess": (lambda it: 2 * value * it.queries, lambda it: written * it.queries),
+    counts = {
+        "preprocess": (Count.of(queries=2 * value), Count.of(queries=written)),
         "dkdv": (
-            lambda it: 2 * products * it.scores,
-            lambda it: (read + _STATISTICS + sums + converted) * it.queries + 2 * read * it.keys,
+            Count.of(scores=2 * products),
+            Count.of(queries=read + _STATISTICS + sums + converted, keys=2 * read),
         ),
         "dq": (  # QK, dP, dQ
-            lambda it: 2 * (2 * head + value) * it.scores,
-            lambda it: (read + _STATISTICS + element * head) * it.queries + read * it.keys,
+            Count.of(scores=2 * (2 * head + value)),
+            Count.of(queries=read + _STATISTICS + element * head, keys=read),
         ),
-        "postprocess": (lambda it: head * it.queries, lambda it: (_SUM * columns + element * head) * it.queries),
-        "postprocess_dk": (lambda it: head * it.keys, lambda it: (_SUM * columns + element * head) * it.keys),
-        "postprocess_dv": (lambda it: value * it.keys, lambda it: (_SUM * columns + element * value) * it.keys),
-        "sink": (lambda it: 2 * it.queries, lambda it: _STATISTICS * it.queries),
+        "postprocess": (Count.of(queries=head), Count.of(queries=_SUM * columns + element * head)),
+        "postprocess_dk": (Count.of(keys=head), Count.of(keys=_SUM * columns + element * head)),
+        "postprocess_dv": (Count.of(keys=value), Count.of(keys=_SUM * columns + element * value)),
+        "sink": (Count.of(queries=2), Count.of(queries=_STATISTICS)),
     }
     return counts[role]

@@ -83,14 +83,14 @@ def flops(kernel: RenderedKernel, sizes: CallSizes, share: float) -> int | None:
     """
     if kernel.cost is None or kernel.cost.flops is None:
         return None
-    return round(kernel.cost.flops(quantities(sizes.to_sizes(), share)))
+    return round(kernel.cost.flops.value(quantities(sizes.to_sizes(), share)))
 
 
 def hbm_bytes(kernel: RenderedKernel, sizes: CallSizes) -> int | None:
     """Returns the bytes that a kernel moves if it reads or writes each array once; None if they depend on captures."""
     if kernel.cost is None:
         return None
-    moved = kernel.cost.hbm(quantities(sizes.to_sizes()))
+    moved = kernel.cost.hbm.value(quantities(sizes.to_sizes()))
     return None if math.isnan(moved) else round(moved)  # only a call determines the elements of a capture
 
 

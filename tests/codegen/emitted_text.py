@@ -7,7 +7,7 @@ import re
 from flashgen.codegen.environment import _primitive_templates
 from flashgen.codegen.rendered_kernel import RenderedKernel
 
-LONGEST_FUNCTION, LONGEST_KERNEL, LONGEST_FILE = 55, 90, 391  # lines; of a file, without primitives
+LONGEST_FUNCTION, LONGEST_KERNEL, LONGEST_FILE = 60, 90, 392  # lines; of a file, without primitives
 _NAME = re.compile(r"(operator\W+|\w+)\(")
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from flashgen.report.arithmetic import evaluate
 
 import flashgen.language as fg
 from flashgen.codegen.rendered_kernel import RenderedKernel
@@ -27,6 +26,7 @@ from flashgen.codegen.targets import TARGETS
 from flashgen.errors import UnsupportedError
 from flashgen.verify import variants
 from flashgen.verify.variants import spec_of
+from formulas import evaluate
 
 ROWS, COLUMNS, STAGES = Extent("kRows", 64), Extent("kColumns", 16), Extent("kStages", 3)
 TILES = (

@@ -221,7 +221,7 @@ FAULTS: dict[str, tuple[Case, Planter, str]] = {
     "a launch that fails": (DIVIDED, attribute(emulator, "launch", fails(LaunchError("deadlock"))), "LaunchError"),
     "a key too many": (PAGED, text(USED.format("blockIdx.z"), f"({USED.format('blockIdx.z')} + 1)"), WRONG),
     "another page": (PAGED, text("(page_table + key / kPageSize)", "(page_table + key / kPageSize / 2)"), WRONG),
-    "another head's sink": (PAGED, text("load_sinks(arguments, place.head)", "load_sinks(arguments, 0)"), WRONG),
+    "another head's sink": (PAGED, text("load_sinks(arguments, indices.head)", "load_sinks(arguments, 0)"), WRONG),
     "another head's scale": (NARROW, text("head_kv * arguments.k_scales", "0 * arguments.k_scales"), WRONG),
     "a packed key": (MIXED, text(USED.format("number"), f"({USED.format('number')} + 1)"), WRONG),
     "a packed row": (MIXED, text("q += sequence.first_q *", "q += (sequence.first_q + 1) *"), WRONG),
