@@ -54,7 +54,7 @@ constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of an
 // The tests that the scores of a tile need.
 //   kNone: none, since all scores are allowed.
 //   kMask: the mask.
-//   kAll: all tests, since the tile extends beyond the last row or an LSE is large.
+//   kAll: all tests, since the tile extends beyond the sequence or an LSE is large.
 enum class Tests { kNone, kMask, kAll };
 
 // A tile consists of panels of columns, one after the other. A panel is as wide as the TMA swizzle.
@@ -235,8 +235,8 @@ __device__ __forceinline__ void wgmma_fence() {
 }
 
 // Starts d (64 x kN, float32) = a (64 x 16) * b (16 x kN), plus d if `accumulate`. a is in registers, as for
-// mma.m16n8k16. b is the descriptor of a shared-memory tile, the rows of which run along the depth if kTransposedB. d
-// is valid after the group of the wgmma is complete.
+// mma.m16n8k16. b is the descriptor of a shared-memory tile, MN-major if kTransposedB, otherwise K-major. d is valid
+// after the group of the wgmma is complete.
 template <int kN, bool kTransposedB>
 __device__ __forceinline__ void wgmma_registers_bf16(float (&d)[kN / 2], const unsigned (&a)[4], unsigned long long b,
                                                      bool accumulate);
@@ -282,7 +282,7 @@ __device__ __forceinline__ void wgmma_registers_bf16<256, true>(
 }
 
 // Starts d (64 x kN, float32) = a (64 x 16) * b (16 x kN), plus d if `accumulate`. a and b are descriptors of
-// shared-memory tiles. The rows of b run along the depth if kTransposedB. d is valid after the group of the wgmma is
+// shared-memory tiles. b is MN-major if kTransposedB, otherwise K-major. d is valid after the group of the wgmma is
 // complete.
 template <int kN, bool kTransposedB>
 __device__ __forceinline__ void wgmma_shared_bf16(float (&d)[kN / 2], unsigned long long a, unsigned long long b,
@@ -313,7 +313,7 @@ __device__ __forceinline__ void wgmma_wait() {
 #endif
 
 // Returns the descriptor of a shared-memory tile for wgmma (PTX ISA, "matrix descriptor"): its address, the distances
-// between its panels (leading, unused if rows run along the depth) and between its groups of 8 rows (stride), and the
+// between its panels (leading, unused for a K-major tile) and between its groups of 8 rows (stride), and the
 // swizzle of its 16-byte chunks.
 template <int kSwizzleBytes>
 __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address, unsigned leading_bytes,
@@ -358,7 +358,7 @@ struct Barriers {
   }
 };
 
-// Arrives at an empty barrier, with one lane for the warp.
+// Arrives at a barrier once for the warp.
 __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
@@ -572,8 +572,8 @@ __device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
   return __any_sync(0xffffffffu, largest > kLargeLse);
 }
 
-// Recomputes P in place of the products Q * K^T. Scores that fail `kTests` have a P of 0. If an LSE may be large, P is
-// 1 wherever it differs from 1 by no more than the rounding of the LSE.
+// Recomputes P in place of the products Q * K^T. Scores that fail `kTests` have a P of 0. With kAll, P is
+// 1 wherever its exponent is positive, or below 0 by no more than the rounding error of a large LSE.
 template <Tests kTests>
 __device__ __forceinline__ void recompute_p(float (&scores)[kQueryTiles * 4],
                                             const unsigned char* statistics, const Position& position,
@@ -595,7 +595,7 @@ __device__ __forceinline__ void recompute_p(float (&scores)[kQueryTiles * 4],
   }
 }
 
-// Turns dP into dS = P * (dP - D) with D = rowsum(dO * O).
+// Turns dP into dS = P * (dP - D) with D from the preprocess kernel.
 __device__ __forceinline__ void compute_ds(float (&d_scores)[kQueryTiles * 4],
                                            const float (&probabilities)[kQueryTiles * 4],
                                            const unsigned char* statistics) {

@@ -24,8 +24,8 @@ struct BackwardPreprocessArguments {
   const float* lse;
   const float* d_lse;   // gradient of the LSE, or null
   float* statistics;
-  unsigned* dq_semaphore;   // (batch, heads_q, rows / tile): the CTA that adds next
-  unsigned* dq_added;   // (batch, heads_q): CTAs that have added all of their dQ
+  unsigned* dq_semaphore;   // (batch, heads_q, rows / tile): additions so far, in order
+  unsigned* dq_added;   // (batch, heads): work tiles whose dQ has been added
   unsigned* dq_next;   // (1): the next group of dq rows to convert
   Strides o_strides;
   Strides d_o_strides;

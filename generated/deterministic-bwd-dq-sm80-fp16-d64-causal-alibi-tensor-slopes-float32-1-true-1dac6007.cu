@@ -67,7 +67,7 @@ constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of an
 // The tests that the scores of a tile need.
 //   kNone: none, since all scores are allowed.
 //   kMask: the mask.
-//   kAll: all tests, since the tile extends beyond the last row or an LSE is large.
+//   kAll: all tests, since the tile extends beyond the sequence or an LSE is large.
 enum class Tests { kNone, kMask, kAll };
 
 constexpr int kElementBytes = sizeof(Element);

@@ -7,7 +7,7 @@
 // target   sm_90a, family hopper
 // plan     192 queries x 80 keys, 3 warpgroup(s) of 160 registers, 2 stage(s) of K and V, 180312 bytes of shared memory
 // method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): row_max is the paper's running maximum m, which may lag; sum is its row sum l
-//          a producer warp loads; consumer warpgroups overlap products with softmax (Shah et al. 2024, algorithm 2)
+//          a producer warp loads; the softmax of a warpgroup overlaps products of another (Shah et al. 2024)
 // FLOPs    512 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      516 * batch * heads_q * len_q + 512 * batch * heads_kv * len_k bytes, at least
 //
@@ -50,7 +50,7 @@ constexpr int kTileQ = kConsumers * kPartQ;
 constexpr int kTileK = 80;   // keys per step
 constexpr int kStages = 2;   // of the pipelines of K and V tiles in shared memory
 constexpr float kScoreToLog2 = 0.127517432f;   // scale * log2(e): probabilities are powers of 2
-constexpr float kMaxLaneSum = 256.0f;   // sum of a lane's probabilities of a row until which the row maximum may lag
+constexpr float kMaxLaneSum = 256.0f;   // the row maximum may lag while a lane's sum of a tile is at most this
 constexpr float kMaxFoldedRowMax = 131568024.0f;   // its product with kScoreToLog2 is below 2^24
 
 // A tile is panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
@@ -212,8 +212,8 @@ __device__ __forceinline__ void wgmma_fence() {
 }
 
 // Starts d (64 x kN, float32) = a (64 x 16) * b (16 x kN), plus d if `accumulate`. a is in registers, as for
-// mma.m16n8k16. b is the descriptor of a shared-memory tile, the rows of which run along the depth if kTransposedB. d
-// is valid after the group of the wgmma is complete.
+// mma.m16n8k16. b is the descriptor of a shared-memory tile, MN-major if kTransposedB, otherwise K-major. d is valid
+// after the group of the wgmma is complete.
 template <int kN, bool kTransposedB>
 __device__ __forceinline__ void wgmma_registers_bf16(float (&d)[kN / 2], const unsigned (&a)[4], unsigned long long b,
                                                      bool accumulate);
@@ -243,7 +243,7 @@ __device__ __forceinline__ void wgmma_registers_bf16<128, true>(
 }
 
 // Starts d (64 x kN, float32) = a (64 x 16) * b (16 x kN), plus d if `accumulate`. a and b are descriptors of
-// shared-memory tiles. The rows of b run along the depth if kTransposedB. d is valid after the group of the wgmma is
+// shared-memory tiles. b is MN-major if kTransposedB, otherwise K-major. d is valid after the group of the wgmma is
 // complete.
 template <int kN, bool kTransposedB>
 __device__ __forceinline__ void wgmma_shared_bf16(float (&d)[kN / 2], unsigned long long a, unsigned long long b,
@@ -276,7 +276,7 @@ __device__ __forceinline__ void wgmma_wait() {
 #endif
 
 // Returns the descriptor of a shared-memory tile for wgmma (PTX ISA, "matrix descriptor"): its address, the distances
-// between its panels (leading, unused if rows run along the depth) and between its groups of 8 rows (stride), and the
+// between its panels (leading, unused for a K-major tile) and between its groups of 8 rows (stride), and the
 // swizzle of its 16-byte chunks.
 template <int kSwizzleBytes>
 __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address, unsigned leading_bytes,
@@ -332,7 +332,7 @@ struct Barriers {
   }
 };
 
-// Arrives at an empty barrier, with one lane for the warp.
+// Arrives at a barrier once for the warp.
 __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
@@ -475,7 +475,7 @@ struct RowState {
   }
 };
 
-// Subtracts the row maxima from the scores where offsets cannot be used: exact, at the price of one more operation per score.
+// Subtracts the row maxima from the scores if the maxima are not steady: exact, at the price of one more operation per score.
 __device__ __forceinline__ void subtract_row_max(float (&scores)[kTileK / 2], const RowState (&rows)[2]) {
 #pragma unroll
   for (int n = 0; n < kTileK / 2; ++n) {
@@ -500,7 +500,7 @@ __device__ __forceinline__ bool mask_mod(int q, int k, const ForwardArguments& a
 struct WorkTile { int first_query, head, batch, queries; };
 
 // Returns the work tile of an index. Tiles of the heads of a section alternate, so that their K and V stay in the L2.
-// Later queries attend to more keys, so the last tiles come first, and are full. The first tile may begin before the first
+// Later queries attend to more keys, so tiles are taken from last to first. The first tile may begin before the first
 // query, by whole warpgroups.
 __device__ __forceinline__ WorkTile work_tile_at(int index, const ForwardArguments& arguments) {
   const int section_tiles = arguments.section * arguments.tiles_q;
@@ -608,7 +608,7 @@ __device__ __forceinline__ void apply_mods(float (&scores)[kTileK / 2], const Po
 
 // Computes the probabilities 2^(s - m) of a tile of scores, rounded to the input's type, as the operand of P * V, 16 keys at a
 // time. `sums` receives this lane's part of their row sums. Returns whether a row exceeds its maximum by too much.
-__device__ __forceinline__ bool recompute_p(unsigned (&probabilities)[kTileK / 16][4], float (&sums)[2],
+__device__ __forceinline__ bool compute_p(unsigned (&probabilities)[kTileK / 16][4], float (&sums)[2],
                                              const float (&scores)[kTileK / 2], const float (&offsets)[2]) {
   float even[2] = {}, odd[2] = {};   // two independent chains per row
 #pragma unroll
@@ -625,8 +625,8 @@ __device__ __forceinline__ bool recompute_p(unsigned (&probabilities)[kTileK / 1
   return fmaxf(sums[0], sums[1]) > kMaxLaneSum;
 }
 
-// Raises row maxima that lag to the true maxima, and rescales output and row sums. Returns whether the next tile may use them
-// as they are: the rows of the warp have offsets, and their maxima did not grow much.
+// Raises row maxima that lag to the true maxima, and rescales output and row sums. Returns whether the maxima are steady: all
+// rows of the warp have offsets, and no maximum grew much.
 __device__ __forceinline__ bool update_row_maxima(RowState (&rows)[2], float (&output)[kValueDimPadded / 2],
                                                  const float (&scores)[kTileK / 2]) {
   float shrink[2];
@@ -646,12 +646,12 @@ __device__ __forceinline__ bool update_row_maxima(RowState (&rows)[2], float (&o
 __device__ __forceinline__ void softmax(unsigned (&probabilities)[kTileK / 16][4], float (&output)[kValueDimPadded / 2],
                                         RowState (&rows)[2], bool& steady, float (&scores)[kTileK / 2]) {
   float sums[2], offsets[2] = {rows[0].offset(), rows[1].offset()};
-  if (!steady || __any_sync(0xffffffffu, recompute_p(probabilities, sums, scores, offsets))) {
+  if (!steady || __any_sync(0xffffffffu, compute_p(probabilities, sums, scores, offsets))) {
     steady = update_row_maxima(rows, output, scores);
     if (!steady) subtract_row_max(scores, rows);
 #pragma unroll
     for (int r = 0; r < 2; ++r) offsets[r] = steady ? rows[r].offset() : 0.0f;
-    recompute_p(probabilities, sums, scores, offsets);
+    compute_p(probabilities, sums, scores, offsets);
   }
   rows[0].sum += sums[0];
   rows[1].sum += sums[1];

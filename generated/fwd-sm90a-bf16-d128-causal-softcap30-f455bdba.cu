@@ -7,7 +7,7 @@
 // target   sm_90a, family hopper
 // plan     192 queries x 80 keys, 3 warpgroup(s) of 160 registers, 2 stage(s) of K and V, 180312 bytes of shared memory
 // method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): row_max is the paper's running maximum m, which may lag; sum is its row sum l
-//          a producer warp loads; consumer warpgroups overlap products with softmax (Shah et al. 2024, algorithm 2)
+//          a producer warp loads; the softmax of a warpgroup overlaps products of another (Shah et al. 2024)
 // FLOPs    512 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      516 * batch * heads_q * len_q + 512 * batch * heads_kv * len_k bytes, at least
 //
@@ -220,8 +220,8 @@ __device__ __forceinline__ void wgmma_fence() {
 }
 
 // Starts d (64 x kN, float32) = a (64 x 16) * b (16 x kN), plus d if `accumulate`. a is in registers, as for
-// mma.m16n8k16. b is the descriptor of a shared-memory tile, the rows of which run along the depth if kTransposedB. d
-// is valid after the group of the wgmma is complete.
+// mma.m16n8k16. b is the descriptor of a shared-memory tile, MN-major if kTransposedB, otherwise K-major. d is valid
+// after the group of the wgmma is complete.
 template <int kN, bool kTransposedB>
 __device__ __forceinline__ void wgmma_registers_bf16(float (&d)[kN / 2], const unsigned (&a)[4], unsigned long long b,
                                                      bool accumulate);
@@ -251,7 +251,7 @@ __device__ __forceinline__ void wgmma_registers_bf16<128, true>(
 }
 
 // Starts d (64 x kN, float32) = a (64 x 16) * b (16 x kN), plus d if `accumulate`. a and b are descriptors of
-// shared-memory tiles. The rows of b run along the depth if kTransposedB. d is valid after the group of the wgmma is
+// shared-memory tiles. b is MN-major if kTransposedB, otherwise K-major. d is valid after the group of the wgmma is
 // complete.
 template <int kN, bool kTransposedB>
 __device__ __forceinline__ void wgmma_shared_bf16(float (&d)[kN / 2], unsigned long long a, unsigned long long b,
@@ -284,7 +284,7 @@ __device__ __forceinline__ void wgmma_wait() {
 #endif
 
 // Returns the descriptor of a shared-memory tile for wgmma (PTX ISA, "matrix descriptor"): its address, the distances
-// between its panels (leading, unused if rows run along the depth) and between its groups of 8 rows (stride), and the
+// between its panels (leading, unused for a K-major tile) and between its groups of 8 rows (stride), and the
 // swizzle of its 16-byte chunks.
 template <int kSwizzleBytes>
 __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address, unsigned leading_bytes,
@@ -340,7 +340,7 @@ struct Barriers {
   }
 };
 
-// Arrives at an empty barrier, with one lane for the warp.
+// Arrives at a barrier once for the warp.
 __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
@@ -483,7 +483,7 @@ struct RowState {
   }
 };
 
-// Subtracts the row maxima from the scores where offsets cannot be used: exact, at the price of one more operation per score.
+// Subtracts the row maxima from the scores if the maxima are not steady: exact, at the price of one more operation per score.
 __device__ __forceinline__ void subtract_row_max(float (&scores)[kTileK / 2], const RowState (&rows)[2]) {
 #pragma unroll
   for (int n = 0; n < kTileK / 2; ++n) {
@@ -522,7 +522,7 @@ __device__ __forceinline__ bool mask_mod(int q, int k, const ForwardArguments& a
 struct WorkTile { int first_query, head, batch, queries; };
 
 // Returns the work tile of an index. Tiles of the heads of a section alternate, so that their K and V stay in the L2.
-// Later queries attend to more keys, so the last tiles come first, and are full. The first tile may begin before the first
+// Later queries attend to more keys, so tiles are taken from last to first. The first tile may begin before the first
 // query, by whole warpgroups.
 __device__ __forceinline__ WorkTile work_tile_at(int index, const ForwardArguments& arguments) {
   const int section_tiles = arguments.section * arguments.tiles_q;

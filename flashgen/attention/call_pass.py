@@ -31,7 +31,7 @@ from flashgen.launch.engines import Engine, Gpu, Numbers, Operands
 from flashgen.runtime.arrays import Library, View
 from flashgen.runtime.caching import Cache
 
-_MAX_PREPARED = 1024  # lengths grow with every call in decoding
+_MAX_PREPARED = 1024  # in decoding, every call has a new length
 _MAX_RECENT_LAUNCHES = 8  # a look-up compares with all of them, one after the other
 _ROW_ALIGNMENT, _LARGEST_ELEMENT = 16, 8  # bytes
 _ARGUMENTS = {
@@ -143,8 +143,9 @@ class Pass(Generic[AnyPrepared]):
         """Returns the shared state of calls with arrays like these, for `launch_prepared`; None on a miss.
 
         Args:
-            arrays: the inputs, then the results if the caller gives them, in the order of calls of the attention. The
-                spec has no captured arrays, and the call neither maximum lengths nor a number of splits.
+            arrays: the inputs, then the results if the caller gives them, in the order of calls of the attention, on
+                which the key depends. The spec must have no captured arrays, and the call neither maximum lengths nor a
+                number of splits.
             numbers: the captured numbers, by their names in the structs.
 
         Raises:
@@ -270,7 +271,7 @@ class Pass(Generic[AnyPrepared]):
         return numbers
 
     def _check_distances(self, captures: Mapping[str, Any]) -> None:
-        """Raises ArgumentError if a table of distances has another size than a captured number says.
+        """Raises ArgumentError if an array of relative positions has another size than a captured number implies.
 
         The value of that number is no part of the cache key, so every call checks it.
         """
@@ -282,7 +283,10 @@ class Pass(Generic[AnyPrepared]):
     def _lookup_or_prepare(
         self, arrays: dict[str, Any], library: Library, bounds: Bounds, splits: Splits
     ) -> tuple[AnyPrepared, Addresses]:
-        """Returns the cached state of a call, which a miss checks and prepares, and the addresses of the arrays."""
+        """Returns the shared state of a call, and the addresses of its arrays.
+
+        A cache miss checks the arrays and prepares the state.
+        """
         cache_key, addresses = self._cache_key(arrays, library, bounds, splits)
         prepared = self._prepared.get(cache_key)
         if prepared is None:
@@ -345,7 +349,7 @@ def common_device(views: Mapping[str, View]) -> int:
     for name, view in views.items():
         if view.device != device:
             where = f"is on {_device(view)} and q on {_device(views['q'])}"
-            raise ArgumentError(f"{_argument(name)} {where}; move it there")
+            raise ArgumentError(f"{_argument(name)} {where}; move it to the device of q")
     return device or 0
 
 

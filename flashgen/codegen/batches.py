@@ -60,7 +60,7 @@ class DenseBatch:
         return ceil_div(sizes.len_k, tile)
 
     def outer(self, sizes: Sizes) -> Any:
-        """Returns the number of sequences that have tiles and rows of their own."""
+        """Returns the extent of the batch dimension of grids: 1 if sequences are packed."""
         return sizes.batch
 
     def query_grid(self, tile: int, sizes: Sizes) -> Grid:

@@ -173,7 +173,8 @@ def backward_cost(
     Args:
         role: Role of the kernel: "preprocess", "dkdv", "dq", "postprocess", "postprocess_dk", "postprocess_dv", "sink",
             or "d_<name>" for a capture.
-        dq_apart: Whether a kernel of its own computes dQ, so that dQ is not accumulated in memory.
+        dq_apart: Whether this kernel neither zeroes nor adds to a dQ accumulator: another kernel computes dQ or, for
+            "preprocess", the first CTA of a tile stores.
         exact_sums: Whether gradients of captures are summed in fixed point.
         columns: Columns of a row of the accumulator; 0 means head_dim, padded.
         finishes: Whether the kernel converts its accumulator to dQ itself.

@@ -1,4 +1,4 @@
-"""The launch cache of calls with tensors of torch on a GPU, which keeps the host time of a repeated call low.
+"""The fast path of calls with tensors of torch on a GPU, which keeps the host time of a repeated call low.
 
 An attention checks all arrays and arguments of a call, and caches its prepared launches by the properties of the arrays
 (`Pass.lookup`). A call of an operator that hits that cache is launched without further checks. For the last few calls
@@ -69,7 +69,9 @@ def forward(
     into: tuple[Tensor, Tensor] | None = None,
     numbers: Numbers = NO_NUMBERS,
 ) -> Any:
-    """Returns the output, or a pair with the LSE, if the launch cache has a call like this one; None on a miss.
+    """Returns the output, or a pair with the LSE, if the launch cache has a call like this one.
+
+    None on a miss, or if another device is current.
 
     into: an output and an LSE to write to, only with with_lse. numbers: captured numbers, by `numbers_of`.
     """
@@ -90,7 +92,10 @@ def backward(
     into: tuple[Tensor, Tensor, Tensor] | None = None,
     numbers: Numbers = NO_NUMBERS,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Returns the gradients of q, k and v if the launch cache has a call like this one; None on a miss."""
+    """Returns the gradients of q, k and v if the launch cache has a call like this one.
+
+    None on a miss, or if another device is current.
+    """
     results = _replay(attention.backward_pass, *_backward_tensors(read, into), _GRADIENTS, into, numbers)
     return None if results is None else (results[0], results[1], results[2])
 
@@ -116,7 +121,7 @@ def _backward_tensors(read: Read, into: tuple[Tensor, Tensor, Tensor] | None) ->
 def _replay(
     pass_: Pass[Any], names: Names, tensors: Tensors, call: Call, into: Tensors | None, numbers: Numbers
 ) -> Sequence[Tensor] | None:
-    """Returns the results of a call that hits the launch cache; None on a miss."""
+    """Returns the results of a call that hits the launch cache; None on a miss or on another device."""
     addresses = [*map(_address, tensors)]
     kind = _Kind(names, call, reduce(or_, addresses) % _ALIGNMENT, numbers)
     for each in pass_.recent_launches:

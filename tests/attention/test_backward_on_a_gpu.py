@@ -175,7 +175,7 @@ def test_arrays_on_different_devices_are_refused(cupy: Any) -> None:
     d_out, _ = random_gradients(CAUSAL, SHAPE)
     rows = rows_on_gpu(cupy, inputs)
     out, lse = compiled(*rows, return_lse=True)
-    with pytest.raises(ArgumentError, match="d_out is on the CPU and q on GPU 0; move it there"):
+    with pytest.raises(ArgumentError, match="d_out is on the CPU and q on GPU 0; move it to the device of q"):
         compiled.backward(d_out, *rows, out, lse)
     with pytest.raises(ArgumentError, match="lse is on the CPU and q on GPU 0"):
         compiled.backward(cupy.asarray(d_out), *rows, out, cupy.asnumpy(lse))

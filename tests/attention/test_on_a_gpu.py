@@ -111,7 +111,7 @@ def test_jax(dtype: str, right: Any, here: Any) -> None:
 def test_arrays_on_different_devices_are_refused(cupy: Any) -> None:
     inputs, compiled = random_inputs(CAUSAL, SHAPE), attention.compile(CAUSAL)
     q, k, v = on_gpu(cupy, inputs)
-    with pytest.raises(ArgumentError, match="k is on the CPU and q on GPU 0; move it there"):
+    with pytest.raises(ArgumentError, match="k is on the CPU and q on GPU 0; move it to the device of q"):
         compiled(q, inputs.k, v)
     with pytest.raises(ArgumentError, match="out is on the CPU and q on GPU 0"):
         compiled(q, k, v, out=np.empty_like(inputs.q))

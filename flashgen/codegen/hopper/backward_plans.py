@@ -179,13 +179,14 @@ class HopperBackwardPlan(Checked):
 
     def summary(self, shared_bytes: int) -> str:
         """Returns the line that the kernel's header has about the plan."""
-        early = ", early scores" if self.early_scores else ""
+        early = ", the next S overlaps dK and dV" if self.early_scores else ""
         heads = (
             ", one CTA per query head" if self.heads_apart else ", dQ added in a fixed order" if self.in_turns else ""
         )
         return (
-            f"{self.tile_q} queries x {self.tile_k} keys, {self.consumers} warpgroups of {self.consumer_registers} "
-            f"registers{early}{heads}, {self.stages} stages of Q and dO, {shared_bytes} bytes of shared memory"
+            f"{self.tile_q} queries x {self.tile_k} keys, {self.consumers} consumer warpgroups of "
+            f"{self.consumer_registers} registers{early}{heads}, {self.stages} stages of Q and dO, "
+            f"{shared_bytes} bytes of shared memory"
         )
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:

@@ -41,7 +41,7 @@ from flashgen.language.spec import AttentionSpec
 _WARPGROUP_ROWS, _WARP_ROWS, _LANE_ROWS = 64, 16, 8  # the last: distance of a lane's rows
 _SECTION_BYTES = 32 * 2**20  # of K and V, which concurrent CTAs should find in L2
 
-_METHOD = "a producer warp loads; consumer warpgroups overlap products with softmax (Shah et al. 2024, algorithm 2)"
+_METHOD = "a producer warp loads; the softmax of a warpgroup overlaps products of another (Shah et al. 2024)"
 _GRID = "persistent, one block per multiprocessor; work tiles are (query tile, query head, batch)"
 
 
