@@ -6,6 +6,7 @@ A cell is computed by rendering the kernels of such a spec: that succeeds, or ra
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -17,8 +18,11 @@ from flashgen.attention.tile_lists import sizes_of
 from flashgen.codegen.dispatch import render_backward_kernels, render_forward_kernels
 from flashgen.codegen.targets import TARGETS
 from flashgen.errors import ArgumentError, SpecError, UnsupportedError
+from flashgen.ranks import plan_of
+from flashgen.verify import Shape, random_inputs
 
 BEGIN, END = "<!-- features -->", "<!-- end of features -->"
+FRAMEWORKS_BEGIN, FRAMEWORKS_END = "<!-- frameworks -->", "<!-- end of frameworks -->"
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dense": {},
     "varlen": {"layout": "thd"},
@@ -134,10 +138,89 @@ def options_table() -> str:
     return _table(["call", *LAYOUTS], rows)
 
 
+def _inputs(spec: fg.AttentionSpec) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """Returns small q, k and v, and the other arguments of a call."""
+    inputs = random_inputs(spec, Shape(64, 64, 2, 2, 2))
+    return [inputs.q, inputs.k, inputs.v], inputs.captures | inputs.ragged
+
+
+def _call_torch(spec: fg.AttentionSpec, backward: bool) -> None:
+    import torch
+
+    from flashgen.torch import attention
+
+    def without_data(array: Any) -> Any:
+        return torch.from_numpy(array).to("meta") if isinstance(array, np.ndarray) else array
+
+    arrays, others = _inputs(spec)
+    q, k, v = map(without_data, arrays)
+    out = attention(
+        spec, q.requires_grad_(backward), k, v, **{name: without_data(each) for name, each in others.items()}
+    )
+    if backward:
+        out.sum().backward()
+
+
+def _call_jax(spec: fg.AttentionSpec, backward: bool) -> None:
+    import jax
+
+    from flashgen.jax import attention
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return attention(spec, q, k, v, emulate=True, **others).sum()
+
+    arrays, others = _inputs(spec)
+    jax.eval_shape(jax.grad(run) if backward else run, *arrays)
+
+
+def _call_ranks(spec: fg.AttentionSpec, backward: bool) -> None:
+    plan_of(spec, 2, 64)
+
+
+def _call_compiled(spec: fg.AttentionSpec, backward: bool) -> None:
+    (render_backward_kernels if backward else render_forward_kernels)(spec, TARGETS["sm_80"])
+
+
+FRAMEWORKS: dict[str, Callable[[fg.AttentionSpec, bool], None]] = {
+    "`fg.compile`: NumPy, CuPy, DLPack": _call_compiled,
+    "`flashgen.torch.attention`": _call_torch,
+    "`flashgen.torch.context_parallel`": _call_ranks,
+    "`flashgen.jax.attention`": _call_jax,
+}
+"""The functions of each framework: what a call on arrays without data, or its plan, accepts or refuses."""
+
+
+def _framework_cell(layout: str, call: Callable[[fg.AttentionSpec, bool], None]) -> str:
+    accepted = []
+    for backward in (False, True):
+        try:
+            call(fg.AttentionSpec(64, mask=fg.causal(), **LAYOUTS[layout]), backward)
+            accepted.append(True)
+        except (ArgumentError, SpecError, UnsupportedError):
+            accepted.append(False)
+    return {(True, True): "works", (True, False): "forward only"}.get(tuple(accepted), "refused")
+
+
+def frameworks_table() -> str:
+    """Returns the table of the layouts that each framework's function accepts. Needs torch and JAX."""
+    rows = ([name, *(_framework_cell(layout, call) for layout in LAYOUTS)] for name, call in FRAMEWORKS.items())
+    return _table(["function", *LAYOUTS], rows)
+
+
 def with_tables(text: str) -> str:
-    """Returns a page with the current tables between its marks, if it has any."""
-    if BEGIN not in text:
+    """Returns a page with the current tables between its marks, if it has any.
+
+    The table of frameworks stays as it is if torch or JAX is not installed.
+    """
+    text = _between(text, BEGIN, END, tables)
+    if importlib.util.find_spec("torch") and importlib.util.find_spec("jax"):
+        text = _between(text, FRAMEWORKS_BEGIN, FRAMEWORKS_END, frameworks_table)
+    return text
+
+
+def _between(text: str, begin: str, end: str, table: Callable[[], str]) -> str:
+    if begin not in text:
         return text
-    before, _, rest = text.partition(BEGIN)
-    _, _, behind = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{behind}"
+    before, _, rest = text.partition(begin)
+    _, _, behind = rest.partition(end)
+    return f"{before}{begin}\n\n{table()}\n\n{end}{behind}"
