@@ -57,7 +57,7 @@ def check_spec(spec: AttentionSpec, target: Target) -> None:
 
 def suffix_of(spec: AttentionSpec) -> str:
     """Returns the suffix of the primitives for the spec's dtype."""
-    return DTYPES[spec.dtype].suffix
+    return spec.element.suffix
 
 
 def common_context(

@@ -34,7 +34,7 @@ from flashgen.codegen.dispatch import default_plan
 from flashgen.codegen.families import forward_family
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import ELEMENT_BYTES, padded
+from flashgen.codegen.tiling import padded
 from flashgen.codegen.workload import Workload, steps_of
 from flashgen.language.spec import AttentionSpec
 
@@ -94,7 +94,7 @@ def _step_cycles(plan: Plan, blocks: int, spec: AttentionSpec) -> float:
     score_cycles = 1 / Target.exponentials_per_cycle + demand_of(spec).instructions / _INSTRUCTION_LANES
     other = plan.tile_q * plan.tile_k * score_cycles
     compute = max(matrix, other) + plan.exposed(blocks) * min(matrix, other)
-    loads = ELEMENT_BYTES * plan.tile_k * (padded(spec.head_dim) + padded(spec.value_dim)) / _L2_BYTES
+    loads = spec.kv_element.bytes * plan.tile_k * (padded(spec.head_dim) + padded(spec.value_dim)) / _L2_BYTES
     if plan.stages == 1:
         return compute + loads / blocks
     return max(compute, loads) * (1 + _PER_STAGE * (plan.stages - 2))

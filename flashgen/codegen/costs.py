@@ -112,18 +112,13 @@ def quantities(sizes: Sizes, share: float = 1.0) -> Quantities:
     return Quantities(rows * sizes.len_k * share, rows, keys, keys * share, sizes.count or math.nan)
 
 
-def _bytes(spec: AttentionSpec, of_cache: bool = False) -> int:
-    """Returns the bytes of an element of Q and O, or of K and V."""
-    return DTYPES[spec.kv_dtype if of_cache and spec.kv_dtype else spec.dtype].bytes
-
-
 def _width(spec: AttentionSpec) -> int:
     return spec.head_dim + spec.value_dim
 
 
 def forward_cost(spec: AttentionSpec) -> Cost:
     """Returns the cost of the forward kernel, without the reads of tile lists and captures."""
-    row, width = _bytes(spec) * _width(spec), _width(spec)
+    row, width = spec.element.bytes * _width(spec), _width(spec)
     return Cost(Count.of(scores=2 * width), Count.of(queries=row + _SUM, keys=row), _words(spec))
 
 
@@ -135,7 +130,7 @@ def decode_cost(spec: AttentionSpec, tile_q: int, scheduled: bool = False) -> Co
             two partial outputs.
     """
     width, partial = _width(spec), 2 * _SUM * (spec.value_dim + 2)
-    row, key = _bytes(spec) * width, _bytes(spec, of_cache=True) * width
+    row, key = spec.element.bytes * width, spec.kv_element.bytes * width
     hbm = Count.of(queries=row + _SUM, visited_keys=key)
     if scheduled:
         partials = f"{2 * partial} * splits * heads_q * len_q for partial outputs of tiles of several work units"
@@ -148,7 +143,7 @@ def decode_cost(spec: AttentionSpec, tile_q: int, scheduled: bool = False) -> Co
 def mixed_cost(spec: AttentionSpec, tile_q: int) -> Cost:
     """Returns the cost of the kernel of mixed batches: K and V once per tile of decode rows and once per prefill."""
     width, partial = _width(spec), 4 * _SUM * (spec.value_dim + 2)
-    row, key = _bytes(spec) * width, _bytes(spec, of_cache=True) * width
+    row, key = spec.element.bytes * width, spec.kv_element.bytes * width
     hbm = Count.of(queries=row + _SUM, visited_keys=key)
     remark = f"+ {partial * tile_q} * splits * groups for partial outputs of tiles of several work units"
     return Cost(Count.of(scores=2 * width), hbm, _MIXED, remark)
@@ -156,7 +151,7 @@ def mixed_cost(spec: AttentionSpec, tile_q: int) -> Cost:
 
 def prefill_cost(spec: AttentionSpec) -> Cost:
     """Returns the cost of the kernel for only the prefills of mixed batches."""
-    row, width = _bytes(spec) * _width(spec), _width(spec)
+    row, width = spec.element.bytes * _width(spec), _width(spec)
     return Cost(Count.of(scores=2 * width), Count.of(queries=row + _SUM, keys=row), _PREFILL)
 
 
@@ -191,7 +186,7 @@ def backward_cost(
 def _backward_counts(
     role: str, spec: AttentionSpec, dq_apart: bool, columns: int, finishes: bool
 ) -> tuple[Count, Count]:
-    head, value, element = spec.head_dim, spec.value_dim, _bytes(spec)
+    head, value, element = spec.head_dim, spec.value_dim, spec.element.bytes
     read = element * (head + value)  # bytes of a row of Q and dO, or of K and V
     sums = 0 if dq_apart else 2 * _SUM * columns  # bytes read and written for a row of the dQ accumulator
     products = (2 if dq_apart else 3) * head + 2 * value  # QK, dV, dP, dK, and dQ without a kernel of its own

@@ -11,7 +11,6 @@ MMA_DEPTH = 16
 DROPOUT_COLUMNS = 32  # keys whose random numbers come from one call of the generator
 RESERVED_SHARED = max(target.reserved_shared_per_block for target in TARGETS.values())
 """Bytes of shared memory per block that plans leave to the system, on all targets; sm_75 itself reserves none."""
-ELEMENT_BYTES = 2  # of float16 and bfloat16, the types of tiles in shared memory
 
 
 def padded(width: int) -> int:

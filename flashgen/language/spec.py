@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.dtypes import CACHED, DTYPES, ELEMENTS, dtype_name
+from flashgen.dtypes import CACHED, DTYPES, ELEMENTS, DType, dtype_name
 from flashgen.errors import SpecError
 from flashgen.language import well_formed
 from flashgen.language.batch_layout import BATCH_LAYOUTS, PAGES, BatchLayout
@@ -165,6 +165,16 @@ class AttentionSpec:
         warnings.warn("AttentionSpec.is_ragged is named is_varlen now", DeprecationWarning, stacklevel=2)
         return self.is_varlen
 
+    @property
+    def element(self) -> DType:
+        """The element type of q and the output."""
+        return DTYPES[self.dtype]
+
+    @property
+    def kv_element(self) -> DType:
+        """The element type of k and v."""
+        return DTYPES[self.kv_dtype or self.dtype]
+
     def array_layout(self, name: str) -> BatchLayout:
         """Returns the layout of q, k, v or the output; K and V may be in pages."""
         return PAGES if self.page_size and name in ("k", "v") else self.batch_layout
@@ -190,14 +200,14 @@ class AttentionSpec:
         It ends with the digest, which makes it unique.
         """
         dim = f"d{self.head_dim}" + ("" if self.value_dim == self.head_dim else f"v{self.value_dim}")
-        parts = [DTYPES[self.dtype].short_name, dim, _slug(self.mask.name)]
+        parts = [self.element.short_name, dim, _slug(self.mask.name)]
         parts += [_slug(self.score.name)] if self.score else []
         parts += [f"dropout{self.dropout:g}"] if self.dropout else []
         parts += ["sink"] if self.sink else []
         parts += ["shard"] if self.sharded else []
         parts += [self.layout] if self.layout != "bhsd" else []
         parts += [f"pages{self.page_size}"] if self.page_size else []
-        parts += [DTYPES[self.kv_dtype].short_name] if self.kv_dtype else []
+        parts += [self.kv_element.short_name] if self.kv_dtype else []
         return f"{'-'.join(parts)[:MAX_NAME].rstrip('-._')}-{self.digest}"
 
     @property

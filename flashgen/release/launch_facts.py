@@ -16,7 +16,6 @@ from flashgen.codegen.merge_kernel import MAX_PARTIALS
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import NAMED_SIZES
 from flashgen.codegen.stages import struct_values
-from flashgen.codegen.tiling import ELEMENT_BYTES
 from flashgen.codegen.varlen import MAP_ROWS
 from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
@@ -229,6 +228,6 @@ def _map_facts(name: str, spec: AttentionSpec, box: tuple[int, ...]) -> dict[str
         "array": name,
         "dtype": spec.dtype,
         "box": list(box),
-        "swizzle_bytes": box[0] * ELEMENT_BYTES,
+        "swizzle_bytes": box[0] * spec.element.bytes,
         "l2_promotion_bytes": 256,
     }

@@ -13,7 +13,6 @@ from flashgen.codegen.stages import Kernels
 from flashgen.codegen.targets import Target
 from flashgen.language.spec import AttentionSpec
 from flashgen.reference.traffic import (
-    HbmTraffic,
     traffic_flash1,
     traffic_flash2,
     traffic_flash_backward,
@@ -22,7 +21,6 @@ from flashgen.reference.traffic import (
 )
 from flashgen.report.sizes import CallSizes
 
-ELEMENT_BYTES = 2
 _LSE_BYTES = 4
 
 
@@ -49,11 +47,15 @@ def forward_traffic(spec: AttentionSpec, target: Target, tiles: TileMap, sizes: 
     in elements.
     """
     dims = (sizes.len_q, sizes.len_k, spec.head_dim, spec.value_dim)
-    heads, on_chip = sizes.batch * sizes.heads_q, target.shared_per_block // ELEMENT_BYTES
+    factor, on_chip = sizes.batch * sizes.heads_q * spec.element.bytes, target.shared_per_block // spec.element.bytes
     rows = [
-        ("standard attention", _bytes(traffic_standard(*dims), heads), "FlashAttention, algorithm 0"),
-        ("FlashAttention 1", _bytes(traffic_flash1(*dims, on_chip=on_chip), heads), "its algorithm 1"),
-        ("FlashAttention 2", _bytes(traffic_flash2(*dims, on_chip=on_chip), heads), "FlashAttention-2, algorithm 1"),
+        ("standard attention", traffic_standard(*dims).total * factor, "FlashAttention, algorithm 0"),
+        ("FlashAttention 1", traffic_flash1(*dims, on_chip=on_chip).total * factor, "its algorithm 1"),
+        (
+            "FlashAttention 2",
+            traffic_flash2(*dims, on_chip=on_chip).total * factor,
+            "FlashAttention-2, algorithm 1",
+        ),
         ("this kernel, nothing cached", _without_cache(spec, tiles, sizes), "its own tiles"),
         ("this kernel, each array once", _with_cache(spec, sizes), "a cache that holds K and V"),
     ]
@@ -66,11 +68,11 @@ def backward_traffic(spec: AttentionSpec, target: Target, kernels: Kernels, size
     Each of these kernels is assumed to read or write each of its arrays once.
     """
     dims = (sizes.len_q, sizes.len_k, spec.head_dim, spec.value_dim)
-    heads, on_chip = sizes.batch * sizes.heads_q, target.shared_per_block // ELEMENT_BYTES
+    factor, on_chip = sizes.batch * sizes.heads_q * spec.element.bytes, target.shared_per_block // spec.element.bytes
     own = sum(hbm_bytes(kernel, sizes) or 0 for kernel in kernels.values())
     rows = [
-        ("standard attention", _bytes(traffic_standard_backward(*dims), heads), "FlashAttention, algorithm 3"),
-        ("FlashAttention", _bytes(traffic_flash_backward(*dims, on_chip=on_chip), heads), "its algorithm 4"),
+        ("standard attention", traffic_standard_backward(*dims).total * factor, "FlashAttention, algorithm 3"),
+        ("FlashAttention", traffic_flash_backward(*dims, on_chip=on_chip).total * factor, "its algorithm 4"),
         ("these kernels, each array once", own, "a cache that holds what a kernel reads twice"),
     ]
     return _with_ratios(rows)
@@ -94,14 +96,10 @@ def hbm_bytes(kernel: RenderedKernel, sizes: CallSizes) -> int | None:
     return None if math.isnan(moved) else round(moved)  # only a call determines the elements of a capture
 
 
-def _bytes(traffic: HbmTraffic, heads: int) -> int:
-    return traffic.total * heads * ELEMENT_BYTES
-
-
 def _with_cache(spec: AttentionSpec, sizes: CallSizes) -> int:
     width = spec.head_dim + spec.value_dim
     rows = sizes.heads_q * sizes.len_q * width + sizes.heads_kv * sizes.len_k * width
-    return ELEMENT_BYTES * sizes.batch * rows + _LSE_BYTES * sizes.batch * sizes.heads_q * sizes.len_q
+    return spec.element.bytes * sizes.batch * rows + _LSE_BYTES * sizes.batch * sizes.heads_q * sizes.len_q
 
 
 def _without_cache(spec: AttentionSpec, tiles: TileMap, sizes: CallSizes) -> int:
@@ -115,7 +113,7 @@ def _without_cache(spec: AttentionSpec, tiles: TileMap, sizes: CallSizes) -> int
     )
     width = spec.head_dim + spec.value_dim
     rows = sizes.batch * sizes.heads_q * sizes.len_q
-    return ELEMENT_BYTES * (rows * width + keys * repeats * width) + _LSE_BYTES * rows
+    return spec.element.bytes * (rows * width + keys * repeats * width) + _LSE_BYTES * rows
 
 
 def _with_ratios(rows: list[tuple[str, int, str]]) -> list[TrafficRow]:

@@ -31,7 +31,7 @@ from flashgen.codegen.hopper.smaller_tiles import smaller_option
 from flashgen.codegen.rendered_kernel import Grid, RenderedKernel
 from flashgen.codegen.sizes import Sizes, maximum, minimum, reciprocal
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import ELEMENT_BYTES, padded
+from flashgen.codegen.tiling import padded
 from flashgen.codegen.variant import layout_of
 from flashgen.codegen.varlen import MAP_ROWS
 from flashgen.codegen.visited import visited_keys
@@ -161,7 +161,7 @@ def _section(spec: AttentionSpec, sizes: Sizes, heads: Any, per_kv: Any) -> Any:
 
     It is the number whose K and V fit in L2 together. If all tiles have equal lengths, heads are not interleaved.
     """
-    head_bytes = ELEMENT_BYTES * (spec.head_dim + spec.value_dim) * maximum(sizes.len_k, 1)
+    head_bytes = spec.kv_element.bytes * (spec.head_dim + spec.value_dim) * maximum(sizes.len_k, 1)
     fitting = maximum(_SECTION_BYTES // head_bytes, 1) * per_kv
     return maximum(minimum(fitting, heads), 1)
 

@@ -29,7 +29,6 @@ from flashgen.codegen.targets import Target
 from flashgen.codegen.tile_list_kernel import depends_on_head
 from flashgen.codegen.tiling import (
     DROPOUT_COLUMNS,
-    ELEMENT_BYTES,
     MAX_THREADS,
     MMA_DEPTH,
     RESERVED_SHARED,
@@ -75,11 +74,6 @@ def search_buffers(warps: int, found_bytes: int) -> tuple[Buffer, Buffer]:
         Buffer("WarpSums", "warp sums", (Extent("kWarps", warps),), INT, overlays="Query"),
         Buffer("Found", "found work unit", (literal(found_bytes),), BYTE),
     )
-
-
-def cache_element_bytes(spec: AttentionSpec) -> int:
-    """Returns the bytes of an element of k and v."""
-    return 1 if spec.kv_dtype else ELEMENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -246,7 +240,7 @@ def decode_rings(spec: AttentionSpec, target: Target, rows: int, scheduled: bool
 
 def _tile_k(spec: AttentionSpec) -> int:
     """Returns the keys of a tile: a power of 2, so that it does not straddle the blocks of block masks."""
-    keys = _STAGE_BYTES // (cache_element_bytes(spec) * (padded(spec.head_dim) + padded(spec.value_dim)))
+    keys = _STAGE_BYTES // (spec.kv_element.bytes * (padded(spec.head_dim) + padded(spec.value_dim)))
     fewest = DROPOUT_COLUMNS if spec.dropout else MMA_DEPTH
     return min(max(1 << keys.bit_length() - 1, fewest), _MAX_KEYS)
 

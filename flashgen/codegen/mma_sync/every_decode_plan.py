@@ -9,7 +9,6 @@ from itertools import product
 from flashgen.codegen.mma_sync.decode_plans import (
     FEW_ROWS,
     DecodePlan,
-    cache_element_bytes,
     fitting_blocks,
     other_few_row_plans,
 )
@@ -49,6 +48,6 @@ def _rank(plan: DecodePlan, spec: AttentionSpec) -> tuple[float, str]:
     """Returns the distance of the plan from the measured ones. Its text breaks ties, so the order is deterministic."""
     warps = plan.blocks * plan.warps
     keys = warps * (plan.stages - 1) * plan.tile_k
-    in_flight = keys * (padded(spec.head_dim) + padded(spec.value_dim)) * cache_element_bytes(spec)
+    in_flight = keys * (padded(spec.head_dim) + padded(spec.value_dim)) * spec.kv_element.bytes
     distance = abs(math.log2(in_flight / _BYTES_IN_FLIGHT)) + abs(math.log2(warps / _WARPS_PER_SM)) / 2
     return distance, str(plan)

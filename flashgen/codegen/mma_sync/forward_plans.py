@@ -13,7 +13,6 @@ from flashgen.codegen.shared_memory import Buffer, Extent, SharedMemoryLayout
 from flashgen.codegen.targets import TARGETS, Target
 from flashgen.codegen.tiling import (
     DROPOUT_COLUMNS,
-    ELEMENT_BYTES,
     MAX_THREADS,
     MMA_DEPTH,
     RESERVED_SHARED,
@@ -68,7 +67,7 @@ class ForwardPlan(Checked):
     def matrix_cycles(self, spec: AttentionSpec) -> float:
         """Estimates the cycles of a tile's products by an A100's tensor cores, or by shared memory reads if slower."""
         width = padded(spec.head_dim) + padded(spec.value_dim)
-        shared_reads = self.warps * self.tile_k * width * ELEMENT_BYTES / 128
+        shared_reads = self.warps * self.tile_k * width * spec.element.bytes / 128
         return max(self.tile_q * self.tile_k * width / _MODEL.multiply_adds_per_cycle, shared_reads)
 
     def exposed(self, blocks: int) -> float:
