@@ -30,7 +30,8 @@ Timed = Literal["start", "forward", "backward"]
 # The functions of each part of a call. The time that one of them spends in another counts for the other.
 PARTS: Mapping[str, tuple[str, ...]] = {
     "checks": (
-        "flashgen.attention.call_pass:Pass._lookup_or_prepare",
+        "flashgen.attention.call_pass:Pass._find",
+        "flashgen.attention.call_pass:Pass._lookup_or_prepare",  # in older checkouts
         "flashgen.attention.call_pass:check_captures",
     ),
     "numbers": ("flashgen.attention.call_pass:Pass._call_numbers",),

@@ -115,12 +115,14 @@ class Pass(Generic[AnyPrepared]):
             arrays["seed"] = call.seed
         for capture, member in self._arrays:
             arrays[member] = captures[capture.name]
+        given = arrays
         if call.results:
-            results = {self._result_argument(name): array for name, array in call.results.items()}
-            prepared, addresses = self._lookup_or_prepare(arrays | results, library, call.bounds, call.splits)
+            given = arrays | {self._result_argument(name): array for name, array in call.results.items()}
+        prepared, addresses, key = self._find(given, library, call.bounds, call.splits)
+        if prepared is None:
+            prepared = self._check_and_prepare(key, given, call.bounds, call.splits)
+        if call.results:
             prepared.sharing.check(addresses)
-        else:
-            prepared, addresses = self._lookup_or_prepare(arrays, library, call.bounds, call.splits)
         if self._distances:
             self._check_distances(captures)
         if self.spec.sharded:
@@ -151,8 +153,7 @@ class Pass(Generic[AnyPrepared]):
         Raises:
             ArgumentError: a shard is not within the full range that the numbers give.
         """
-        key, _ = self._cache_key(arrays, self._library("q", arrays["q"]), NO_BOUNDS, None)
-        prepared = self._prepared.get(key)
+        prepared, _, _ = self._find(arrays, self._library("q", arrays["q"]), NO_BOUNDS, None)
         if prepared is not None and self.spec.sharded:
             check_shard(self.spec, {c.name: numbers[member] for c, member in self._numbers}, prepared.problem)
         return prepared
@@ -280,28 +281,20 @@ class Pass(Generic[AnyPrepared]):
             view = self.engine.library(array, capture.name).view(array, capture.name)
             check_distances(capture, view.shape, axis, int(captures[farthest.name]))
 
-    def _lookup_or_prepare(
-        self, arrays: dict[str, Any], library: Library, bounds: Bounds, splits: Splits
-    ) -> tuple[AnyPrepared, Addresses]:
-        """Returns the shared state of a call, and the addresses of its arrays.
+    def _check_and_prepare(
+        self, key: tuple[Any, ...], arrays: Mapping[str, Any], bounds: Bounds, splits: Splits
+    ) -> AnyPrepared:
+        """Checks the arrays of a call, and caches the state that all calls with its key share."""
+        libraries = {name: self._library(name, array) for name, array in arrays.items()}
+        views = {name: libraries[name].view(array, _argument(name)) for name, array in arrays.items()}
+        if "seed" in views:
+            check_seed_in_memory(views["seed"])
+        return self._prepared.get_or_make(key, partial(self._prepare, views, libraries, bounds, splits))
 
-        A cache miss checks the arrays and prepares the state.
-        """
-        cache_key, addresses = self._cache_key(arrays, library, bounds, splits)
-        prepared = self._prepared.get(cache_key)
-        if prepared is None:
-            libraries = {name: self._library(name, array) for name, array in arrays.items()}
-            views = {name: libraries[name].view(array, _argument(name)) for name, array in arrays.items()}
-            if "seed" in views:
-                check_seed_in_memory(views["seed"])
-            make = partial(self._prepare, views, libraries, bounds, splits)
-            prepared = self._prepared.get_or_make(cache_key, make)
-        return prepared, addresses
-
-    def _cache_key(
+    def _find(
         self, arrays: Mapping[str, Any], library: Library, bounds: Bounds, splits: Splits
-    ) -> tuple[tuple[Any, ...], Addresses]:
-        """Returns the key of the launch cache for a call, and the addresses of its arrays.
+    ) -> tuple[AnyPrepared | None, Addresses, tuple[Any, ...]]:
+        """Returns the shared state of a call, None on a miss of the launch cache; the addresses of its arrays; its key.
 
         The key holds the arguments, what the libraries say of each array, and how the addresses are aligned. library:
         the library of q, and of all arrays of the same type.
@@ -320,7 +313,8 @@ class Pass(Generic[AnyPrepared]):
             else:
                 key.append(address % _LARGEST_ELEMENT)
         key.append(misaligned % _ROW_ALIGNMENT)
-        return tuple(key), addresses
+        cache_key = tuple(key)
+        return self._prepared.get(cache_key), addresses, cache_key
 
     def _library(self, name: str, array: Any) -> Library:
         """Returns the library of an array. Raises ArgumentError if the engine does not take arrays of its type."""
