@@ -15,13 +15,12 @@ import argparse
 import hashlib
 import json
 import re
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import flashgen.language as fg
-from flashgen.build import nvrtc
+from flashgen.build import elf, nvrtc
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import kernels_of
 from flashgen.codegen.targets import TARGETS
@@ -31,7 +30,6 @@ from flashgen.verify import variants
 from flashgen.verify.variants import near_or_global, spec_of
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-_SECTION = struct.Struct("<IIQQQQIIQQ")  # Elf64_Shdr: name, type, flags, address, offset, size, ...
 
 Sample = dict[str, str]
 
@@ -92,36 +90,24 @@ def kernels() -> Iterator[tuple[str, RenderedKernel]]:
             yield f"{target} {label} #{position}", kernel
 
 
-def tokens(source: str) -> str:
-    """Returns the hash of the text without comments and spacing."""
-    return _sha(" ".join(_COMMENT.sub(" ", source).split()).encode())
+def tokens(kernel: RenderedKernel) -> str:
+    """Returns the hash of the target and of the text without comments and spacing."""
+    return _sha((kernel.target.name + " ".join(_COMMENT.sub(" ", kernel.source).split())).encode())
 
 
-def machine_code(kernel: RenderedKernel) -> str:
-    """Compiles the kernel, and returns the hash of the `.text` sections of its cubin."""
-    cubin = nvrtc.compile(kernel.source, kernel.target.architecture, kernel.name).cubin
-    (offset,) = struct.unpack_from("<Q", cubin, 0x28)
-    size, count, names_at = struct.unpack_from("<HHH", cubin, 0x3A)
-    headers = [_SECTION.unpack_from(cubin, offset + size * number) for number in range(count)]
-    names = headers[names_at][4]
-    found = [
-        cubin[header[4] : header[4] + header[5]]
-        for header in headers
-        if cubin[names + header[0] :].startswith(b".text.")
-    ]
-    return _sha(b"".join(sorted(found)))
+def machine_code(kernel: RenderedKernel, known: dict[str, str]) -> str:
+    """Returns the hash of the machine code. known: hashes by `tokens`, to which it is added."""
+    text = tokens(kernel)
+    if text not in known:
+        cubin = nvrtc.compile(kernel.source, kernel.target.architecture, kernel.name).cubin
+        known[text] = _sha(b"".join(elf.machine_code(cubin)))
+    return known[text]
 
 
 def save() -> dict[str, Sample]:
     """Returns the samples of this version: hashes of the text and of the machine code of each kernel."""
-    samples: dict[str, Sample] = {}
-    codes: dict[str, str] = {}  # many samples share a kernel
-    for label, kernel in kernels():
-        text = tokens(kernel.source) + kernel.target.name
-        if text not in codes:
-            codes[text] = machine_code(kernel)
-        samples[label] = {"tokens": text, "code": codes[text], "name": kernel.name}
-    return samples
+    known: dict[str, str] = {}
+    return {label: {"tokens": tokens(kernel), "code": machine_code(kernel, known)} for label, kernel in kernels()}
 
 
 def compare(before: dict[str, Sample]) -> dict[str, list[str]]:
@@ -130,21 +116,17 @@ def compare(before: dict[str, Sample]) -> dict[str, list[str]]:
     A kernel is compiled only if its text differs by more than comments and spacing.
     """
     result: dict[str, list[str]] = {name: [] for name in ("same text", "same code", "different", "new", "missing")}
-    codes: dict[str, str] = {}
-    seen = set()
+    known: dict[str, str] = {}
+    left = dict(before)
     for label, kernel in kernels():
-        seen.add(label)
-        text = tokens(kernel.source) + kernel.target.name
-        old = before.get(label)
+        old = left.pop(label, None)
         if old is None:
             result["new"].append(label)
-        elif text == old["tokens"]:
+        elif tokens(kernel) == old["tokens"]:
             result["same text"].append(label)
         else:
-            if text not in codes:
-                codes[text] = machine_code(kernel)
-            result["same code" if codes[text] == old["code"] else "different"].append(label)
-    result["missing"] = [label for label in before if label not in seen]
+            result["same code" if machine_code(kernel, known) == old["code"] else "different"].append(label)
+    result["missing"] = list(left)
     return result
 
 

@@ -21,7 +21,6 @@ from flashgen.runtime.timing import Run, medians_ms
 
 PEERS = ("cuDNN", "FA2", "Flex", "FlashInfer")
 FLASHINFER_PAGE = 64
-_ELEMENT = 2  # bytes
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,8 @@ def row(spec: AttentionSpec, size: DecodeSize, target: str, plan: str, milliseco
     elements, moved = _elements_needed(spec, size), bytes_needed(spec, size)
     others = {"16 bits", *PEERS}  # these read 16 bits per element for every spec
     terabytes = {
-        name: (elements * _ELEMENT if name in others else moved) / time / 1e9 for name, time in milliseconds.items()
+        name: (elements * spec.element.bytes if name in others else moved) / time / 1e9
+        for name, time in milliseconds.items()
     }
     micros = {name: 1e3 * time for name, time in milliseconds.items()}
     return DecodeRow(spec.name, target, size, plan, moved, micros, terabytes)
@@ -157,7 +157,7 @@ def row(spec: AttentionSpec, size: DecodeSize, target: str, plan: str, milliseco
 
 def bytes_needed(spec: AttentionSpec, size: DecodeSize) -> int:
     """Returns the bytes of the keys and values that the mask needs."""
-    return _elements_needed(spec, size) * (1 if spec.kv_dtype else _ELEMENT)
+    return _elements_needed(spec, size) * spec.kv_element.bytes
 
 
 def _elements_needed(spec: AttentionSpec, size: DecodeSize) -> int:

@@ -32,7 +32,6 @@ VARIANT_SIZES = (DecodeSize(64, 32, 8, 8192), DecodeSize(4, 32, 8, 32768))
 LENGTHS_SIZE = DecodeSize(64, 32, 8, 32768)
 PROMPT, MIXED_SIZE = 2048, DecodeSize(64, 32, 8, 8192)
 _DOCUMENTS, _TOKENS, _WINDOW, _SEED = 8, 64, 1024, 0
-_ELEMENT = 2  # bytes
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class Pages:
     def bytes(self) -> int:
         """The bytes of the keys and values of all sequences."""
         heads, dims = self.k.shape[2], self.k.shape[3] + self.v.shape[3]
-        return _ELEMENT * sum(self.lengths) * heads * dims
+        return self.k.element_size() * sum(self.lengths) * heads * dims
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -279,7 +278,7 @@ def _measure_variant(
     if "Flex" in peers and (found := flex(for_flex, "forward", (q, k, v, q), captures, time_mask=False)):
         runs["Flex"] = found.run
     times = medians_ms(runs)
-    moved = _ELEMENT * visited * size.batch * size.heads_kv * 2 * spec.head_dim
+    moved = spec.element.bytes * visited * size.batch * size.heads_kv * 2 * spec.head_dim
     compared = {f"of {other}": times[other] / times["flashgen"] for other in ("plain", "Flex") if other in times}
     return serving_row("variants", f"{variant.name}: {size}", attention.target.name, moved, times, compared)
 

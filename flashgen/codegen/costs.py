@@ -41,7 +41,7 @@ class Count:
     factors: tuple[tuple[str, int], ...]
 
     @staticmethod
-    def of(**factors: int) -> Count:
+    def sum(**factors: int) -> Count:
         """Returns the sum of quantities by name; those with a factor of 0 are left out."""
         return Count(tuple((name, factor) for name, factor in factors.items() if factor))
 
@@ -119,7 +119,7 @@ def _width(spec: AttentionSpec) -> int:
 def forward_cost(spec: AttentionSpec) -> Cost:
     """Returns the cost of the forward kernel, without the reads of tile lists and captures."""
     row, width = spec.element.bytes * _width(spec), _width(spec)
-    return Cost(Count.of(scores=2 * width), Count.of(queries=row + _SUM, keys=row), _words(spec))
+    return Cost(Count.sum(scores=2 * width), Count.sum(queries=row + _SUM, keys=row), _words(spec))
 
 
 def decode_cost(spec: AttentionSpec, tile_q: int, scheduled: bool = False) -> Cost:
@@ -131,28 +131,28 @@ def decode_cost(spec: AttentionSpec, tile_q: int, scheduled: bool = False) -> Co
     """
     width, partial = _width(spec), 2 * _SUM * (spec.value_dim + 2)
     row, key = spec.element.bytes * width, spec.kv_element.bytes * width
-    hbm = Count.of(queries=row + _SUM, visited_keys=key)
+    hbm = Count.sum(queries=row + _SUM, visited_keys=key)
     if scheduled:
         partials = f"{2 * partial} * splits * heads_q * len_q for partial outputs of tiles of several work units"
     else:
         partials = f"{partial} * splits * {_WORDS['dense'].queries} for partial outputs if splits > 1"
     remark = f"+ {partials}; K and V are read once for each {tile_q} rows"
-    return Cost(Count.of(scores=2 * width), hbm, _WORDS["dense"], remark)
+    return Cost(Count.sum(scores=2 * width), hbm, _WORDS["dense"], remark)
 
 
 def mixed_cost(spec: AttentionSpec, tile_q: int) -> Cost:
     """Returns the cost of the kernel of mixed batches: K and V once per tile of decode rows and once per prefill."""
     width, partial = _width(spec), 4 * _SUM * (spec.value_dim + 2)
     row, key = spec.element.bytes * width, spec.kv_element.bytes * width
-    hbm = Count.of(queries=row + _SUM, visited_keys=key)
+    hbm = Count.sum(queries=row + _SUM, visited_keys=key)
     remark = f"+ {partial * tile_q} * splits * groups for partial outputs of tiles of several work units"
-    return Cost(Count.of(scores=2 * width), hbm, _MIXED, remark)
+    return Cost(Count.sum(scores=2 * width), hbm, _MIXED, remark)
 
 
 def prefill_cost(spec: AttentionSpec) -> Cost:
     """Returns the cost of the kernel for only the prefills of mixed batches."""
     row, width = spec.element.bytes * _width(spec), _width(spec)
-    return Cost(Count.of(scores=2 * width), Count.of(queries=row + _SUM, keys=row), _PREFILL)
+    return Cost(Count.sum(scores=2 * width), Count.sum(queries=row + _SUM, keys=row), _PREFILL)
 
 
 def backward_cost(
@@ -178,7 +178,7 @@ def backward_cost(
     if capture is not None:
         each = (_FIXED_POINT if exact_sums else _SUM) + DTYPES[capture.dtype].bytes
         words = replace(_WORDS["dense"], elements=f"elements of {capture.name}")
-        return Cost(None, Count.of(elements=each), words)
+        return Cost(None, Count.sum(elements=each), words)
     flops, hbm = _backward_counts(role, spec, dq_apart, columns or padded(spec.head_dim), finishes)
     return Cost(flops, hbm, _words(spec))
 
@@ -193,18 +193,18 @@ def _backward_counts(
     converted = element * head if finishes else 0
     written = 2 * element * value + _SUM + _STATISTICS + sums // 2  # reads O, dO and the LSE, zeroes the accumulator
     counts = {
-        "preprocess": (Count.of(queries=2 * value), Count.of(queries=written)),
+        "preprocess": (Count.sum(queries=2 * value), Count.sum(queries=written)),
         "dkdv": (
-            Count.of(scores=2 * products),
-            Count.of(queries=read + _STATISTICS + sums + converted, keys=2 * read),
+            Count.sum(scores=2 * products),
+            Count.sum(queries=read + _STATISTICS + sums + converted, keys=2 * read),
         ),
         "dq": (  # QK, dP, dQ
-            Count.of(scores=2 * (2 * head + value)),
-            Count.of(queries=read + _STATISTICS + element * head, keys=read),
+            Count.sum(scores=2 * (2 * head + value)),
+            Count.sum(queries=read + _STATISTICS + element * head, keys=read),
         ),
-        "postprocess": (Count.of(queries=head), Count.of(queries=_SUM * columns + element * head)),
-        "postprocess_dk": (Count.of(keys=head), Count.of(keys=_SUM * columns + element * head)),
-        "postprocess_dv": (Count.of(keys=value), Count.of(keys=_SUM * columns + element * value)),
-        "sink": (Count.of(queries=2), Count.of(queries=_STATISTICS)),
+        "postprocess": (Count.sum(queries=head), Count.sum(queries=_SUM * columns + element * head)),
+        "postprocess_dk": (Count.sum(keys=head), Count.sum(keys=_SUM * columns + element * head)),
+        "postprocess_dv": (Count.sum(keys=value), Count.sum(keys=_SUM * columns + element * value)),
+        "sink": (Count.sum(queries=2), Count.sum(queries=_STATISTICS)),
     }
     return counts[role]

@@ -27,8 +27,8 @@ def call_arguments(spec: AttentionSpec) -> tuple[tuple[CaptureInfo, ...], tuple[
     """Returns the arrays and the integers that calls take beside q, k, v and captures, such as cu_seqlens_q."""
     arrays: list[tuple[str, str, int]] = []
     layout = spec.batch_layout
-    of_call = layout.sequence_arrays[:1] if spec.page_size else layout.sequence_arrays  # pages locate keys otherwise
-    arrays += [(name, "int32", 1) for name in of_call]
+    located = layout.sequence_arrays[:1] if spec.page_size else layout.sequence_arrays  # a page table locates keys
+    arrays += [(name, "int32", 1) for name in located]
     if spec.page_size:
         arrays += [("page_table", "int32", 2), ("seqused_k", "int32", 1)]
     if spec.kv_dtype:

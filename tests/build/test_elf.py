@@ -6,7 +6,8 @@ import struct
 
 import pytest
 
-from flashgen.build.elf import complete_image
+from flashgen.build import nvrtc
+from flashgen.build.elf import complete_image, machine_code
 from flashgen.errors import BuildError
 
 
@@ -42,3 +43,13 @@ def test_a_dropped_last_byte_is_restored() -> None:
 def test_anything_else_is_an_error(broken: bytes) -> None:
     with pytest.raises(BuildError, match="ELF image"):
         complete_image(broken)
+
+
+@pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
+def test_machine_code_does_not_depend_on_names() -> None:
+    def compiled(name: str, value: int) -> list[bytes]:
+        source = f'extern "C" __global__ void {name}(int* out) {{ out[threadIdx.x] = {value}; }}'
+        return machine_code(nvrtc.compile(source, "sm_80", name).cubin)
+
+    (code,) = compiled("store", 1)
+    assert len(code) >= 128 and compiled("other_name", 1) == [code] != compiled("store", 2)
