@@ -41,6 +41,8 @@ FEATURES: dict[str, Callable[[], dict[str, Any]]] = {
     "sink": lambda: {"sink": fg.Tensor("sinks", "float32", 1, grad=True)},
     "value dim differs from head dim": lambda: {"value_dim": 64},
     "head dim 256": lambda: {"head_dim": 256},
+    "output in float32": lambda: {"out_dtype": "float32"},
+    "gradients in float32": lambda: {"grad_dtype": "float32"},
 }
 REPRESENTATIVES = ("sm_75", "sm_80", "sm_90a")
 """A target of each family."""

@@ -70,13 +70,15 @@ DTYPES = {
         DType("float8_e4m3fn", 8, "unsigned char", short_name="fp8", epsilon=2.0**-4),
         DType("float16", 16, "unsigned short", "f16", "fp16", 2.0**-11, tensor_map=6),
         DType("bfloat16", 16, "unsigned short", "bf16", "bf16", 2.0**-8, tensor_map=9),
-        DType("float32", 32, "float", epsilon=2.0**-24, tensor_map=7),
+        DType("float32", 32, "float", short_name="fp32", epsilon=2.0**-24, tensor_map=7),
     )
 }
 """By the name. Products of all types are accumulated in float32."""
 
 ELEMENTS = ("float16", "bfloat16")
-"""The types of q, k, v and the output."""
+"""The types of q, k and v."""
+RESULTS = (*ELEMENTS, "float32")
+"""The types of the output and of gradients: that of q, or float32."""
 CACHED = ("float8_e4m3fn", "int8")
 """The types of quantized k and v, beside those of q."""
 CAPTURES = ("bool", "int8", "uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32")

@@ -699,10 +699,9 @@ __device__ __forceinline__ void consumer_dv(const WorkTile& work, unsigned share
   // The epilogue: dV overlays V once the other warpgroup has read V. This one has read K.
   named_barrier_arrive(1, kConsumers * 128);
   named_barrier_sync(2, kConsumers * 128);
-  store_rows<kValueDimPadded, kValuePanel, kTileK>(d_values, 1.0f,
-                                                   shared + kValueOffset + warp_row * kValuePanel * kElementBytes,
-                                                   arguments.dv_map, work.first_key + warp_row, work.head_kv,
-                                                   work.batch);
+  store_rows<kValueDimPadded, kValuePanel, kTileK>(
+      d_values, 1.0f, shared + kValueOffset + warp_row * kValuePanel * kElementBytes, arguments.dv_map,
+      work.first_key + warp_row, work.head_kv, work.batch);
   if (lane == 0) bulk_wait_read<0>();   // before the block ends and its shared memory is freed
 }
 
@@ -752,9 +751,9 @@ __device__ __forceinline__ void consumer_dk(const WorkTile& work, unsigned share
   // The epilogue: dK overlays K once the other warpgroup has read K. This one has read V.
   named_barrier_arrive(2, kConsumers * 128);
   named_barrier_sync(1, kConsumers * 128);
-  store_rows<kHeadDimPadded, kHeadPanel, kTileK>(d_keys, kScale, shared + warp_row * kHeadPanel * kElementBytes,
-                                                 arguments.dk_map, work.first_key + warp_row, work.head_kv,
-                                                 work.batch);
+  store_rows<kHeadDimPadded, kHeadPanel, kTileK>(
+      d_keys, kScale, shared + warp_row * kHeadPanel * kElementBytes, arguments.dk_map,
+      work.first_key + warp_row, work.head_kv, work.batch);
   if (lane == 0) bulk_wait_read<0>();   // before the block ends and its shared memory is freed
 }
 

@@ -571,8 +571,8 @@ __device__ __forceinline__ void epilogue(float (&d_queries)[kHeadDimPadded / 2],
     if (rows[n / 2 % 2].x == kNoLse) d_queries[n] = 0.0f;
   }
   store_rows<kHeadDimPadded, kHeadPanel, kPartQ>(
-      d_queries, kScale, queries + threadIdx.x / 32 % 4 * 16 * kHeadPanel * kElementBytes, arguments.dq_map, first_query,
-      work.head, work.batch);
+      d_queries, kScale, queries + threadIdx.x / 32 % 4 * 16 * kHeadPanel * kElementBytes, arguments.dq_map,
+      first_query, work.head, work.batch);
   if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // before the block ends and its shared memory is freed
 }
 

@@ -137,8 +137,8 @@ class BackwardPass(Pass[_Prepared]):
     ) -> _Prepared:
         spec, device = self.spec, common_device(views)
         problem = problem_of(spec, views, self.engine.multiprocessors(device), bounds)
-        for name, argument in (("o", "out"), ("d_o", "d_out")):
-            problem.strides[name] = output_strides(spec, argument, views[name], problem)
+        problem.strides["o"] = output_strides(spec, "out", views["o"], problem, spec.out_element)
+        problem.strides["d_o"] = output_strides(spec, "d_out", views["d_o"], problem, spec.element)
         for name in ("lse", "d_lse"):
             if name in views:
                 check_lse(name, views[name], problem)
@@ -172,7 +172,7 @@ class BackwardPass(Pass[_Prepared]):
         """Returns the memory of the gradients by name; zeroed if kernels accumulate into it or do not write it."""
         launched = self._runs(problem)
         memory = {
-            name: Memory(gradient_shape(self.spec, problem, name), self.spec.dtype, zeroed=not launched)
+            name: Memory(gradient_shape(self.spec, problem, name), self.spec.grad_element.name, zeroed=not launched)
             for name in ROWS
         }
         written = {name for kernel in self.stages.kernels.values() for name in kernel.pointers.values()}

@@ -117,7 +117,7 @@ class ForwardPass(Pass[_Prepared]):
         stages = None if problem.is_empty else built.stages.prepare(problem, captured, library, device)
         lists = built.lister.prepare(problem, captured, library, device) if built.lister else None
         makers = {
-            "o": library.maker(problem.output_shape(self.spec), self.spec.dtype, device, strides),
+            "o": library.maker(problem.output_shape(self.spec), self.spec.out_element.name, device, strides),
             "lse": library.maker(problem.lse_shape, "float32", device),
         }
         return _Prepared(problem, library, makers, device, built, stages, lists, self._sharing(views, _RESULTS))

@@ -7,7 +7,7 @@ from typing import Any
 
 from flashgen.attention.outputs import check_contiguous, check_kind, check_no_overlap, check_writable, result_strides
 from flashgen.attention.problem import Problem, row_strides
-from flashgen.errors import ArgumentError
+from flashgen.errors import ArgumentError, UnsupportedError
 from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import View
@@ -57,6 +57,15 @@ class Gradients(tuple[Any, ...]):
         return f"Gradients({', '.join(f'{name}={value!r}' for name, value in named.items())})"
 
 
+def refuse_grad_dtype(spec: AttentionSpec, framework: str) -> None:
+    """Raises UnsupportedError if gradients of q, k and v have another dtype than q, k and v."""
+    if spec.grad_dtype:
+        raise UnsupportedError(
+            f"grad_dtype={spec.grad_dtype!r}: in {framework} a gradient has the dtype of its input; leave it out, or "
+            "call the backward of flashgen.compile(spec)"
+        )
+
+
 def differentiated(spec: AttentionSpec) -> tuple[Capture, ...]:
     """Returns the captures that have a gradient, in the order of `spec.captures`."""
     return tuple(capture for capture in spec.captures if capture.grad)
@@ -99,7 +108,7 @@ def check_gradients(
     for name, view in given.items():
         argument = gradient_argument(name)
         if name in ROWS:
-            check_kind(argument, view, gradient_shape(spec, problem, name), spec.dtype)
+            check_kind(argument, view, gradient_shape(spec, problem, name), spec.grad_element.name)
             problem.strides[name] = row_strides(spec, argument, view)
             check_no_overlap(argument, view)
         else:

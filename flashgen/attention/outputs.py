@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from flashgen.attention.problem import Problem, check_aligned, row_strides
+from flashgen.dtypes import DType
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import JAX, View, contiguous_strides, library_of, strides_like
@@ -48,15 +49,17 @@ def result_strides(
 def check_outputs(spec: AttentionSpec, views: Mapping[str, View], problem: Problem) -> None:
     """Raises ArgumentError if arrays given for the results do not fit; adds the output's strides to the problem."""
     if "o" in views:
-        problem.strides["o"] = output_strides(spec, "out", views["o"], problem)
+        problem.strides["o"] = output_strides(spec, "out", views["o"], problem, spec.out_element)
         check_no_overlap("out", views["o"])
     if "lse" in views:
         check_lse("lse", views["lse"], problem)
 
 
-def output_strides(spec: AttentionSpec, argument: str, view: View, problem: Problem) -> tuple[int, int, int]:
-    """Returns the strides of an array with the output's shape and dtype. Raises ArgumentError if it has others."""
-    check_kind(argument, view, problem.output_shape(spec), spec.dtype)
+def output_strides(
+    spec: AttentionSpec, argument: str, view: View, problem: Problem, element: DType
+) -> tuple[int, int, int]:
+    """Returns the strides of an array with the output's shape. Raises ArgumentError for another shape or dtype."""
+    check_kind(argument, view, problem.output_shape(spec), element.name)
     return row_strides(spec, argument, view)
 
 

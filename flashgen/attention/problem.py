@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from flashgen.codegen.sizes import Sizes
-from flashgen.dtypes import numpy_dtype
+from flashgen.dtypes import DTYPES, numpy_dtype
 from flashgen.errors import ArgumentError
 from flashgen.language.batch_layout import BATCH_LAYOUTS, PAGES, BatchLayout
 from flashgen.language.operations import LONGEST, MAX_HEADS
@@ -219,7 +219,7 @@ def check_pages(spec: AttentionSpec, arrays: Mapping[str, Shaped], batch: int) -
 
 
 def row_strides(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, int]:
-    """Returns the strides of an array of rows, in 16-bit elements.
+    """Returns the strides of an array of rows, as kernels take them: in elements, but of 8-bit arrays in 16 bits.
 
     Raises ArgumentError if rows are not contiguous or not aligned.
     """
@@ -231,8 +231,8 @@ def row_strides(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, i
             f"{name} has strides {view.strides} (elements); the last dimension must be contiguous: copy it, as "
             "numpy.ascontiguousarray and tensor.contiguous() do"
         )
-    cached = spec.kv_dtype is not None and name in "kv"
-    aligned = _ROW_ALIGNMENT if cached else _ROW_ALIGNMENT // 2
+    element = DTYPES[view.dtype].bytes
+    aligned = _ROW_ALIGNMENT // element
     misaligned = [
         s
         for s, n in zip((batch, head, row), layout.to_bhsd(view.shape, batch=1), strict=False)
@@ -243,7 +243,7 @@ def row_strides(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, i
             f"{name} at address {view.pointer:#x} with strides {view.strides} (elements): every row must start at a "
             f"multiple of {_ROW_ALIGNMENT} bytes; copy it to a contiguous array"
         )
-    return (batch // 2, head // 2, row // 2) if cached else (batch, head, row)
+    return (batch // 2, head // 2, row // 2) if element == 1 else (batch, head, row)
 
 
 def check_aligned(what: str, view: View) -> None:

@@ -215,7 +215,7 @@ def narrow(spec: AttentionSpec, attention: Any, q: Any, keys: tuple[Any, Any], *
 
 def with_cache(spec: AttentionSpec, page_size: int | None = None, kv_dtype: str | None = None) -> AttentionSpec:
     """Returns the spec with another page size and dtype of keys and values."""
-    names = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "score", "mask")
+    names = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "score", "mask", "out_dtype")
     return AttentionSpec(**{name: getattr(spec, name) for name in names}, page_size=page_size, kv_dtype=kv_dtype)
 
 

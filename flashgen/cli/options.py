@@ -93,7 +93,7 @@ class SpecOptions:
         str | None,
         typer.Option(
             "--dtype",
-            help="The dtype of q, k, v and the output: float16 or bfloat16.",
+            help="The dtype of q, k and v: float16 or bfloat16.",
             show_default="float16",
             autocompletion=one_of("float16", "bfloat16"),
         ),
@@ -132,6 +132,26 @@ class SpecOptions:
             help="The dtype of k and v: float8_e4m3fn or int8.",
             show_default="the dtype",
             autocompletion=one_of("float8_e4m3fn", "int8"),
+        ),
+    ] = None
+
+    out_dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--out-dtype",
+            help="The dtype of the output: the dtype, or float32.",
+            show_default="the dtype",
+            autocompletion=one_of("float16", "bfloat16", "float32"),
+        ),
+    ] = None
+
+    grad_dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--grad-dtype",
+            help="The dtype of dq, dk and dv: the dtype, or float32.",
+            show_default="the dtype",
+            autocompletion=one_of("float16", "bfloat16", "float32"),
         ),
     ] = None
 

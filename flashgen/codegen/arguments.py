@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from flashgen.dtypes import DTYPES
 from flashgen.language.operations import Capture
+from flashgen.language.spec import AttentionSpec
 
 # C type -> (format of Python's struct module, size in bytes). Strides holds three long long: batch, head, row.
 # TensorMap is the descriptor by which TMA accesses an array: 16 words, aligned to 64 bytes.
@@ -92,6 +93,21 @@ def ordered(fields: list[Field]) -> ArgumentLayout:
             + [field for field in fields if field.format[1] == 4]
         )
     )
+
+
+def output_field(spec: AttentionSpec) -> Field:
+    """Returns the pointer to the output."""
+    return Field(_result_type(spec.out_dtype), "o")
+
+
+def gradient_field(spec: AttentionSpec, name: str) -> Field:
+    """Returns the pointer to dq, dk or dv."""
+    return Field(_result_type(spec.grad_dtype), name)
+
+
+def _result_type(dtype: str | None) -> str:
+    """Returns the type of a pointer to results. None: the dtype of q, which kernels name Element."""
+    return f"{DTYPES[dtype].c_type if dtype else 'Element'}*"
 
 
 LIST_FIELDS = (

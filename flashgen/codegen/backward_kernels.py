@@ -26,7 +26,9 @@ from typing import Any, Literal, Protocol
 from flashgen.codegen.arguments import (
     ArgumentLayout,
     Field,
+    gradient_field,
     ordered,
+    output_field,
 )
 from flashgen.codegen.assembly import assemble, common_context, is_masked
 from flashgen.codegen.batches import batch_of
@@ -182,7 +184,8 @@ def preprocess(
 
     deterministic: Whether the kernel is used in deterministic mode only.
     """
-    fields = [Field("const Element*", "o"), Field("const Element*", "d_o"), Field("const float*", "lse")]
+    o = output_field(spec)
+    fields = [replace(o, type=f"const {o.type}"), Field("const Element*", "d_o"), Field("const float*", "lse")]
     fields += [Field("const float*", "d_lse", comment="gradient of the LSE, or null")]
     fields += [Field("float*", "statistics"), *dq.fields()]
     layout = ordered([*fields, *strides("o", "d_o"), *batch_of(spec).fields("len_q", ROWS, keys=False)])
@@ -229,7 +232,7 @@ def postprocess_dq(
         Field("const float*", "dq_accum"),
         *([DQ_SEMAPHORE] if first_stores else []),
         STATISTICS,
-        Field("Element*", "dq"),
+        gradient_field(spec, "dq"),
         *strides("dq"),
         *numbers("len_q"),
     ]
@@ -258,7 +261,8 @@ def postprocess_dkv(
     A warp converts 16 keys. The sums have `keys` rows of `columns`.
     """
     name = f"d{array}"
-    fields = [Field("const float*", f"{name}_sums"), Field("Element*", name), *strides(name), *numbers("len_k"), KEYS]
+    fields = [Field("const float*", f"{name}_sums"), gradient_field(spec, name), *strides(name)]
+    fields += [*numbers("len_k"), KEYS]
     context: dict[str, Any] = {
         "plan": plan,
         "gradient_of": array,

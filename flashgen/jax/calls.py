@@ -24,7 +24,7 @@ _BIT_DTYPES = {"bfloat16": jnp.uint16}  # dtypes that the buffer interfaces lack
 def forward(entry: CompiledSpec, numbers: Numbers, q: Any, k: Any, v: Any, seed: Any, captures: Sequence[Any]) -> Any:
     """Returns the output and the LSE, (out, lse)."""
     shapes = [
-        ((*q.shape[:-1], entry.spec.value_dim), q.dtype),
+        ((*q.shape[:-1], entry.spec.value_dim), entry.spec.out_element.numpy),
         (entry.spec.batch_layout.lse_shape(q.shape), jnp.float32),
     ]
     inputs = [q, k, v, *captures, *_seed_words(seed)]

@@ -8,6 +8,7 @@ from typing import Any
 
 from flashgen.attention import Attention, compile
 from flashgen.attention.bound import BoundAttention
+from flashgen.attention.gradients import refuse_grad_dtype
 from flashgen.attention.varlen import refuse_varlen
 from flashgen.errors import ArgumentError
 from flashgen.language.bound import Bound
@@ -24,6 +25,7 @@ class CompiledSpec:
 
     def __init__(self, spec: AttentionSpec, attention: Attention | None, **options: Any) -> None:
         refuse_varlen(spec, "flashgen.jax", "give padded batches and padding(lengths), or call what compile(...) gives")
+        refuse_grad_dtype(spec, "JAX")
         self.spec, self._attention, self._options = spec, attention, options
         self.emulate = attention.engine.name == "emulator" if attention else bool(options["emulate"])
         self.arrays = tuple(capture for capture in spec.captures if capture.ndim)

@@ -144,6 +144,7 @@ def _backward(entry: CompiledSpec, numbers: Numbers, saved: Any, gradients: Any)
     q, k, v, seed, captures, out, lse = saved
     d_out, d_lse = (None if isinstance(gradient, SymbolicZero) else gradient for gradient in gradients)
     d_out = jnp.zeros_like(out) if d_out is None else d_out
+    d_out = d_out.astype(q.dtype)
     results = mapped_backward(entry, numbers)([d_out, q, k, v, out, lse], d_lse, seed, captures)
     differentiated = iter(results[3:])
     capture_gradients = [

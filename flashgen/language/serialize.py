@@ -19,7 +19,7 @@ MAX_TEXT = 1_000_000
 
 _FIELDS = (
     *("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "score", "mask"),
-    *("page_size", "kv_dtype", "sink", "sharded"),
+    *("page_size", "kv_dtype", "sink", "sharded", "out_dtype", "grad_dtype"),
 )
 
 
@@ -55,7 +55,7 @@ def fields_to_json(fields: Mapping[str, Any]) -> str:
     data["score"] = modifier_to_data(data["score"]) if data["score"] else None
     sink = data.pop("sink")
     data["sink"] = node_to_data(sink) if sink else None
-    for name in ("page_size", "kv_dtype", "sink"):
+    for name in ("page_size", "kv_dtype", "sink", "out_dtype", "grad_dtype"):
         if data.get(name) is None:
             data.pop(name, None)  # leaves the JSON, and so the digest, of other specs unchanged
     if not data.get("sharded"):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.dtypes import CACHED, DTYPES, ELEMENTS, DType, dtype_name
+from flashgen.dtypes import CACHED, DTYPES, ELEMENTS, RESULTS, DType, dtype_name
 from flashgen.errors import SpecError
 from flashgen.language import well_formed
 from flashgen.language.batch_layout import BATCH_LAYOUTS, PAGES, BatchLayout
@@ -26,6 +26,7 @@ from flashgen.language.shards import SHARD_NUMBERS, shard_mask, shard_score
 
 MAX_NAME = 96
 MAX_PAGE_SIZE = 256
+TYPE_FIELDS = ("kv_dtype", "out_dtype", "grad_dtype")
 CACHED_DIM = 32  # head_dim and value_dim are multiples of this where k and v have 8 bits
 
 
@@ -37,7 +38,8 @@ class AttentionSpec:
 
     Args:
         head_dim: Elements of a query or key vector, a multiple of 8 from 8 to 256.
-        dtype: "float16" or "bfloat16", the type of q, k, v and the output.
+        dtype: "float16" or "bfloat16", the type of q, k, v and the output's gradient; also that of the output and of
+            the other gradients, unless `out_dtype` and `grad_dtype` are given.
         value_dim: Elements of a value vector, a multiple of 8 from 8 to 256. None means head_dim.
         scale: Factor of q·k, applied before the score function. None means 1/sqrt(head_dim). Kernels without a score
             function assume that the largest q·k gives the largest score, so a spec with scale <= 0 and no score
@@ -60,6 +62,10 @@ class AttentionSpec:
         sharded: Whether each call computes a part of q against a part of k. The call then gives their positions in the
             full problem: shard_b, shard_h, shard_q and shard_k are added to b, h, q and k (in dropout as well), and
             whole_q and whole_k replace len_q and len_k.
+        out_dtype: "float32" for an output that is not rounded, such as a partial output that is merged with others.
+            None means `dtype`.
+        grad_dtype: "float32" for dq, dk and dv that are not rounded, such as gradients that are added to others. None
+            means `dtype`. Gradients of captures have the dtypes of their arrays.
 
     Raises:
         SpecError: An argument is not supported. The message names it.
@@ -77,6 +83,8 @@ class AttentionSpec:
     kv_dtype: str | None
     sink: Capture | None
     sharded: bool
+    out_dtype: str | None
+    grad_dtype: str | None
 
     def __init__(
         self,
@@ -92,6 +100,8 @@ class AttentionSpec:
         kv_dtype: Any = None,
         sink: Tensor | None = None,
         sharded: bool = False,
+        out_dtype: Any = None,
+        grad_dtype: Any = None,
     ) -> None:
         values: dict[str, Any] = {
             "head_dim": _dimension(head_dim, "head_dim"),
@@ -107,6 +117,8 @@ class AttentionSpec:
             "sink": None if sink is None else _sink(sink),
             "sharded": _sharded(sharded),
         }
+        values["out_dtype"] = _result_dtype(out_dtype, values["dtype"], "out_dtype")
+        values["grad_dtype"] = _result_dtype(grad_dtype, values["dtype"], "grad_dtype")
         _check_cache(values)
         if values["scale"] <= 0 and values["score"] is None:
             values["score"] = Score("unchanged", SCORE)
@@ -167,8 +179,18 @@ class AttentionSpec:
 
     @property
     def element(self) -> DType:
-        """The element type of q and the output."""
+        """The element type of q."""
         return DTYPES[self.dtype]
+
+    @property
+    def out_element(self) -> DType:
+        """The element type of the output."""
+        return DTYPES[self.out_dtype or self.dtype]
+
+    @property
+    def grad_element(self) -> DType:
+        """The element type of dq, dk and dv."""
+        return DTYPES[self.grad_dtype or self.dtype]
 
     @property
     def kv_element(self) -> DType:
@@ -208,6 +230,8 @@ class AttentionSpec:
         parts += [self.layout] if self.layout != "bhsd" else []
         parts += [f"pages{self.page_size}"] if self.page_size else []
         parts += [self.kv_element.short_name] if self.kv_dtype else []
+        parts += [f"o{self.out_element.short_name}"] if self.out_dtype else []
+        parts += [f"g{self.grad_element.short_name}"] if self.grad_dtype else []
         return f"{'-'.join(parts)[:MAX_NAME].rstrip('-._')}-{self.digest}"
 
     @property
@@ -251,8 +275,8 @@ class AttentionSpec:
         parts += [f"sink={self.sink}"] if self.sink else []
         parts += ["sharded=True"] if self.sharded else []
         pages = [f"page_size={self.page_size}"] if self.page_size else []
-        cached = [f"kv_dtype={self.kv_dtype!r}"] if self.kv_dtype else []
-        return f"AttentionSpec({', '.join([*parts, f'mask={self.mask}', *pages, *cached])})"
+        types = [f"{name}={getattr(self, name)!r}" for name in TYPE_FIELDS if getattr(self, name)]
+        return f"AttentionSpec({', '.join([*parts, f'mask={self.mask}', *pages, *types])})"
 
 
 def _join_arrays(values: dict[str, Any]) -> Bound:
@@ -331,6 +355,14 @@ def _check_cache(values: dict[str, Any]) -> None:
     for name in ("head_dim", "value_dim"):
         if values["kv_dtype"] and values[name] % CACHED_DIM:
             raise SpecError(f"{name}={values[name]} must be a multiple of {CACHED_DIM} with a kv_dtype")
+
+
+def _result_dtype(value: Any, dtype: str, argument: str) -> str | None:
+    """Returns the type of a result that is not `dtype`, else None."""
+    name = None if value is None else dtype_name(value, RESULTS, argument)
+    if name not in (None, dtype, "float32"):
+        raise SpecError(f"{argument}={name!r} is not supported with dtype={dtype!r}: give {dtype!r} or 'float32'")
+    return None if name == dtype else name
 
 
 def _sharded(value: Any) -> bool:

@@ -93,11 +93,11 @@ def backward_of_rounded_output(
     offset: int = 0,
     **captures: Any,
 ) -> Gradients:
-    """Returns the gradients in float64, except that D is computed from O rounded to spec.dtype.
+    """Returns the gradients in float64, except that D is computed from O rounded to spec.out_dtype.
 
     They are the `given` argument of `judge`. Arguments, results and errors are the same as in `backward`.
     """
-    arithmetic = Arithmetic(np.float64, output_rounding=lambda array: round_to(spec.dtype, array))
+    arithmetic = Arithmetic(np.float64, output_rounding=lambda array: round_to(spec.out_element.name, array))
 
     def with_rounded_output(problem: Problem, cotangents: Cotangents) -> Gradients:
         return _run(problem, cotangents, arithmetic).gradients()

@@ -116,8 +116,8 @@ def low_precision(
 
     The result of each step is rounded to spec.dtype: q, k, v, scale·q, scores, each operation of the score function on
     them, probabilities, probabilities after dropout, out. Within a step, products and the softmax accumulate in
-    float32. Arguments, results and errors are the same as in `attention`. out is exact in spec.dtype. lse is that of
-    the rounded scores, computed in float32. A score that overflows float16 becomes infinity or NaN.
+    float32. The output is rounded to spec.out_dtype. Arguments, results and errors are the same as in `attention`. lse
+    is that of the rounded scores, computed in float32. A score that overflows float16 becomes infinity or NaN.
     Source: attention_ref(upcast=False) in the tests of flash-attention.
     """
     cache = Cache(page_table, seqused_k, k_scale, v_scale)
@@ -136,7 +136,7 @@ def _rounded_outputs(problem: Problem) -> tuple[Array, Array]:
         scores = tiles.modify(scores, queries, keys, rounding=lambda array: round_to(spec.dtype, array))
         probabilities, lse[b, h, rows] = softmax(scores.astype(np.float32), tiles.sink)
         dropped = tiles.drop(round_to(spec.dtype, probabilities), queries, keys)
-        out[b, h, rows] = _product(spec.dtype, round_to(spec.dtype, dropped), v_head)
+        out[b, h, rows] = _product(spec.out_element.name, round_to(spec.dtype, dropped), v_head)
     return out, lse
 
 
@@ -157,7 +157,7 @@ def softmax(scores: Any, sink: float | None = None) -> tuple[Any, Any]:
 
 
 def round_to(dtype: str, array: Any) -> Array:
-    """Rounds an array to float16 or bfloat16, to nearest even, and returns it as float64."""
+    """Rounds an array to float16, bfloat16 or float32, to nearest even, and returns it as float64."""
     with np.errstate(over="ignore", invalid="ignore"):
         rounded = np.asarray(array).astype(numpy_dtype(dtype))
     return rounded.astype(np.float64)

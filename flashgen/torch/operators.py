@@ -152,7 +152,7 @@ def _empty_forward(
     """Returns an empty output and LSE for tensors without data: fake tensors, and those of the device "meta"."""
     check_call(entry, q, k, v, captures, seed)
     out, lse = output_shapes(entry.spec, q)
-    return empty_like(q, out), q.new_empty(lse, dtype=torch.float32)
+    return empty_like(q, out, entry.out_dtype), q.new_empty(lse, dtype=torch.float32)
 
 
 @torch.library.register_fake("flashgen::forward", lib=LIBRARY)
@@ -202,6 +202,8 @@ def run_backward(
     if q.is_meta:
         return _empty_backward(entry, q, k, v, captures)
     results: Sequence[Tensor]
+    if entry.spec.out_dtype:
+        d_out = d_out.to(q.dtype)  # autograd gives it the dtype of the output
     options: dict[str, Any] = {} if seed is None else {"seed": seed_of(entry, seed)}
     lse = lse.contiguous()
     if not entry.emulate:
@@ -273,7 +275,7 @@ def gradients(
     """Returns the gradient of each argument of the forward operator. operator: replaces the backward operator."""
     q, k, v, *rest = ctx.saved_tensors
     captures, (out, lse, *seed) = rest[: ctx.captured], rest[ctx.captured :]
-    d_out = torch.zeros_like(out) if d_out is None else d_out.to(out.dtype)
+    d_out = torch.zeros_like(out) if d_out is None else d_out.to(out.dtype)  # autocast changes its dtype
     numbers = (ctx.key, ctx.integers, ctx.floats, seed[0] if seed else None)
     results = list((operator or torch.ops.flashgen.backward)(d_out, d_lse, q, k, v, out, lse, captures, *numbers))
     learned = iter(results[3:])

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashgen.attention import Attention, compile
+from flashgen.attention.gradients import refuse_grad_dtype
 from flashgen.language.operations import BATCH
 from flashgen.language.spec import AttentionSpec
 
@@ -51,11 +52,13 @@ class Registered:
         takes_captures: whether calls take any captures or arrays.
         keys_optional: whether calls may leave out the arrays that describe the keys.
         cache: the option of the spec that makes k and v a KV cache, which has no gradient; or None.
-        is_direct: whether calls take only q, k and v, on a GPU.
+        dtype, out_dtype: the dtypes of q, k and v, and of the output.
+        is_direct: whether calls take only q, k and v, on a GPU, and all results have the dtype of q.
         reads_batch: whether the mask or the score depends on the batch index.
     """
 
     def __init__(self, key: str, spec: AttentionSpec, compiled: Attention | None, **options: Any) -> None:
+        refuse_grad_dtype(spec, "torch's autograd")
         self.key, self.spec, self._compiled, self._options = key, spec, compiled, options
         self.emulate = compiled.engine.name == "emulator" if compiled else bool(options.get("emulate"))
         captured = [CaptureInfo(each.name, each.dtype, each.ndim, each.grad, each.kind) for each in spec.captures]
@@ -65,7 +68,8 @@ class Registered:
         self.floats = tuple(each for each in captured if not each.ndim and each.kind == "float")
         self.takes_captures = bool(captured or self.own_arrays)
         self.dtype, self.dropout = getattr(torch, spec.dtype), bool(spec.dropout)
-        self.is_direct = not (self.emulate or self.takes_captures or self.dropout)
+        self.out_dtype: torch.dtype = getattr(torch, spec.out_element.name)
+        self.is_direct = not (self.emulate or self.takes_captures or self.dropout or spec.out_dtype)
         self.keys_optional = spec.is_varlen and not spec.page_size
         pages = f"page_size={spec.page_size}" if spec.page_size else None
         self.cache = pages or (f"kv_dtype={spec.kv_dtype!r}" if spec.kv_dtype else None)

@@ -175,10 +175,13 @@ def check_device(entry: Registered, name: str, tensor: Tensor, q: Tensor) -> Non
         raise ArgumentError(f"{name} is on {tensor.device}; kernels run on NVIDIA GPUs: move it to one with .cuda()")
 
 
-def empty_like(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns an empty tensor of a shape, dense, with its axes in the memory order of `tensor`."""
+def empty_like(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    """Returns an empty tensor of a shape, dense, with its axes in the memory order of `tensor`.
+
+    dtype: None is that of `tensor`.
+    """
     order = nesting(tensor.stride())
-    return tensor.new_empty([shape[axis] for axis in order]).permute(inverse(order))
+    return tensor.new_empty([shape[axis] for axis in order], dtype=dtype).permute(inverse(order))
 
 
 def in_rows(tensor: Tensor) -> Tensor:
@@ -204,7 +207,7 @@ def in_order_of(tensor: Tensor, result: Tensor) -> Tensor:
     """Returns a result with the innermost axis of `tensor`: itself, or a copy with the axes in that order."""
     if tensor.stride(-1) == 1 or nesting(tensor.stride())[-1] == tensor.ndim - 1:
         return result
-    return empty_like(tensor, result.shape).copy_(result)
+    return empty_like(tensor, result.shape, result.dtype).copy_(result)
 
 
 def to_array(tensor: Tensor) -> Any:

@@ -219,7 +219,7 @@ class _Runs:
     def _oracle_outputs(self, sample: Sample) -> _Outputs:
         """Returns the output and LSE of the oracle, in the dtypes of a kernel's outputs."""
         out, lse = reference.attention(self.case.spec, *sample.qkv, return_lse=True, **sample.options)
-        return out.astype(sample.inputs.q.dtype), lse.astype("float32")
+        return out.astype(self.case.spec.out_element.numpy), lse.astype("float32")
 
 
 def _call_forward(compiled: Any, spec: AttentionSpec, sample: Sample) -> _Outputs:

@@ -35,7 +35,8 @@ def random_gradients(
 def poisoned_gradients(spec: AttentionSpec, inputs: Inputs) -> tuple[Array, ...]:
     """Returns arrays for the gradients, full of NaN, so that an element that is not written is detected."""
     learned = [inputs.captures[capture.name] for capture in spec.captures if capture.grad]
-    return tuple(np.full(array.shape, np.nan, array.dtype) for array in (inputs.q, inputs.k, inputs.v, *learned))
+    rows = [np.full(array.shape, np.nan, spec.grad_element.numpy) for array in (inputs.q, inputs.k, inputs.v)]
+    return (*rows, *(np.full(array.shape, np.nan, array.dtype) for array in learned))
 
 
 def gradients_by_name(gradients: Any) -> dict[str, Any]:

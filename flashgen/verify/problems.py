@@ -202,7 +202,7 @@ def random_pages(
 
 def poisoned_outputs(spec: AttentionSpec, q: Array, v: Array) -> tuple[Array, Array]:
     """Returns arrays for the output and its LSE, full of NaN, so that an element that is not written is detected."""
-    out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, q.dtype)
+    out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, spec.out_element.numpy)
     return out, np.full(spec.batch_layout.lse_shape(q.shape), np.nan, np.float32)
 
 

@@ -144,5 +144,12 @@ def forward_subjects() -> dict[str, ForwardSubject]:
         "runs": ForwardSubject(
             fg.AttentionSpec(16, mask=fg.causal(), page_size=4), Shape(5, 190, 5, 6, 2), stages=2, scheduled=True
         ),
+        "float32": ForwardSubject(fg.AttentionSpec(16, value_dim=24, mask=fg.causal(), out_dtype="float32"), ragged),
+        "hopper, float32": ForwardSubject(
+            fg.AttentionSpec(16, value_dim=24, mask=fg.causal(), out_dtype="float32"),
+            Shape(150, 200, 1, 2, 2),
+            stages=2,
+            target="sm_90a",
+        ),
         "packed": ForwardSubject(causal, Shape(70, 100, 1, 8, 2), stages=2, target="sm_90a", packed_heads=4),
     }

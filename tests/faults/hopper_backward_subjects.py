@@ -68,6 +68,10 @@ def hopper_backward_subjects() -> dict[str, HopperBackwardSubject]:
         "keys": HopperBackwardSubject(
             fg.AttentionSpec(64, mask=fg.causal()), options={"backward_plan": HopperBackwardPlan(64)}
         ),
+        "float32": HopperBackwardSubject(
+            fg.AttentionSpec(64, mask=fg.causal(), grad_dtype="float32"),
+            options={"backward_plan": HopperBackwardPlan(64)},
+        ),
         "late": HopperBackwardSubject(fg.AttentionSpec(64, mask=fg.causal())),
         "wide": HopperBackwardSubject(fg.AttentionSpec(144, value_dim=136, mask=fg.causal())),
         # With more stages of Q than of q * k, whose slots are therefore not free when those of Q are.

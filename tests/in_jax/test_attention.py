@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import flashgen as fg
-from flashgen.errors import ArgumentError
+from flashgen.errors import ArgumentError, UnsupportedError
 
 jax = pytest.importorskip("jax", reason="flashgen.jax needs JAX: pip install 'flashgen[jax]'")
 jnp = jax.numpy
@@ -81,6 +81,19 @@ def test_results_and_gradients(wrap: Any) -> None:
     for got, wanted in zip(ours, jax.grad(loss(expected), argnums=(0, 1, 2, 3))(*given), strict=True):
         assert got.dtype == wanted.dtype
         assert_close(got, wanted)
+
+
+def test_a_float32_output_and_its_gradients() -> None:
+    spec = fg.AttentionSpec(32, "bfloat16", mask=fg.causal(), out_dtype="float32")
+    q, k, v = rows()
+    out = attention(spec, q, k, v, emulate=True)
+    assert out.dtype == jnp.float32 and (out != out.astype(jnp.bfloat16)).any()
+    assert_close(out, plain(q, k, v)[0], 1e-2)
+    got = jax.grad(lambda x: attention(spec, x, k, v, emulate=True).sum())(q)
+    assert got.dtype == jnp.bfloat16
+    assert_close(got, jax.grad(lambda x: plain(x, k, v)[0].sum())(q))
+    with pytest.raises(UnsupportedError, match="grad_dtype='float32': in JAX a gradient has the dtype of its input"):
+        attention(fg.AttentionSpec(32, "bfloat16", grad_dtype="float32"), q, k, v, emulate=True)
 
 
 def test_gradients_of_the_output_only() -> None:

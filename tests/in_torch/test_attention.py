@@ -187,6 +187,24 @@ def test_second_derivatives_are_refused(qkv: Any) -> None:
         dq.sum().backward()
 
 
+def test_a_float32_output_and_its_gradients(qkv: Any) -> None:
+    spec = fg.AttentionSpec(32, "bfloat16", mask=fg.causal(), out_dtype="float32")
+    out = attention(spec, *qkv)
+    expected, _ = plain.attention(*qkv, mask=below)
+    assert out.dtype == torch.float32 and not torch.equal(out, out.bfloat16().float())
+    plain.assert_close(out, expected)
+    plain.assert_gradients(out, expected, qkv)
+    compiled = torch.compile(lambda *x: attention(spec, *x), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*qkv), out)
+    meta = attention(spec, *(x.detach().to("meta") for x in qkv))
+    assert (meta.dtype, meta.shape) == (out.dtype, out.shape)
+
+
+def test_gradients_of_another_dtype_are_refused(qkv: Any) -> None:
+    with pytest.raises(UnsupportedError, match="grad_dtype='float32': in torch's autograd a gradient has the dtype of"):
+        attention(fg.AttentionSpec(32, "bfloat16", grad_dtype="float32"), *qkv)
+
+
 WRONG: Any = [
     (lambda q, k, v: attention(CAUSAL, q, k, v, emulate=False), "on the CPU: move it to a GPU"),
     (lambda q, k, v: attention(CAUSAL, q.float(), k, v), r"q is float32; the spec is of bfloat16.*autocast"),

@@ -74,7 +74,7 @@ class Case:
     compiler for GPUs compiles the kernels, too. varlen: kernels are those of layout "thd", which get the same
     sequences packed. sharded: kernels are those of shards, and calls are made in parts. page_size, kv_dtype: k and v
     are in pages, of lengths that differ, or have 8 bits. splits: the decode kernel, with the keys in so many splits.
-    sink: each head has a score without a value.
+    sink: each head has a score without a value. out_dtype, grad_dtype: those of the spec.
     """
 
     mask: Term
@@ -101,6 +101,8 @@ class Case:
     kv_dtype: str | None = None
     splits: int | None = None
     sink: bool = False
+    out_dtype: str | None = None
+    grad_dtype: str | None = None
 
     def spec(self) -> AttentionSpec:
         """The spec, traced. Raises SpecError where the language refuses it."""
@@ -115,6 +117,8 @@ class Case:
             mask=mask_of(self.mask, self.declared),
             page_size=self.page_size,
             kv_dtype=self.kv_dtype,
+            out_dtype=self.out_dtype,
+            grad_dtype=self.grad_dtype,
             sink=fg.Tensor(SINKS, "float32", 1, grad="backward" in self.passes) if self.sink else None,
         )
 
@@ -186,6 +190,8 @@ def draw_kernels(source: Source, options: Options) -> dict[str, Any]:
         "varlen": layout == "varlen",
         "sharded": layout == "sharded",
         "sink": source.chance(15),
+        "out_dtype": source.pick(*(None,) * 5, "float32"),
+        "grad_dtype": source.pick(*(None,) * 5, "float32"),
         "plan": source.pick(0, 0, 0, *range(1, MAX_CANDIDATES)),
         **(_emulated(source, options) if options.emulate else {"emulate": False}),
     }

@@ -25,7 +25,18 @@ from random_variants.standard import Call
 if TYPE_CHECKING:
     from flashgen.attention import Attention
 
-_FIELDS = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "kv_dtype", "sink")
+_FIELDS = (
+    "head_dim",
+    "dtype",
+    "value_dim",
+    "scale",
+    "layout",
+    "dropout",
+    "kv_dtype",
+    "sink",
+    "out_dtype",
+    "grad_dtype",
+)
 _DROPOUT = ("seed", "offset")
 _MAGNITUDES = {"large": 8.0, "tiny": 1e-3, "huge": 1e15}
 _ROUNDING = 1e-11  # float64's, relative to the largest number, and to the largest score on the way
@@ -195,7 +206,7 @@ class Sample:
     def gradients_of(self, compiled: Attention) -> dict[str, Array]:
         inputs, (d_out, d_lse) = self.inputs, self.d_outs
         out = self.expected.out if self.spec.layout == "bhsd" else self.expected.out.swapaxes(1, 2)
-        out = np.ascontiguousarray(out).astype(inputs.q.dtype)
+        out = np.ascontiguousarray(out).astype(self.spec.out_element.numpy)
         lse = np.ascontiguousarray(self.expected.lse).astype(np.float32)
         into = poisoned_gradients(self.spec, inputs)
         given = {"d_lse": d_lse, "into": into, **self.options}

@@ -27,7 +27,7 @@ class Varlen:
 
     def __call__(self, q: Array, k: Array, v: Array, *, return_lse: bool, out: Any, **given: Any) -> Any:
         rows, own = _rows(*q.shape[:2])
-        into = np.full((rows, q.shape[2], v.shape[3]), np.nan, q.dtype), np.full((q.shape[2], rows), np.nan, np.float32)
+        into = np.full((rows, *out[0].shape[2:]), np.nan, out[0].dtype), np.full((q.shape[2], rows), np.nan, np.float32)
         if self.spec.page_size:  # a table says where keys are
             starts = _starts_of_queries(q)
         else:
@@ -45,7 +45,7 @@ class Varlen:
         packed_q, packed_k, packed_v = rows
         options: dict[str, Any] = {**_starts(q, k), **given}
         options["d_lse"] = None if d_lse is None else _packed_rows(d_lse, 0.0)
-        options["into"] = tuple(np.full_like(array, np.nan) for array in rows) + tuple(into[3:])
+        options["into"] = (*(np.full(array.shape, np.nan, into[0].dtype) for array in rows), *into[3:])
         found = self._attention.backward(
             d_out, packed_q, packed_k, packed_v, out, _packed_rows(lse, -np.inf), **options
         )

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Literal, TypedDict
 
 from flashgen.analysis.closed_forms.tile_ranges import key_range, query_range
-from flashgen.codegen.arguments import ArgumentLayout, Field
+from flashgen.codegen.arguments import ArgumentLayout, Field, gradient_field
 from flashgen.codegen.assembly import check_spec, is_masked, longest_last, suffix_of, visited_tiles
 from flashgen.codegen.backward_kernels import (
     DQ_ACCUM,
@@ -121,8 +121,7 @@ def _dkdv(
     context |= {"mask_alone": _mask_alone(spec, deterministic), "deterministic": deterministic}
     launch: dict[str, Any] = {"reads": "queries" if tiles is None else None}
     launch |= backward_scheduler.launch_parameters(spec, plan, rows, dq_apart)
-    stored = not plan.heads_apart
-    launch["boxes"] = {name: box for name, box in _boxes(spec, plan).items() if name not in ("dk", "dv") or stored}
+    launch["boxes"] = _boxes(spec, plan, stored=not plan.heads_apart)
     if plan.heads_apart:
         launch["workspaces"] = _head_split_workspaces(spec, plan)
     widths = dict.fromkeys((head, padded(spec.value_dim)))
@@ -138,10 +137,11 @@ def _dkdv(
 
 def _dkdv_fields(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool, deterministic: bool) -> list[Field]:
     """Returns the struct members of the persistent kernel, with those that the scheduler reads."""
-    stored, converts = () if plan.heads_apart else ("dk", "dv"), plan.finishes(spec, dq_apart)
-    fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", *stored)]
+    converts = plan.finishes(spec, dq_apart)
+    fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o")]
+    fields += [] if plan.heads_apart else _stored_gradients(spec, "dk", "dv")
     fields += [STATISTICS] if dq_apart else [STATISTICS, DQ_ACCUM, DQ_SEMAPHORE]
-    fields += [DQ_ADDED, DQ_NEXT, Field("Element*", "dq"), *strides("dq")] if converts else []
+    fields += [DQ_ADDED, DQ_NEXT, gradient_field(spec, "dq"), *strides("dq")] if converts else []
     fields += backward_scheduler.scheduler_fields(spec, plan, dq_apart)
     fields += numbers("batch") if converts else []
     fields += [Field("float*", f"d{array}_sums") for array, _ in _row_widths(spec, plan) if plan.heads_apart]
@@ -262,7 +262,8 @@ def _wide_dkdv(
     The mode `deterministic` makes sums of gradients of captured arrays exact. Nothing else depends on it.
     """
     tiles, gathers = query_range(spec.mask.expression), _gathers(spec)
-    fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dk", "dv")]
+    fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o")]
+    fields += _stored_gradients(spec, "dk", "dv")
     fields += [STATISTICS, *_gather_fields(gathers, deterministic)]
     fields += [*batch_of(spec).fields("heads_per_kv", "len_q", "len_k", ROWS)]
     layout = layout_of(spec, fields, lists=tiles is None)
@@ -293,7 +294,7 @@ def _dq(
         multiple: the multiple of rows to which the row statistics are padded.
     """
     tiles = key_range(spec.mask.expression)
-    fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o", "dq")]
+    fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o")] + _stored_gradients(spec, "dq")
     fields += [STATISTICS, *batch_of(spec).fields("len_q", "len_k", ROWS)]
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))
     layout = layout_of(spec, fields, lists=tiles is None)
@@ -319,25 +320,32 @@ def _dq(
     launch["grid"] = partial(batch_of(spec).query_grid, plan.tile_q)
     head, value = plan.head_panel(spec), panel_columns(spec.value_dim)
     boxes = {"q": (head, _PART_ROWS), "k": (head, plan.tile_k), "v": (value, plan.tile_k)}
-    launch["boxes"] = boxes | {"d_o": (value, _PART_ROWS), "dq": (head, _WARP_ROWS)}
+    stored = {} if spec.grad_dtype else {"dq": (head, _WARP_ROWS)}
+    launch["boxes"] = boxes | {"d_o": (value, _PART_ROWS)} | stored
     primitives = {"shared_forms": [(plan.tile_k, "false")], "register_forms": [(padded(spec.head_dim), "true")]}
     rendering = Rendering(template=_DQ, primitives=primitives, optional=_OPTIONAL)
     block = Block(plan.threads, plan.shared_memory(spec))
     return backward_kernel("dq", spec, target, layout, context, block, launch, rendering)
 
 
-def _boxes(spec: AttentionSpec, plan: HopperPlans) -> dict[str, tuple[int, ...]]:
+def _stored_gradients(spec: AttentionSpec, *names: str) -> list[Field]:
+    """Returns the members by which a kernel stores gradients: tensor maps, or pointers to float32.
+
+    wgmma leaves 8 columns of a row to four lanes. In float32 they fill a sector of 32 bytes, so TMA is not needed.
+    """
+    if spec.grad_dtype:
+        return [gradient_field(spec, name) for name in names] + strides(*names)
+    return [Field("TensorMap", f"{name}_map") for name in names]
+
+
+def _boxes(spec: AttentionSpec, plan: HopperPlans, stored: bool = True) -> dict[str, tuple[int, ...]]:
     """Returns the TMA boxes, as (columns, rows).
 
     A box has the queries of an iteration for q and d_o, the keys of a CTA for k and v, a warp's rows for dk and dv.
+    stored: whether this kernel stores dK and dV.
     """
     head, value = plan.head_panel(spec), panel_columns(spec.value_dim)
-    rows = {
-        "q": plan.tile_q,
-        "k": plan.tile_k,
-        "v": plan.tile_k,
-        "d_o": plan.tile_q,
-        "dk": _WARP_ROWS,
-        "dv": _WARP_ROWS,
-    }
+    rows = {"q": plan.tile_q, "k": plan.tile_k, "v": plan.tile_k, "d_o": plan.tile_q}
+    if stored and not spec.grad_dtype:
+        rows |= {"dk": _WARP_ROWS, "dv": _WARP_ROWS}
     return {name: (value if name in ("v", "d_o", "dv") else head, count) for name, count in rows.items()}

@@ -10,7 +10,7 @@ import sympy
 
 from flashgen.analysis.closed_forms.inequalities import Q_FIRST, Q_LAST
 from flashgen.analysis.closed_forms.tile_ranges import key_range
-from flashgen.codegen.arguments import ArgumentLayout, Field
+from flashgen.codegen.arguments import ArgumentLayout, Field, output_field
 from flashgen.codegen.assembly import (
     ENDS_OF_TILES,
     assemble,
@@ -48,7 +48,8 @@ _GRID = "persistent, one block per multiprocessor; work tiles are (query tile, q
 def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> ArgumentLayout:
     """Returns the argument struct, which begins with the tensor maps. `packed`: a tile has rows of several heads."""
     heads = "packs" if packed else "heads"
-    fields = [Field("TensorMap", f"{name}_map") for name in "qkvo"]
+    fields = [Field("TensorMap", f"{name}_map") for name in ("qkv" if spec.out_dtype else "qkvo")]
+    fields += [output_field(spec), Field("Strides", "o_strides")] if spec.out_dtype else []
     fields.append(batch_of(spec).lse)
     fields.append(
         Field("unsigned*", "next_tile", comment="0 before and after a launch; null if each block has one work tile")
@@ -167,15 +168,19 @@ def _section(spec: AttentionSpec, sizes: Sizes, heads: Any, per_kv: Any) -> Any:
 
 
 def _boxes(spec: AttentionSpec, plan: HopperPlan) -> dict[str, tuple[int, ...]]:
-    """Returns the TMA boxes: the rows of a warpgroup for q, the keys of a copy for k and v, a warp's rows for o."""
+    """Returns the TMA boxes: the rows of a warpgroup for q, the keys of a copy for k and v, a warp's rows for o.
+
+    An output of another dtype than q's is stored without TMA.
+    """
     head, value = panel_columns(spec.head_dim), panel_columns(spec.value_dim)
     keys = box_keys(spec, plan.tile_k)
     rows = {"q": _box_rows(_WARPGROUP_ROWS, plan), "k": (keys,), "v": (keys,)}
     for name in "kv":
         if (joined := _joined(spec, name)) > 1:
             rows[name] = (GROUP_ROWS, joined, keys // GROUP_ROWS)
-    rows["o"] = _box_rows(_WARP_ROWS, plan)
-    return {name: ((head if name in "qk" else value), *rows[name]) for name in "qkvo"}
+    if not spec.out_dtype:
+        rows["o"] = _box_rows(_WARP_ROWS, plan)
+    return {name: ((head if name in "qk" else value), *box) for name, box in rows.items()}
 
 
 def _joined(spec: AttentionSpec, name: str) -> int:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from flashgen.analysis.closed_forms.tile_ranges import key_range, query_range
-from flashgen.codegen.arguments import Field
+from flashgen.codegen.arguments import Field, gradient_field
 from flashgen.codegen.assembly import check_spec, longest_last, visited_tiles
 from flashgen.codegen.backward_kernels import (
     DQ_ACCUM,
@@ -78,7 +78,7 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
     tiles, shared = query_range(spec.mask.expression), plan.shared_memory(spec, deterministic)
     fields = [*(Field("const Element*", name) for name in ("q", "k", "v", "d_o")), STATISTICS]
     fields += [] if deterministic else [DQ_ACCUM]
-    fields += [Field("Element*", "dk"), Field("Element*", "dv"), *strides("q", "k", "v", "d_o", "dk", "dv")]
+    fields += [gradient_field(spec, "dk"), gradient_field(spec, "dv"), *strides("q", "k", "v", "d_o", "dk", "dv")]
     gradient = score_gradient(spec)
     gathers = gradient.gathers if gradient else ()
     sums = "long long*" if deterministic else "float*"
@@ -111,7 +111,7 @@ def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows,
     tiles, shared = key_range(spec.mask.expression), plan.shared_memory(spec)
     fields = [*(Field("const Element*", name) for name in ("q", "k", "v", "d_o")), STATISTICS]
     fields += [
-        Field("Element*", "dq"),
+        gradient_field(spec, "dq"),
         *strides("q", "k", "v", "d_o", "dq"),
         *batch_of(spec).fields("len_q", "len_k"),
         ROWS,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from flashgen.codegen.arguments import ArgumentLayout, Field
+from flashgen.codegen.arguments import ArgumentLayout, Field, output_field
 from flashgen.codegen.assembly import assemble, check_spec
 from flashgen.codegen.costs import decode_cost
 from flashgen.codegen.demand import demand_of
@@ -96,7 +96,7 @@ def partial_workspaces(spec: AttentionSpec, rows: Callable[[Sizes], tuple[int, .
 
 def decode_layout(spec: AttentionSpec, lists: bool, scheduled: bool = False) -> ArgumentLayout:
     """Returns the argument struct of the decode kernel."""
-    fields = [Field("const Element*", name) for name in "qkv"] + [Field("Element*", "o")]
+    fields = [Field("const Element*", name) for name in "qkv"] + [output_field(spec)]
     fields.append(Field("float*", "lse", comment="(batch, heads_q, len_q), or null"))
     shape = "groups of heads, work units, 2 slots" if scheduled else "output tiles, splits"
     fields.append(Field("float*", "partial_outputs", comment=f"({shape}, kTileQ, kValueDim)"))

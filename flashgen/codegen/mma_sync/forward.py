@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from flashgen.codegen.arguments import ArgumentLayout, Field
+from flashgen.codegen.arguments import ArgumentLayout, Field, output_field
 from flashgen.codegen.assembly import assemble, check_spec
 from flashgen.codegen.batches import batch_of
 from flashgen.codegen.demand import demand_of
@@ -20,8 +20,7 @@ from flashgen.language.spec import AttentionSpec
 
 def forward_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
     """Returns the argument struct of the forward kernel."""
-    fields = [Field("const Element*", name) for name in "qkv"] + [Field("Element*", "o"), Field("float*", "lse")]
-    fields[-1] = batch_of(spec).lse
+    fields = [Field("const Element*", name) for name in "qkv"] + [output_field(spec), batch_of(spec).lse]
     fields += page_fields(spec)
     fields += [Field("Strides", f"{name}_strides") for name in "qkvo"]
     fields += batch_of(spec).fields("len_q", "len_k")

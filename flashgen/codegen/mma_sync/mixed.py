@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from flashgen.codegen.arguments import ArgumentLayout, Field
+from flashgen.codegen.arguments import ArgumentLayout, Field, output_field
 from flashgen.codegen.assembly import assemble, check_spec
 from flashgen.codegen.costs import mixed_cost
 from flashgen.codegen.demand import divides_tiles
@@ -54,7 +54,7 @@ _PREFILL_SLOTS, _SLOTS = 3, 4
 
 def mixed_layout(spec: AttentionSpec, plan: MixedPlan) -> ArgumentLayout:
     """Returns the argument struct of the mixed kernel."""
-    fields = [Field("const Element*", name) for name in "qkv"] + [Field("Element*", "o")]
+    fields = [Field("const Element*", name) for name in "qkv"] + [output_field(spec)]
     fields.append(Field("float*", "lse", comment="(heads_q, total_q), or null"))
     shape = "(groups of heads, work units, 2 slots, kTileQ"
     fields.append(Field("float*", "partial_outputs", comment=f"{shape}, kValueDim)"))

@@ -92,6 +92,9 @@ def attention(
         raise ArgumentError(
             f"kv_dtype={spec.kv_dtype!r} is not supported on several ranks: give k and v in {spec.dtype}"
         )
+    for name in ("out_dtype", "grad_dtype"):
+        if given := getattr(spec, name):
+            raise ArgumentError(f"{name}={given!r} is not supported on several ranks: leave it out")
     check_tensors(q=q, k=k, v=v)
     q, k, v, group, wrap = local_tensors(spec, q, k, v, group)
     emulate, ranks = is_emulated(emulate), ranks_of(group, scheme)
