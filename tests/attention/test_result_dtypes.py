@@ -28,11 +28,12 @@ CACHES: Mapping[str, dict[str, Any]] = {
 TARGETS = ("sm_75", "sm_80", "sm_90a")
 
 
-def check(spec: fg.AttentionSpec, target: str, shape: Shape, **options: Any) -> None:
-    for result in verify([Case(spec, shape)], target=target, emulate=True, **options):
+def check(spec: fg.AttentionSpec, target: str | None, shape: Shape, emulate: bool = True, **options: Any) -> None:
+    for result in verify([Case(spec, shape)], target=target, emulate=emulate, **options):
         assert result.ok, (result.problem, result.verdicts)
 
 
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", SPECS)
@@ -43,11 +44,28 @@ def test_both_passes_give_float32_results(name: str, target: str, deterministic:
     check(spec, target, Shape(150, 170, 2, 4, 2), passes=("forward", "backward"), deterministic=deterministic)
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("len_q", [3, 150])
 @pytest.mark.parametrize("name", CACHES)
 def test_a_cache_gives_a_float32_output(name: str, len_q: int, target: str) -> None:
     check(fg.AttentionSpec(64, **CACHES[name], out_dtype="float32"), target, Shape(len_q, 170, 2, 8, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.quick
+@pytest.mark.parametrize("name", [*SPECS, *CACHES])
+def test_on_a_gpu(name: str) -> None:
+    """With the GPU's own target, at lengths of several tiles."""
+    if name in CACHES:
+        spec, passes = fg.AttentionSpec(64, **CACHES[name], out_dtype="float32"), ("forward",)
+        shapes = [Shape(3, 1000, 2, 8, 2), Shape(300, 1000, 2, 8, 2)]
+    else:
+        spec, passes = fg.AttentionSpec(**SPECS[name], **FLOAT32), ("forward", "backward")
+        shapes = [Shape(1000, 1100, 2, 4, 2)]
+    for shape in shapes:
+        check(spec, None, shape, emulate=False, passes=passes)
+        check(spec, None, shape, emulate=False, passes=passes, deterministic=True)
 
 
 @pytest.mark.parametrize("target", TARGETS)
