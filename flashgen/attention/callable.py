@@ -524,8 +524,8 @@ class Attention:
         that differs from run to run, unless compiled with `compile(..., deterministic=True)`.
 
         Args:
-            d_out: the gradient of the output, with the shape and dtype of `out`; any strides with a contiguous last
-                dimension and rows at multiples of 16 bytes.
+            d_out: the gradient of the output, with the shape of `out` and the dtype of q; any strides with a contiguous
+                last dimension and rows at multiples of 16 bytes.
             q, k, v: the inputs of the call.
             out, lse: the results of the call with return_lse=True.
             d_lse: the gradient of the LSE, float32 (batch, heads_q, len_q), C-contiguous; None for 0.
@@ -538,7 +538,7 @@ class Attention:
 
         Returns:
             Gradients (dq, dk, dv, one of each capture declared with grad=True), with the shapes and dtypes of what they
-            are gradients of. dq, dk and dv come from the library of q, with the axis order of q, k and v in memory; the
+            are gradients of, but dq, dk and dv have the `grad_dtype` of the spec, if any. dq, dk and dv come from the library of q, with the axis order of q, k and v in memory; the
             others come from the libraries of their captures. Queries that attend to nothing, and keys that no query
             attends to, have gradients of 0; dq of such queries is 0 whatever k and v hold. Otherwise q, k, v and d_out
             must be finite, also at positions that the mask forbids, because 0 * NaN is NaN. For an LSE above about 3000
