@@ -538,8 +538,9 @@ class Attention:
 
         Returns:
             Gradients (dq, dk, dv, one of each capture declared with grad=True), with the shapes and dtypes of what they
-            are gradients of, but dq, dk and dv have the `grad_dtype` of the spec, if any. dq, dk and dv come from the library of q, with the axis order of q, k and v in memory; the
-            others come from the libraries of their captures. Queries that attend to nothing, and keys that no query
+            are gradients of, but dq, dk and dv have the `grad_dtype` of the spec, if any. dq, dk and dv come from the
+            library of q, with the axis order of q, k and v in memory; the others come from the libraries of their
+            captures. Queries that attend to nothing, and keys that no query
             attends to, have gradients of 0; dq of such queries is 0 whatever k and v hold. Otherwise q, k, v and d_out
             must be finite, also at positions that the mask forbids, because 0 * NaN is NaN. For an LSE above about 3000
             its rounding error shows: P is 1 where a score differs from the LSE by less than that error.

@@ -60,7 +60,8 @@ def attention(
             v_scale for 8-bit keys and values; num_splits for all layouts but "thd".
 
     Returns:
-        The output, with the shape and dtype of q but for the last dimension, or the pair (output, LSE).
+        The output, with the shape of q but for the last dimension and the dtype that the spec says, or the pair
+        (output, LSE).
 
     Raises:
         ArgumentError: an argument does not fit the spec.
