@@ -45,8 +45,8 @@ def attention(
         captures: the arrays and numbers that the spec declares. Numbers are Python numbers and become constants of the
             program. Arrays that the functions of the spec closed over need not be given.
 
-    Returns the output in the dtype that the spec says, or (output, LSE). Raises ArgumentError for arguments that do not fit the spec or
-    each other.
+    Returns the output in the dtype that the spec says, or (output, LSE). Raises ArgumentError for arguments that do not
+    fit the spec or each other.
     """
     entry, bound = get_compiled(spec, emulate, deterministic)
     numbers = _numbers(entry, captures)
