@@ -226,8 +226,8 @@ def _map_facts(name: str, spec: AttentionSpec, box: tuple[int, ...]) -> dict[str
     return {
         "member": f"{name}_map",
         "array": name,
-        "dtype": spec.dtype,
+        "dtype": spec.element_of(name).name,
         "box": list(box),
-        "swizzle_bytes": box[0] * spec.element.bytes,
+        "swizzle_bytes": box[0] * spec.element_of(name).bytes,
         "l2_promotion_bytes": 256,
     }
