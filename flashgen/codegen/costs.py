@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 from flashgen.codegen.formula_text import english
 from flashgen.codegen.sizes import Sizes, named
@@ -15,6 +15,11 @@ from flashgen.language.spec import AttentionSpec
 _SUM = DTYPES["float32"].bytes
 _STATISTICS = 2 * _SUM  # the LSE and D of a row
 _OF_WORK_UNITS = "of tiles of several work units"
+_PREFILL_WORDS = {
+    "pairs": "(sum of len_q * len_k over the prefill sequences)",
+    "total_q": "(queries of prefill sequences)",
+    "total_k": "(keys of prefill sequences)",
+}
 _FIXED_POINT = 64  # bytes of a fixed-point sum, whose value does not depend on the order of additions
 
 
@@ -36,43 +41,33 @@ Count = Callable[[WorkSizes], Any]
 _Pass = Literal["forward", "backward"]
 
 
-class _Dense:
-    """What costs are sums of, for sequences of equal length."""
+class _Amounts(NamedTuple):
+    """What costs are sums of, over all heads and sequences.
 
-    @staticmethod
-    def queries(work: WorkSizes) -> Any:
-        """Returns the rows of Q, over all heads and sequences."""
-        return work.batch * work.heads_q * work.len_q
+    Attributes:
+        queries, keys: Rows of Q and of K.
+        scores: Pairs of a query and a key in the tiles that are visited, over all query heads.
+    """
 
-    @staticmethod
-    def keys(work: WorkSizes) -> Any:
-        """Returns the rows of K, over all heads and sequences."""
-        return work.batch * work.heads_kv * work.len_k
-
-    @staticmethod
-    def scores(work: WorkSizes) -> Any:
-        """Returns the pairs of a query and a key in visited tiles, over all query heads and sequences."""
-        return work.batch * work.heads_q * work.len_q * work.len_k * work.visited
+    queries: Count
+    keys: Count
+    scores: Count
 
 
-class _Varlen(_Dense):
-    """The same for packed sequences."""
-
-    @staticmethod
-    def queries(work: WorkSizes) -> Any:
-        return work.heads_q * work.total_q
-
-    @staticmethod
-    def keys(work: WorkSizes) -> Any:
-        return work.heads_kv * work.total_k
-
-    @staticmethod
-    def scores(work: WorkSizes) -> Any:
-        return work.heads_q * work.pairs * work.visited
+_DENSE = _Amounts(
+    queries=lambda work: work.batch * work.heads_q * work.len_q,
+    keys=lambda work: work.batch * work.heads_kv * work.len_k,
+    scores=lambda work: work.batch * work.heads_q * work.len_q * work.len_k * work.visited,
+)
+_VARLEN = _Amounts(
+    queries=lambda work: work.heads_q * work.total_q,
+    keys=lambda work: work.heads_kv * work.total_k,
+    scores=lambda work: work.heads_q * work.pairs * work.visited,
+)
 
 
-def _amounts(spec: AttentionSpec) -> type[_Dense]:
-    return _Varlen if spec.is_varlen else _Dense
+def _amounts(spec: AttentionSpec) -> _Amounts:
+    return _VARLEN if spec.is_varlen else _DENSE
 
 
 @dataclass(frozen=True)
@@ -117,20 +112,25 @@ def product_flops(spec: AttentionSpec, pass_: _Pass, work: WorkSizes) -> Any:
     return 2 * products(spec, pass_) * _amounts(spec).scores(work)
 
 
-def _row_bytes(spec: AttentionSpec) -> tuple[int, int]:
-    """Returns the bytes of a row of Q, O and the LSE, and of a row of K and V."""
-    width = spec.head_dim + spec.value_dim
-    return spec.element.bytes * width + _SUM, spec.kv_element.bytes * width
-
-
-def forward_cost(spec: AttentionSpec, words: Mapping[str, str] | None = None) -> Cost:
-    """Returns the cost of the forward kernel, without the reads of tile lists and captures."""
-    of, (of_query, of_key) = _amounts(spec), _row_bytes(spec)
+def _attention_cost(spec: AttentionSpec, keys: Count, **details: Any) -> Cost:
+    """Returns the cost of a kernel that reads Q and `keys` rows of K and V, and writes O and the LSE."""
+    width, queries = spec.head_dim + spec.value_dim, _amounts(spec).queries
+    of_query, of_key = spec.element.bytes * width + _SUM, spec.kv_element.bytes * width
     return Cost(
         lambda work: product_flops(spec, "forward", work),
-        lambda work: of_query * of.queries(work) + of_key * of.keys(work),
-        words=words or {},
+        lambda work: of_query * queries(work) + of_key * keys(work),
+        **details,
     )
+
+
+def forward_cost(spec: AttentionSpec) -> Cost:
+    """Returns the cost of the forward kernel, without the reads of tile lists and captures."""
+    return _attention_cost(spec, _amounts(spec).keys)
+
+
+def prefill_cost(spec: AttentionSpec) -> Cost:
+    """Returns the cost of the kernel for only the prefills of mixed batches."""
+    return replace(forward_cost(spec), words=_PREFILL_WORDS)
 
 
 def decode_cost(spec: AttentionSpec, tile_q: int, scheduled: bool = False) -> Cost:
@@ -144,7 +144,7 @@ def decode_cost(spec: AttentionSpec, tile_q: int, scheduled: bool = False) -> Co
     if scheduled:
         of_units: Count = lambda work: 2 * partial * work.splits * work.heads_q * work.len_q
         return _split_cost(spec, tile_q, of_units, _OF_WORK_UNITS)
-    return _split_cost(spec, tile_q, lambda work: partial * work.splits * _Dense.queries(work), "if splits > 1")
+    return _split_cost(spec, tile_q, lambda work: partial * work.splits * _DENSE.queries(work), "if splits > 1")
 
 
 def mixed_cost(spec: AttentionSpec, tile_q: int, head_groups: Callable[[Sizes], Any]) -> Cost:
@@ -154,34 +154,14 @@ def mixed_cost(spec: AttentionSpec, tile_q: int, head_groups: Callable[[Sizes], 
         head_groups: Returns the groups of query heads that share tiles.
     """
     slot = 4 * _SUM * (spec.value_dim + 2) * tile_q  # of the two that a work unit writes, which are read once
-    words = {"total_k": "(sum of keys)"}
-    return _split_cost(spec, tile_q, lambda work: slot * work.splits * head_groups(work), _OF_WORK_UNITS, words)
+    cost = _split_cost(spec, tile_q, lambda work: slot * work.splits * head_groups(work), _OF_WORK_UNITS)
+    return replace(cost, words={"total_k": "(sum of keys)"})
 
 
-def _split_cost(
-    spec: AttentionSpec, tile_q: int, partials: Count, when: str, words: Mapping[str, str] | None = None
-) -> Cost:
-    """Returns the cost of a kernel whose blocks divide the keys of rows."""
-    of, (of_query, of_key) = _amounts(spec), _row_bytes(spec)
-    return Cost(
-        lambda work: product_flops(spec, "forward", work),
-        lambda work: of_query * of.queries(work) + of_key * of.keys(work) * work.visited,
-        partials,
-        f"{when}; K and V are read once for each {tile_q} rows",
-        words or {},
-    )
-
-
-_PREFILL_WORDS = {
-    "pairs": "(sum of len_q * len_k over the prefill sequences)",
-    "total_q": "(queries of prefill sequences)",
-    "total_k": "(keys of prefill sequences)",
-}
-
-
-def prefill_cost(spec: AttentionSpec) -> Cost:
-    """Returns the cost of the kernel for only the prefills of mixed batches."""
-    return forward_cost(spec, _PREFILL_WORDS)
+def _split_cost(spec: AttentionSpec, tile_q: int, partials: Count, when: str) -> Cost:
+    """Returns the cost of a kernel whose blocks divide the keys of a row."""
+    keys, remark = _amounts(spec).keys, f"{when}; K and V are read once for each {tile_q} rows"
+    return _attention_cost(spec, lambda work: keys(work) * work.visited, partials=partials, remark=remark)
 
 
 def backward_cost(
