@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flashgen.attention import Attention, compile
-from flashgen.bench.cases import Arrays, Case, Timed, inputs, products
+from flashgen.bench.cases import Arrays, Case, Timed, flops, inputs
 from flashgen.bench.ours import ours
 from flashgen.bench.peers import SDPA_BACKENDS, sdpa
 from flashgen.bench.torch_runs import differentiated
@@ -118,14 +118,13 @@ def paper_summary(rows: Sequence[PaperRow]) -> list[str]:
 
 def standard_gflops(case: Case) -> float:
     """Counts GFLOPs of both passes with materialised scores: two products in the forward, four in the backward."""
-    each = products(case.spec, "both") - _RECOMPUTED
-    return 2.0 * case.batch * case.heads * case.length**2 * each / 1e9
+    scores = case.batch * case.heads * case.length**2
+    return (flops(case.spec, "both", case.work()) - 2 * _RECOMPUTED * scores) / 1e9
 
 
 def flash_gflops(case: Case, attention: Attention) -> float:
     """Counts GFLOPs of both passes over the visited tiles: two products in the forward, five in the backward."""
-    share = attention.tiles(case.length).share
-    return 2.0 * case.batch * case.heads * case.length**2 * products(case.spec, "both") * share / 1e9
+    return flops(case.spec, "both", case.work(attention.tiles(case.length).share)) / 1e9
 
 
 def standard_bytes(case: Case) -> int:

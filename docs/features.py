@@ -17,6 +17,7 @@ import flashgen as fg
 from flashgen.attention.tile_lists import sizes_of
 from flashgen.codegen.dispatch import render_backward_kernels, render_forward_kernels
 from flashgen.codegen.targets import TARGETS
+from flashgen.dtypes import ELEMENTS
 from flashgen.errors import ArgumentError, SpecError, UnsupportedError
 from flashgen.ranks import plan_of
 from flashgen.verify import Shape, random_inputs
@@ -103,7 +104,7 @@ def tables() -> str:
         ["element type", *TARGETS],
         (
             [dtype, *(_cell({name: _accepts("dense", "", dtype, name, backward=False)}) for name in TARGETS)]
-            for dtype in ("float16", "bfloat16")
+            for dtype in ELEMENTS
         ),
     )
     return f"{forward}\n\n{backward}\n\nThe backward refuses: {refused}.\n\n{types}\n\n{options_table()}"

@@ -195,7 +195,7 @@ def _shape(spec: AttentionSpec, name: str, view: Shaped) -> tuple[int, int, int,
     if view.shape[-1] != dim:
         field = "value_dim" if name == "v" else "head_dim"
         raise ArgumentError(f"{name} has shape {view.shape}; its last dimension must be the spec's {field}={dim}")
-    dtype = spec.kv_dtype if spec.kv_dtype and name in "kv" else spec.dtype
+    dtype = spec.element_of(name).name
     if view.dtype != dtype:
         raise ArgumentError(f"{name} has dtype {view.dtype}; the spec was compiled for {dtype}: convert it")
     if layout is PAGES and view.shape[1] != spec.page_size:
@@ -219,7 +219,7 @@ def check_pages(spec: AttentionSpec, arrays: Mapping[str, Shaped], batch: int) -
 
 
 def row_strides(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, int]:
-    """Returns the strides of an array of rows, as kernels take them: in elements, but of 8-bit arrays in 16 bits.
+    """Returns the strides of an array of rows, in its elements; those of 8-bit keys and values in elements of q.
 
     Raises ArgumentError if rows are not contiguous or not aligned.
     """
@@ -231,8 +231,8 @@ def row_strides(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, i
             f"{name} has strides {view.strides} (elements); the last dimension must be contiguous: copy it, as "
             "numpy.ascontiguousarray and tensor.contiguous() do"
         )
-    element = DTYPES[view.dtype].bytes
-    aligned = _ROW_ALIGNMENT // element
+    element_bytes = DTYPES[view.dtype].bytes
+    aligned, per_element = _ROW_ALIGNMENT // element_bytes, max(spec.element.bytes // element_bytes, 1)
     misaligned = [
         s
         for s, n in zip((batch, head, row), layout.to_bhsd(view.shape, batch=1), strict=False)
@@ -243,7 +243,7 @@ def row_strides(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, i
             f"{name} at address {view.pointer:#x} with strides {view.strides} (elements): every row must start at a "
             f"multiple of {_ROW_ALIGNMENT} bytes; copy it to a contiguous array"
         )
-    return (batch // 2, head // 2, row // 2) if element == 1 else (batch, head, row)
+    return batch // per_element, head // per_element, row // per_element
 
 
 def check_aligned(what: str, view: View) -> None:

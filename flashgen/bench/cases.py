@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from flashgen.codegen.costs import WorkSizes, product_flops
 from flashgen.language.spec import AttentionSpec
 
 Timed = Literal["forward", "backward", "both"]
@@ -33,22 +34,26 @@ class Case:
 
     def flops(self, timed: Timed = "forward") -> float:
         """Returns the FLOPs of the forward (two products), the backward (five), or both; a causal mask halves them."""
-        return 2.0 * self.batch * self.heads * self.length**2 * products(self.spec, timed) * self.share
+        return flops(self.spec, timed, self.work(counted_share(self.spec)))
 
-    @property
-    def share(self) -> float:
-        """The fraction of the scores that is counted: one half for a causal mask, by the usual convention."""
-        return 0.5 if self.spec.mask.name.startswith("causal(") else 1.0
+    def work(self, visited: float = 1.0) -> WorkSizes:
+        """Returns the sizes of which FLOPs are a function. `visited` is the share of the scores that is counted."""
+        sizes = (self.batch, self.heads, self.heads_kv or self.heads, self.length, self.length)
+        return WorkSizes(*sizes, pairs=self.batch * self.length**2, visited=visited)
 
     def __str__(self) -> str:
         return f"{self.spec.name} {self.batch}x{self.heads}x{self.length}"
 
 
-def products(spec: AttentionSpec, timed: Timed) -> int:
-    """Returns the multiply-adds per score: QK and PV in the forward; QK, dV, dP, dQ and dK in the backward."""
-    head, value = spec.head_dim, spec.value_dim
-    forward, backward = head + value, 3 * head + 2 * value
-    return {"forward": forward, "backward": backward, "both": forward + backward}[timed]
+def counted_share(spec: AttentionSpec) -> float:
+    """Returns the fraction of the scores that is counted: one half for a causal mask, by the usual convention."""
+    return 0.5 if spec.mask.name.startswith("causal(") else 1.0
+
+
+def flops(spec: AttentionSpec, timed: Timed, work: WorkSizes) -> float:
+    """Returns the FLOPs of the matrix products of the timed passes."""
+    passes: tuple[Literal["forward", "backward"], ...] = ("forward", "backward") if timed == "both" else (timed,)
+    return sum(product_flops(spec, pass_, work) for pass_ in passes)
 
 
 def case(spec: AttentionSpec, length: int, tokens: int = TOKENS, width: int = WIDTH) -> Case:

@@ -13,10 +13,11 @@ import numpy as np
 import sympy
 
 from flashgen.attention import compile
-from flashgen.bench.cases import Timed, products
+from flashgen.bench.cases import Timed, counted_share, flops
 from flashgen.bench.flash_attention4 import mask_options
 from flashgen.bench.ours import ours
 from flashgen.bench.torch_runs import differentiated, say_refusal
+from flashgen.codegen.costs import WorkSizes
 from flashgen.language.masks import causal
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.timing import Run, medians_ms
@@ -70,8 +71,9 @@ def lengths_of(documents: int, tokens: int, uneven: bool) -> list[int]:
 
 def varlen_flops(spec: AttentionSpec, lengths: Sequence[int], heads: int, timed: Timed) -> float:
     """Returns the FLOPs of all documents; a causal mask halves them, by the usual convention."""
-    share = 0.5 if spec.mask.name.startswith("causal(") else 1.0
-    return 2.0 * heads * sum(length**2 for length in lengths) * products(spec, timed) * share
+    pairs = sum(length**2 for length in lengths)
+    sizes = (len(lengths), heads, heads, max(lengths), max(lengths))
+    return flops(spec, timed, WorkSizes(*sizes, pairs=pairs, visited=counted_share(spec)))
 
 
 def varlen_rows(

@@ -191,13 +191,15 @@ def flops(spec: AttentionSpec, shape: Shape, which: Pass = "forward") -> float:
 
     A causal mask halves them if the lengths are equal.
     """
-    from flashgen.bench.cases import Case, products
+    from flashgen.bench.cases import counted_share
+    from flashgen.codegen.costs import WorkSizes, product_flops
 
-    share = Case(spec, shape.len_q, shape.batch, shape.heads_q).share
+    share = counted_share(spec)
     if share < 1:
         shorter, longer = sorted((shape.len_q, shape.len_k))
         share = shorter / (2 * longer) if shorter == shape.len_k else 1 - shorter / (2 * longer)
-    return 2.0 * shape.batch * shape.heads_q * shape.len_q * shape.len_k * products(spec, which) * share
+    sizes = (shape.batch, shape.heads_q, shape.heads_kv, shape.len_q, shape.len_k)
+    return product_flops(spec, which, WorkSizes(*sizes, pairs=shape.batch * shape.len_q * shape.len_k, visited=share))
 
 
 def bytes_moved(spec: AttentionSpec, shape: Shape) -> int:

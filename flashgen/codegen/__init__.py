@@ -9,11 +9,12 @@ demand               registers and instructions that a variant needs per thread
 tiling, workload     sizes that plans are made of; the workloads that plans are compared for
 candidates           the forward plans worth timing, ranked by a cost model; for tuning only
 decode_candidates    the decode plans worth timing; backward_candidates: those of the backward
-sizes                the sizes of a call: numbers at a launch, C++ formulas in a release
+sizes                the sizes of a call, and formulas: numbers at a launch, expression trees of named sizes
+formula_text         prints formulas as C++ for releases, and in English for headers and reports
 arguments            the argument struct of a kernel: its C declaration and its layout
 rendered_kernel      a stage: text, argument struct, threads, grid, values, cost, tile lists, workspaces
 stages               the kernels of a pass in launch order, for calls, releases, show and verify
-costs, header        FLOPs and bytes of each kernel; the comment at the top of its text
+costs, header        FLOPs and bytes of each kernel as formulas; the comment at the top of its text
 expressions/         the language as CUDA text: operators, operations, functions, derivatives, intervals
 variant              the declarations of a spec as text: score function, mask, captures
 visited              which key tiles a spec visits: a closed form, or tile lists

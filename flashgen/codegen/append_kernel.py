@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashgen.codegen.arguments import Field, ordered
 from flashgen.codegen.assembly import assemble
 from flashgen.codegen.environment import environment
@@ -9,8 +11,10 @@ from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.shared_memory import NO_SHARED_MEMORY
 from flashgen.codegen.sizes import ceil_div
 from flashgen.codegen.targets import Target
+from flashgen.dtypes import DTYPES, ELEMENTS
 
 _THREADS = 256
+_ELEMENT = replace(DTYPES[ELEMENTS[0]], name="16-bit type")
 _STRUCT, _ENTRY = "AppendArguments", "append_kv"
 
 
@@ -27,7 +31,7 @@ def render_append(target: Target) -> RenderedKernel:
     types = environment().get_template("types.cuh.jinja")
     context = {
         "header": "// flashgen: writes new keys and values into pages",
-        "types": types.render(struct=_STRUCT, dtype="16-bit type", layout=layout).strip(),
+        "types": types.render(struct=_STRUCT, element=_ELEMENT, layout=layout).strip(),
         "struct": _STRUCT,
         "entry": _ENTRY,
         "threads": _THREADS,

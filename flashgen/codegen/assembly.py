@@ -75,7 +75,7 @@ def common_context(
         gradient: The score function with its derivatives, for kernels that use them.
         position: Whether the struct `Position`, the indices of a score, is declared.
     """
-    types = environment().get_template("types.cuh.jinja").render(struct=struct, dtype=spec.dtype, layout=layout)
+    types = environment().get_template("types.cuh.jinja").render(struct=struct, element=spec.element, layout=layout)
     options = {"struct": struct, "variant": variant, "position": position, "gradient": gradient}
     declared = environment().get_template("variant.cuh.jinja").render(options)
     suffix = suffix_of(spec)

@@ -2,56 +2,72 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
-from flashgen.codegen.sizes import Sizes
+from flashgen.codegen.formula_text import english
+from flashgen.codegen.sizes import Sizes, named
 from flashgen.codegen.tiling import padded
 from flashgen.dtypes import DTYPES
 from flashgen.language.spec import AttentionSpec
 
 _SUM = DTYPES["float32"].bytes
 _STATISTICS = 2 * _SUM  # the LSE and D of a row
+_OF_WORK_UNITS = "of tiles of several work units"
+_PREFILL_WORDS = {
+    "pairs": "(sum of len_q * len_k over the prefill sequences)",
+    "total_q": "(queries of prefill sequences)",
+    "total_k": "(keys of prefill sequences)",
+}
 _FIXED_POINT = 64  # bytes of a fixed-point sum, whose value does not depend on the order of additions
 
 
 @dataclass(frozen=True)
-class Quantities:
-    """The quantities of which costs are sums: numbers of a call, or words.
+class WorkSizes(Sizes):
+    """The sizes of a call, and what its work depends on beyond them.
 
     Attributes:
-        scores: Pairs of a query and a key in the tiles that are visited, over all query heads and sequences.
-        queries, keys: Rows of Q and of K, over all heads and sequences.
-        visited_keys: The part of `keys` in the tiles that are visited.
-        elements: Elements of a captured array; NaN if they are not known.
+        pairs: Sum of len_q * len_k over the sequences of a varlen batch.
+        visited: Share of the tiles that are visited.
     """
 
-    scores: Any
-    queries: Any
-    keys: Any
-    visited_keys: Any
-    elements: Any
+    pairs: Any = field(default=0, kw_only=True)
+    visited: Any = field(default=1, kw_only=True)
 
 
-@dataclass(frozen=True)
-class Count:
-    """A sum of quantities, each multiplied by a factor."""
+NAMED_WORK = named(WorkSizes)
+Count = Callable[[WorkSizes], Any]
+_Pass = Literal["forward", "backward"]
 
-    factors: tuple[tuple[str, int], ...]
 
-    @staticmethod
-    def sum(**factors: int) -> Count:
-        """Returns the sum of quantities by name; those with a factor of 0 are left out."""
-        return Count(tuple((name, factor) for name, factor in factors.items() if factor))
+class _Amounts(NamedTuple):
+    """What costs are sums of, over all heads and sequences.
 
-    def value(self, quantities: Quantities) -> float:
-        """Returns the sum for the quantities of a call."""
-        return sum(factor * getattr(quantities, name) for name, factor in self.factors)
+    Attributes:
+        queries, keys: Rows of Q and of K.
+        scores: Pairs of a query and a key in the tiles that are visited, over all query heads.
+    """
 
-    def text(self, words: Quantities) -> str:
-        """Returns the formula, such as "512 * batch * heads_q * len_q", with the quantities in words."""
-        return " + ".join(f"{factor} * {getattr(words, name)}" for name, factor in self.factors)
+    queries: Count
+    keys: Count
+    scores: Count
+
+
+_DENSE = _Amounts(
+    queries=lambda work: work.batch * work.heads_q * work.len_q,
+    keys=lambda work: work.batch * work.heads_kv * work.len_k,
+    scores=lambda work: work.batch * work.heads_q * work.len_q * work.len_k * work.visited,
+)
+_VARLEN = _Amounts(
+    queries=lambda work: work.heads_q * work.total_q,
+    keys=lambda work: work.heads_kv * work.total_k,
+    scores=lambda work: work.heads_q * work.pairs * work.visited,
+)
+
+
+def _amounts(spec: AttentionSpec) -> _Amounts:
+    return _VARLEN if spec.is_varlen else _DENSE
 
 
 @dataclass(frozen=True)
@@ -61,65 +77,61 @@ class Cost:
     Attributes:
         flops: FLOPs of matrix products and of operations per row; None if they are not counted.
         hbm: Bytes if each array is read or written once.
-        words: The quantities in words, for `flops_text` and `hbm_text`.
-        remark: What `hbm` leaves out.
+        partials: Bytes for partial outputs, which `hbm` leaves out; None if there are none.
+        remark: When there are partial outputs, and what else `hbm` leaves out.
+        words: English of sizes that differs from that of other kernels.
     """
 
     flops: Count | None
     hbm: Count
-    words: Quantities
+    partials: Count | None = None
     remark: str = ""
+    words: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def flops_text(self) -> str:
-        return self.flops.text(self.words) if self.flops else "none"
+        return self._text(self.flops) if self.flops else "none"
 
     @property
     def hbm_text(self) -> str:
-        return f"{self.hbm.text(self.words)} bytes, at least{f'; {self.remark}' if self.remark else ''}"
+        partials = f"; + {self._text(self.partials)} for partial outputs {self.remark}" if self.partials else ""
+        return f"{self._text(self.hbm)} bytes, at least{partials}"
+
+    def _text(self, count: Count) -> str:
+        return english(count(NAMED_WORK), self.words)
 
 
-_SHARE = "(share of tiles visited)"
+def products(spec: AttentionSpec, pass_: _Pass) -> int:
+    """Returns the multiply-adds per score: QK and PV in the forward; QK, dV, dP, dQ and dK in the backward."""
+    head, value = spec.head_dim, spec.value_dim
+    return head + value if pass_ == "forward" else 3 * head + 2 * value
 
 
-def _in_words(scores: str, queries: str, keys: str, visited_keys: str = "") -> Quantities:
-    return Quantities(scores, queries, keys, visited_keys or f"{keys} * {_SHARE}", "elements")
+def product_flops(spec: AttentionSpec, pass_: _Pass, work: WorkSizes) -> Any:
+    """Returns the FLOPs of the matrix products of a pass."""
+    return 2 * products(spec, pass_) * _amounts(spec).scores(work)
 
 
-_WORDS = {
-    "dense": _in_words(
-        f"batch * heads_q * len_q * len_k * {_SHARE}", "batch * heads_q * len_q", "batch * heads_kv * len_k"
-    ),
-    "varlen": _in_words(
-        f"heads_q * (sum of len_q * len_k over the sequences) * {_SHARE}", "heads_q * total_q", "heads_kv * total_k"
-    ),
-}
-_MIXED = replace(_WORDS["varlen"], visited_keys=f"heads_kv * (sum of keys) * {_SHARE}")
-_PREFILL = _in_words(
-    f"heads_q * (sum of len_q * len_k over the prefill sequences) * {_SHARE}",
-    "heads_q * (queries of prefill sequences)",
-    "heads_kv * (keys of prefill sequences)",
-)
-
-
-def _words(spec: AttentionSpec) -> Quantities:
-    return _WORDS["varlen" if spec.is_varlen else "dense"]
-
-
-def quantities(sizes: Sizes, share: float = 1.0) -> Quantities:
-    """Returns the quantities of a call with sequences of equal length, of whose tiles `share` are visited."""
-    rows, keys = sizes.batch * sizes.heads_q * sizes.len_q, sizes.batch * sizes.heads_kv * sizes.len_k
-    return Quantities(rows * sizes.len_k * share, rows, keys, keys * share, sizes.count or math.nan)
-
-
-def _width(spec: AttentionSpec) -> int:
-    return spec.head_dim + spec.value_dim
+def _attention_cost(spec: AttentionSpec, keys: Count, **details: Any) -> Cost:
+    """Returns the cost of a kernel that reads Q and `keys` rows of K and V, and writes O and the LSE."""
+    queries = _amounts(spec).queries
+    of_query = spec.element.bytes * spec.head_dim + spec.out_element.bytes * spec.value_dim + _SUM
+    of_key = spec.kv_element.bytes * (spec.head_dim + spec.value_dim)
+    return Cost(
+        lambda work: product_flops(spec, "forward", work),
+        lambda work: of_query * queries(work) + of_key * keys(work),
+        **details,
+    )
 
 
 def forward_cost(spec: AttentionSpec) -> Cost:
     """Returns the cost of the forward kernel, without the reads of tile lists and captures."""
-    row, width = spec.element.bytes * _width(spec), _width(spec)
-    return Cost(Count.sum(scores=2 * width), Count.sum(queries=row + _SUM, keys=row), _words(spec))
+    return _attention_cost(spec, _amounts(spec).keys)
+
+
+def prefill_cost(spec: AttentionSpec) -> Cost:
+    """Returns the cost of the kernel for only the prefills of mixed batches."""
+    return replace(forward_cost(spec), words=_PREFILL_WORDS)
 
 
 def decode_cost(spec: AttentionSpec, tile_q: int, scheduled: bool = False) -> Cost:
@@ -129,30 +141,28 @@ def decode_cost(spec: AttentionSpec, tile_q: int, scheduled: bool = False) -> Co
         scheduled: Whether blocks share the keys of all sequences as stream-K work units, so that each block has at most
             two partial outputs.
     """
-    width, partial = _width(spec), 2 * _SUM * (spec.value_dim + 2)
-    row, key = spec.element.bytes * width, spec.kv_element.bytes * width
-    hbm = Count.sum(queries=row + _SUM, visited_keys=key)
+    partial = 2 * _SUM * (spec.value_dim + 2)
     if scheduled:
-        partials = f"{2 * partial} * splits * heads_q * len_q for partial outputs of tiles of several work units"
-    else:
-        partials = f"{partial} * splits * {_WORDS['dense'].queries} for partial outputs if splits > 1"
-    remark = f"+ {partials}; K and V are read once for each {tile_q} rows"
-    return Cost(Count.sum(scores=2 * width), hbm, _WORDS["dense"], remark)
+        of_units: Count = lambda work: 2 * partial * work.splits * work.heads_q * work.len_q
+        return _split_cost(spec, tile_q, of_units, _OF_WORK_UNITS)
+    return _split_cost(spec, tile_q, lambda work: partial * work.splits * _DENSE.queries(work), "if splits > 1")
 
 
-def mixed_cost(spec: AttentionSpec, tile_q: int) -> Cost:
-    """Returns the cost of the kernel of mixed batches: K and V once per tile of decode rows and once per prefill."""
-    width, partial = _width(spec), 4 * _SUM * (spec.value_dim + 2)
-    row, key = spec.element.bytes * width, spec.kv_element.bytes * width
-    hbm = Count.sum(queries=row + _SUM, visited_keys=key)
-    remark = f"+ {partial * tile_q} * splits * groups for partial outputs of tiles of several work units"
-    return Cost(Count.sum(scores=2 * width), hbm, _MIXED, remark)
+def mixed_cost(spec: AttentionSpec, tile_q: int, head_groups: Callable[[Sizes], Any]) -> Cost:
+    """Returns the cost of the kernel of mixed batches: K and V once per tile of decode rows and once per prefill.
+
+    Args:
+        head_groups: Returns the groups of query heads that share tiles.
+    """
+    slot = 4 * _SUM * (spec.value_dim + 2) * tile_q  # of the two that a work unit writes, which are read once
+    cost = _split_cost(spec, tile_q, lambda work: slot * work.splits * head_groups(work), _OF_WORK_UNITS)
+    return replace(cost, words={"total_k": "(sum of keys)"})
 
 
-def prefill_cost(spec: AttentionSpec) -> Cost:
-    """Returns the cost of the kernel for only the prefills of mixed batches."""
-    row, width = spec.element.bytes * _width(spec), _width(spec)
-    return Cost(Count.sum(scores=2 * width), Count.sum(queries=row + _SUM, keys=row), _PREFILL)
+def _split_cost(spec: AttentionSpec, tile_q: int, partials: Count, when: str) -> Cost:
+    """Returns the cost of a kernel whose blocks divide the keys of a row."""
+    keys, remark = _amounts(spec).keys, f"{when}; K and V are read once for each {tile_q} rows"
+    return _attention_cost(spec, lambda work: keys(work) * work.visited, partials=partials, remark=remark)
 
 
 def backward_cost(
@@ -177,34 +187,41 @@ def backward_cost(
     capture = next((each for each in spec.captures if role == f"d_{each.name}"), None)
     if capture is not None:
         each = (_FIXED_POINT if exact_sums else _SUM) + DTYPES[capture.dtype].bytes
-        words = replace(_WORDS["dense"], elements=f"elements of {capture.name}")
-        return Cost(None, Count.sum(elements=each), words)
+        return Cost(None, lambda work: each * work.count, words={"count": f"elements of {capture.name}"})
     flops, hbm = _backward_counts(role, spec, dq_apart, columns or padded(spec.head_dim), finishes)
-    return Cost(flops, hbm, _words(spec))
+    return Cost(flops, hbm)
 
 
 def _backward_counts(
     role: str, spec: AttentionSpec, dq_apart: bool, columns: int, finishes: bool
-) -> tuple[Count, Count]:
-    head, value, element = spec.head_dim, spec.value_dim, spec.element.bytes
+) -> tuple[Count | None, Count]:
+    of, head, value = _amounts(spec), spec.head_dim, spec.value_dim
+    element, gradient = spec.element.bytes, spec.grad_element.bytes
     read = element * (head + value)  # bytes of a row of Q and dO, or of K and V
     sums = 0 if dq_apart else 2 * _SUM * columns  # bytes read and written for a row of the dQ accumulator
-    products = (2 if dq_apart else 3) * head + 2 * value  # QK, dV, dP, dK, and dQ without a kernel of its own
-    converted = element * head if finishes else 0
-    written = 2 * element * value + _SUM + _STATISTICS + sums // 2  # reads O, dO and the LSE, zeroes the accumulator
-    counts = {
-        "preprocess": (Count.sum(queries=2 * value), Count.sum(queries=written)),
+    per_score = products(spec, "backward") - (head if dq_apart else 0)  # without dQ if it has a kernel of its own
+    converted = gradient * head if finishes else 0
+    reduced = (spec.out_element.bytes + element) * value + _SUM  # bytes of a row of O, dO and the LSE
+    written = reduced + _STATISTICS + sums // 2  # zeroes the accumulator
+    of_query, of_key = read + _STATISTICS + sums + converted, read + gradient * (head + value)
+    counts: dict[str, tuple[Count | None, Count]] = {
+        "preprocess": (lambda work: 2 * value * of.queries(work), lambda work: written * of.queries(work)),
         "dkdv": (
-            Count.sum(scores=2 * products),
-            Count.sum(queries=read + _STATISTICS + sums + converted, keys=2 * read),
+            lambda work: 2 * per_score * of.scores(work),
+            lambda work: of_query * of.queries(work) + of_key * of.keys(work),
         ),
         "dq": (  # QK, dP, dQ
-            Count.sum(scores=2 * (2 * head + value)),
-            Count.sum(queries=read + _STATISTICS + element * head, keys=read),
+            lambda work: 2 * (2 * head + value) * of.scores(work),
+            lambda work: (read + _STATISTICS + gradient * head) * of.queries(work) + read * of.keys(work),
         ),
-        "postprocess": (Count.sum(queries=head), Count.sum(queries=_SUM * columns + element * head)),
-        "postprocess_dk": (Count.sum(keys=head), Count.sum(keys=_SUM * columns + element * head)),
-        "postprocess_dv": (Count.sum(keys=value), Count.sum(keys=_SUM * columns + element * value)),
-        "sink": (Count.sum(queries=2), Count.sum(queries=_STATISTICS)),
+        "postprocess": _conversion(of.queries, head, columns, gradient),
+        "postprocess_dk": _conversion(of.keys, head, columns, gradient),
+        "postprocess_dv": _conversion(of.keys, value, columns, gradient),
+        "sink": (lambda work: 2 * of.queries(work), lambda work: _STATISTICS * of.queries(work)),
     }
     return counts[role]
+
+
+def _conversion(rows: Count, width: int, columns: int, element: int) -> tuple[Count, Count]:
+    """Returns the FLOPs and bytes of the conversion of an accumulator of `columns` to rows of `width` elements."""
+    return lambda work: width * rows(work), lambda work: (_SUM * columns + element * width) * rows(work)

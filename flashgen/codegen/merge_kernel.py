@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flashgen.codegen.arguments import Field, ordered
 from flashgen.codegen.assembly import assemble
+from flashgen.codegen.environment import environment
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.shared_memory import NO_SHARED_MEMORY
 from flashgen.codegen.sizes import ceil_div
@@ -34,18 +35,16 @@ def render_merge(dtype: str, parts: int, layout: str, target: Target) -> Rendere
     fields += [Field("int", "dim"), Field("int", "lane_bits", comment="log2 of the threads per row")]
     fields += [Field("int", name) for name in ("heads", "len_q")] if bshd else []
     struct, entry = ordered(fields), f"merge_states_{parts}_{dtype}_{layout}"
+    types = environment().get_template("types.cuh.jinja")
     context = {
         "header": f"// flashgen: merges {parts} partial outputs by their LSE; {dtype}, {layout}",
-        "element": element.c_type,
-        "dtype": dtype,
-        "layout": struct,
+        "types": types.render(struct=_STRUCT, element=element, layout=struct).strip(),
+        "element": element,
         "struct": _STRUCT,
         "entry": entry,
         "threads": _THREADS,
         "parts": parts,
         "bshd": bshd,
-        "pack": element.pack,
-        "unpack": element.unpack,
     }
     return RenderedKernel(
         f"merge-{target.name.replace('_', '')}-{parts}-{dtype}-{layout}",

@@ -82,7 +82,7 @@ class RenderedKernel:
     role: str = field(kw_only=True)
     grid: Callable[[Sizes], Grid] = field(kw_only=True, compare=False)
     values: Callable[[Sizes], Mapping[str, Any]] = field(default=_nothing, kw_only=True, compare=False)
-    cost: Cost | None = field(default=None, kw_only=True)
+    cost: Cost | None = field(default=None, kw_only=True, compare=False)
     reads: Direction | None = field(default=None, kw_only=True)
     lists: Direction | None = field(default=None, kw_only=True)
     boxes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, kw_only=True)

@@ -8,11 +8,14 @@ constants are formulas of the plan's constants: a kernel that is edited by hand 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
+
+from flashgen.dtypes import DTYPES, DType
 
 _CONSTANT = re.compile(r"\bk\w+(?:Bytes|Offset)\b")
 _MBARRIER_BYTES = 8
@@ -30,12 +33,14 @@ def literal(value: int) -> Extent:
     return Extent(str(value), value)
 
 
-ELEMENT = Extent("kElementBytes", 2)  # float16 or bfloat16
-FLOAT = Extent("sizeof(float)", 4)
+def size_of(dtype: DType) -> Extent:
+    """Returns the size of an element; the text of a size of one byte is empty, as a factor that is left out."""
+    return Extent(f"sizeof({dtype.c_type})" if dtype.bytes > 1 else "", dtype.bytes)
+
+
+FLOAT, INT, BYTE = (size_of(DTYPES[name]) for name in ("float32", "int32", "uint8"))
 FLOAT2 = Extent("sizeof(float2)", 8)
 UINT4 = Extent("sizeof(uint4)", 16)
-INT = Extent("sizeof(int)", 4)
-BYTE = Extent("", 1)
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Buffer:
         name: the stem of its constants: `Key` has `kKeyBytes`, the bytes of one copy, and `kKeyOffset`.
         label: its name in reports and comments: "K".
         shape: extents of one copy, outermost first; empty if it consists of `parts`.
-        element: bytes of an element.
+        element: the size of an element; None if the buffer consists of `parts`.
         copies: how many copies follow each other: the stages of a pipeline, or one for each warpgroup.
         parts: arrays that make up one copy, one after the other.
         union: whether the parts begin at the same byte instead, because they are not used at the same time.
@@ -63,7 +68,7 @@ class Buffer:
     name: str
     label: str
     shape: tuple[Extent, ...] = ()
-    element: Extent = ELEMENT
+    element: Extent | None = None
     copies: Extent | None = None
     parts: tuple[Buffer, ...] = ()
     union: bool = False
@@ -79,10 +84,13 @@ class Buffer:
         if self.parts:
             sizes = [part.bytes for part in self.parts]
             return max(sizes) if self.union else sum(sizes)
-        count = self.element.value
-        for extent in self.shape:
-            count *= extent.value
-        return count
+        return math.prod(extent.value for extent in self._factors)
+
+    @property
+    def _factors(self) -> tuple[Extent, ...]:
+        if self.element is None:
+            raise TypeError(f"{self.name} must have the size of its elements")
+        return (*self.shape, self.element)
 
     @property
     def bytes(self) -> int:
@@ -95,7 +103,7 @@ class Buffer:
         parts = [part.bytes_text for part in self.parts]
         if self.union:
             return f"{parts[0]} > {parts[1]} ? {parts[0]} : {parts[1]}"
-        return " + ".join(parts) or " * ".join(each.text for each in (*self.shape, self.element) if each.text)
+        return " + ".join(parts) or " * ".join(each.text for each in self._factors if each.text)
 
     @property
     def bytes_text(self) -> str:

@@ -1,70 +1,67 @@
-"""Sizes of a call, as integers or as symbolic names. The same code computes with both.
+"""Sizes of a call, and formulas over them.
 
-A grid such as `ceil_div(sizes.len_q, 128)` is an integer when a call is launched, and the formula
-"ceil_div(len_q, 128)" in the manifest of a release.
+A formula is a function of `Sizes`. Called with numbers, it returns the number of a launch: `ceil_div(sizes.len_q, 128)`
+is the extent of a grid. Called with `NAMED_SIZES`, it returns an expression tree, from which `formula_text` prints the
+C++ of a release and the English of headers and reports.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
-_SUM, _PRODUCT, _ATOM = 0, 1, 2  # precedence of a formula's outermost operation
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 
 @dataclass(frozen=True)
 class Formula:
-    """A C++ integer expression of named sizes; `binds` is the precedence of its outermost operation."""
+    """An expression tree of nonnegative integers.
 
-    text: str
-    binds: int = _ATOM
+    Attributes:
+        operation: "+", "-", "*", "/" (rounded down), "ceil_div", "min" or "max"; or the name of a size.
+        operands: Formulas and numbers; none if `operation` is a name.
+    """
+
+    operation: str
+    operands: tuple[Any, ...] = ()
 
     def __add__(self, other: Any) -> Formula:
-        return Formula(f"{self} + {other}", _SUM)
+        return Formula("+", (self, other))
 
     def __sub__(self, other: Any) -> Formula:
-        loose = isinstance(other, Formula) and other.binds == _SUM
-        return Formula(f"{self} - ({other})" if loose else f"{self} - {other}", _SUM)
+        return Formula("-", (self, other))
 
     def __mul__(self, other: Any) -> Formula:
-        return Formula(f"{_factor(self)} * {_factor(other, right=True)}", _PRODUCT)
+        return Formula("*", (self, other))
 
     def __rmul__(self, other: int) -> Formula:
-        return Formula(f"{other} * {_factor(self, right=True)}", _PRODUCT)
+        return Formula("*", (other, self))
 
     def __floordiv__(self, other: Any) -> Formula:
-        return Formula(f"{_factor(self)} / {_factor(other, right=True)}", _PRODUCT)
+        return Formula("/", (self, other))
 
     def __rfloordiv__(self, other: int) -> Formula:
-        return Formula(f"{other} / {_factor(self, right=True)}", _PRODUCT)
-
-    def __str__(self) -> str:
-        return self.text
+        return Formula("/", (other, self))
 
 
-def _factor(value: Any, right: bool = False) -> str:
-    """Returns a factor's text: sums need parentheses, and so do products on the right, because division rounds."""
-    loose = isinstance(value, Formula) and (value.binds == _SUM or (right and value.binds == _PRODUCT))
-    return f"({value})" if loose else str(value)
+def _apply(name: str, function: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:
+    """Returns the function of two numbers, or a formula if one of them is a formula."""
+    named = isinstance(first, Formula) or isinstance(second, Formula)
+    return Formula(name, (first, second)) if named else function(first, second)
 
 
 def ceil_div(dividend: Any, divisor: Any) -> Any:
     """Returns dividend / divisor, rounded up."""
-    if isinstance(dividend, Formula) or isinstance(divisor, Formula):
-        return Formula(f"ceil_div({dividend}, {divisor})")
-    return -(-dividend // divisor)
+    return _apply("ceil_div", lambda a, b: -(-a // b), dividend, divisor)
 
 
 def minimum(first: Any, second: Any) -> Any:
     """Returns the smaller of two values."""
-    named = isinstance(first, Formula) or isinstance(second, Formula)
-    return Formula(f"min({first}, {second})") if named else min(first, second)
+    return _apply("min", min, first, second)
 
 
 def maximum(first: Any, second: Any) -> Any:
     """Returns the larger of two values."""
-    named = isinstance(first, Formula) or isinstance(second, Formula)
-    return Formula(f"max({first}, {second})") if named else max(first, second)
+    return _apply("max", max, first, second)
 
 
 def reciprocal(divisor: Any) -> Any:
@@ -99,27 +96,22 @@ class Sizes:
 
     @property
     def heads_per_kv(self) -> Any:
-        """Query heads per KV head."""
+        """Query heads per KV head; at least 1, also for a call without heads."""
+        if isinstance(self.heads_kv, Formula):
+            return self.heads_q // self.heads_kv
         return max(self.heads_q // max(self.heads_kv, 1), 1)
 
 
-@dataclass(frozen=True)
-class _NamedSizes(Sizes):
-    @property
-    def heads_per_kv(self) -> Any:
-        return self.heads_q // self.heads_kv
-
-
 SIZE_NAMES = ("batch", "heads_q", "heads_kv", "len_q", "len_k")
-NAMED_SIZES: Sizes = _NamedSizes(
-    *map(Formula, SIZE_NAMES),
-    multiprocessors=Formula("multiprocessors"),
-    count=Formula("count"),
-    splits=Formula("splits"),
-    total_q=Formula("total_q"),
-    total_k=Formula("total_k"),
-)
-"""Symbolic sizes: each is the formula of its own name."""
+AnySizes = TypeVar("AnySizes", bound=Sizes)
+
+
+def named(kind: type[AnySizes]) -> AnySizes:
+    """Returns symbolic sizes: each is the formula of its own name."""
+    return kind(**{each.name: Formula(each.name) for each in fields(kind)})
+
+
+NAMED_SIZES = named(Sizes)
 
 
 def size_values(sizes: Sizes) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def render_lists(spec: AttentionSpec, target: Target, plan: Tiles, direction: Di
         "tiles_per_warp": TILES_PER_WARP,
         "entry": entry_name(function, spec),
         "struct": _STRUCT,
-        "types": templates.get_template("types.cuh.jinja").render(struct=_STRUCT, dtype=None, layout=layout).strip(),
+        "types": templates.get_template("types.cuh.jinja").render(struct=_STRUCT, element=None, layout=layout).strip(),
         "variant": templates.get_template("variant.cuh.jinja")
         .render(struct=_STRUCT, variant=variant, position=False)
         .strip(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashgen.codegen.shared_memory import Extent
+from flashgen.codegen.shared_memory import Extent, size_of
 from flashgen.codegen.targets import TARGETS, Target
 from flashgen.language.spec import AttentionSpec
 
@@ -26,3 +26,9 @@ def head_extent(spec: AttentionSpec) -> Extent:
 def value_extent(spec: AttentionSpec) -> Extent:
     """Returns the columns of a row of V or O in shared memory, with the name of their constant."""
     return Extent("kValueDimPadded", padded(spec.value_dim))
+
+
+def element_sizes(spec: AttentionSpec) -> tuple[Extent, Extent]:
+    """Returns the sizes of elements in shared memory: those of Q, O, P and all gradients, and those of K and V."""
+    element = Extent("kElementBytes", spec.element.bytes)
+    return element, size_of(spec.kv_element) if spec.kv_dtype else element

@@ -197,6 +197,11 @@ class AttentionSpec:
         """The element type of k and v."""
         return DTYPES[self.kv_dtype or self.dtype]
 
+    def element_of(self, name: str) -> DType:
+        """Returns the element type of an array by name: q, k, v, o, d_o, dq, dk or dv."""
+        own = {"k": self.kv_element, "v": self.kv_element, "o": self.out_element}
+        return own.get(name, self.grad_element if name in ("dq", "dk", "dv") else self.element)
+
     def array_layout(self, name: str) -> BatchLayout:
         """Returns the layout of q, k, v or the output; K and V may be in pages."""
         return PAGES if self.page_size and name in ("k", "v") else self.batch_layout

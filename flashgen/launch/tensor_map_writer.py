@@ -97,10 +97,10 @@ def map_shapes(
             continue
         extents, steps = _map_axes(spec, sizes, name, strides[name], pages)
         if len(box) == _PANEL_BOX_RANK:
-            shapes[name] = panel_map_shape(name, spec.dtype, extents, steps, box)
+            shapes[name] = panel_map_shape(name, spec.element_of(name).name, extents, steps, box)
             continue
-        argument = "out" if name == "o" else name
-        shapes[name] = map_shape(argument, spec.dtype, extents, steps, box, packed and name in QUERY_ARRAYS)
+        argument, dtype = "out" if name == "o" else name, spec.element_of(name).name
+        shapes[name] = map_shape(argument, dtype, extents, steps, box, packed and name in QUERY_ARRAYS)
     return shapes
 
 
@@ -145,6 +145,6 @@ def _varlen_shape(
     _, head, row = strides
     if rows <= 1:  # arrays of at most one row may have invalid strides
         row, head = columns * heads, head if rows else columns
-    argument = "out" if name == "o" else name
-    shape = map_shape(argument, spec.dtype, (columns, MAP_ROWS, heads, rows + 1), (row, head, row), kernel.boxes[name])
+    argument, sizes_of_map = "out" if name == "o" else name, (columns, MAP_ROWS, heads, rows + 1)
+    shape = map_shape(argument, spec.element_of(name).name, sizes_of_map, (row, head, row), kernel.boxes[name])
     return replace(shape, rows_before=MAP_ROWS)

@@ -1,7 +1,7 @@
 """Describes the launch of a released kernel, its grid and arguments, for programs that use the CUDA driver API.
 
-Numbers that depend on the sizes of a call are C++ formulas: integer expressions with `+ * /`, `min`, `max`, and
-`ceil_div(a, b)`, which is a / b rounded up. Calls from Python use the same formulas with numbers in place of names.
+Numbers that depend on the sizes of a call are C++ integer expressions of `+ - * /`, `min`, `max`, and `ceil_div(a, b)`,
+which is a / b rounded up. They are printed from the functions that calls from Python evaluate with numbers.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashgen.codegen.arguments import QUERY_ARRAYS, VALUE_WIDE, ArgumentLayout, member_name
+from flashgen.codegen.formula_text import MEANINGS, cpp, described
 from flashgen.codegen.merge_kernel import MAX_PARTIALS
 from flashgen.codegen.rendered_kernel import RenderedKernel
-from flashgen.codegen.sizes import NAMED_SIZES
+from flashgen.codegen.sizes import NAMED_SIZES, SIZE_NAMES
 from flashgen.codegen.stages import struct_values
 from flashgen.codegen.varlen import MAP_ROWS
 from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 
 FORMULAS = (
-    "grid and value are C++ integer expressions over: batch, heads_q, heads_kv, len_q and len_k of a call; total_q and "
-    "total_k, the rows of the arrays of a varlen batch; multiprocessors of the GPU; count, the elements of a captured "
-    "array; and splits, the number of splits of the keys that the caller chooses; ceil_div(a, b) is a / b rounded up"
+    f"grid and value are C++ integer expressions over {described(NAMED_SIZES)}; ceil_div(a, b) is a / b rounded up"
 )
 
 _UNSPECIFIED_ORDER = "in an unspecified order of elements"
@@ -42,7 +41,7 @@ def step_facts(kernel: RenderedKernel) -> dict[str, Any]:
     """Returns the launch facts of a kernel without a spec. The caller sets all members of its arguments."""
     return {
         "part": kernel.role,
-        "grid": dict(zip("xyz", map(str, kernel.grid(NAMED_SIZES)), strict=True)),
+        "grid": dict(zip("xyz", map(cpp, kernel.grid(NAMED_SIZES)), strict=True)),
         "argument_bytes": struct.calcsize(kernel.layout.format),
         "arguments": _arguments(kernel.layout, {}, _STEP_MEANINGS[kernel.role] | _PARTIAL_MEANINGS),
     }
@@ -82,7 +81,7 @@ def _facts(part: str, kernel: RenderedKernel, spec: AttentionSpec, backward: boo
     values = {name: _formula_texts(value) for name, value in struct_values(kernel, spec, NAMED_SIZES).items()}
     facts: dict[str, Any] = {
         "part": "backward_lists" if backward and part == "lists" else part,
-        "grid": dict(zip("xyz", map(str, kernel.grid(NAMED_SIZES)), strict=True)),
+        "grid": dict(zip("xyz", map(cpp, kernel.grid(NAMED_SIZES)), strict=True)),
         "argument_bytes": struct.calcsize(kernel.layout.format),
         "arguments": _arguments(kernel.layout, values, _member_meanings(spec)),
     }
@@ -94,7 +93,7 @@ def _facts(part: str, kernel: RenderedKernel, spec: AttentionSpec, backward: boo
 
 
 def _formula_texts(value: Any) -> str | list[str]:
-    return [str(each) for each in value] if isinstance(value, tuple) else str(value)
+    return [cpp(each) for each in value] if isinstance(value, tuple) else cpp(value)
 
 
 def _arguments(
@@ -138,8 +137,7 @@ def _member_meanings(spec: AttentionSpec) -> dict[str, str]:
     meanings["seed"] = "dropout seed in GPU memory, 8 bytes, or null if seed_low and seed_high hold it"
     meanings |= {"seed_low": "low half of the dropout seed", "seed_high": "high half of the dropout seed"}
     meanings |= {"offset": "offset of the dropout counter"}
-    meanings |= {"heads_q": "query heads", "heads_kv": "KV heads", "heads_per_kv": "query heads per KV head"}
-    meanings |= {"batch": "sequences", "len_q": "queries", "len_k": "keys", "count": "elements of the captured array"}
+    meanings |= {name: MEANINGS[name] for name in (*SIZE_NAMES, "heads_per_kv", "count")}
     meanings |= _varlen_meanings(rows, head, value) if spec.is_varlen else {}
     if spec.page_size:
         of_page = f"(pages, {spec.page_size}, heads_kv"
@@ -152,7 +150,7 @@ def _member_meanings(spec: AttentionSpec) -> dict[str, str]:
 
 def _varlen_meanings(rows: Mapping[str, str], head: int, value: int) -> dict[str, str]:
     """Returns the meanings of members that differ for varlen batches. rows: the arrays of rows and what they hold."""
-    meanings = {"len_q": "maximum queries of a sequence", "len_k": "maximum keys of a sequence"}
+    meanings = {name: f"maximum {MEANINGS[name]} of a sequence" for name in ("len_q", "len_k")}
     for name, what in rows.items():
         heads, total = ("heads_kv", "total_k") if name[-1] in "kv" else ("heads_q", "total_q")
         meanings[name] = f"{what}, ({total}, {heads}, {value if name[-1] in 'vo' else head})"
@@ -226,8 +224,8 @@ def _map_facts(name: str, spec: AttentionSpec, box: tuple[int, ...]) -> dict[str
     return {
         "member": f"{name}_map",
         "array": name,
-        "dtype": spec.dtype,
+        "dtype": spec.element_of(name).name,
         "box": list(box),
-        "swizzle_bytes": box[0] * spec.element.bytes,
+        "swizzle_bytes": box[0] * spec.element_of(name).bytes,
         "l2_promotion_bytes": 256,
     }

@@ -8,6 +8,7 @@ from typing import Any
 
 from flashgen.codegen.environment import environment
 from flashgen.codegen.sizes import SIZE_NAMES
+from flashgen.dtypes import DTYPES, ELEMENTS
 
 _TOTALS = ("total_q", "total_k")
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
@@ -27,6 +28,7 @@ def launch_header(kernel: Mapping[str, Any]) -> str:
             name=struct_name(kernel["name"]),
             cubin=kernel["files"]["cubin"]["path"],
             dtype=kernel["spec"]["dtype"] if kernel["spec"] else "16-bit float",
+            c_type=DTYPES[kernel["spec"]["dtype"] if kernel["spec"] else ELEMENTS[0]].c_type,
             types={member["type"].removeprefix("const ").rstrip("*") for member in members},
             sizes=[*sizes, *(name for name in ("multiprocessors", "splits") if name in used)],
             members=[{"array": f"[{member['count']}]" if "count" in member else "", **member} for member in members],

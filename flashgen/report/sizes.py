@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flashgen.codegen.sizes import Sizes
+from flashgen.codegen.costs import WorkSizes
 from flashgen.errors import ArgumentError
 
 
@@ -26,8 +27,14 @@ class CallSizes:
         if self.heads_q % self.heads_kv:
             raise ArgumentError(f"heads_q={self.heads_q} must be a multiple of heads_kv={self.heads_kv}")
 
-    def to_sizes(self) -> Sizes:
-        return Sizes(self.batch, self.heads_q, self.heads_kv, self.len_q, self.len_k)
+    def to_work(self, visited: float = 1.0) -> WorkSizes:
+        """Returns the sizes of which costs are functions; elements of captured arrays are NaN: they are not known.
+
+        visited: the share of the tiles that are visited.
+        """
+        queries, keys = self.batch * self.len_q, self.batch * self.len_k
+        packed = {"total_q": queries, "total_k": keys, "pairs": queries * self.len_k}
+        return WorkSizes(**asdict(self), **packed, count=math.nan, visited=visited)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flashgen.analysis.tile_classes import EMPTY, TileMap
-from flashgen.codegen.costs import quantities
+from flashgen.codegen.costs import forward_cost
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import Kernels
 from flashgen.codegen.targets import Target
@@ -57,7 +57,7 @@ def forward_traffic(spec: AttentionSpec, target: Target, tiles: TileMap, sizes: 
             "FlashAttention-2, algorithm 1",
         ),
         ("this kernel, nothing cached", _without_cache(spec, tiles, sizes), "its own tiles"),
-        ("this kernel, each array once", _with_cache(spec, sizes), "a cache that holds K and V"),
+        ("this kernel, each array once", forward_cost(spec).hbm(sizes.to_work()), "a cache that holds K and V"),
     ]
     return _with_ratios(rows)
 
@@ -85,21 +85,15 @@ def flops(kernel: RenderedKernel, sizes: CallSizes, share: float) -> int | None:
     """
     if kernel.cost is None or kernel.cost.flops is None:
         return None
-    return round(kernel.cost.flops.value(quantities(sizes.to_sizes(), share)))
+    return round(kernel.cost.flops(sizes.to_work(share)))
 
 
 def hbm_bytes(kernel: RenderedKernel, sizes: CallSizes) -> int | None:
     """Returns the bytes that a kernel moves if it reads or writes each array once; None if they depend on captures."""
     if kernel.cost is None:
         return None
-    moved = kernel.cost.hbm.value(quantities(sizes.to_sizes()))
+    moved = kernel.cost.hbm(sizes.to_work())
     return None if math.isnan(moved) else round(moved)  # only a call determines the elements of a capture
-
-
-def _with_cache(spec: AttentionSpec, sizes: CallSizes) -> int:
-    width = spec.head_dim + spec.value_dim
-    rows = sizes.heads_q * sizes.len_q * width + sizes.heads_kv * sizes.len_k * width
-    return spec.element.bytes * sizes.batch * rows + _LSE_BYTES * sizes.batch * sizes.heads_q * sizes.len_q
 
 
 def _without_cache(spec: AttentionSpec, tiles: TileMap, sizes: CallSizes) -> int:

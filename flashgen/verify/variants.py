@@ -223,7 +223,7 @@ def sink_cases() -> tuple[Case, ...]:
     )
     cases = []
     for number, variant in enumerate(chosen):
-        dtype, layout = DTYPES[number % 2], ("bhsd", "thd", "bshd", "thd")[number % 4]
+        dtype, layout = DTYPES[number % len(DTYPES)], ("bhsd", "thd", "bshd", "thd")[number % 4]
         spec = spec_of(replace(variant, sink=sinks), HEAD_DIMS[number], dtype, layout)
         cases += [_case(variant, spec, pair, number + i) for i, pair in enumerate(STEPPING_LENGTHS)]
     return tuple(cases)
@@ -239,7 +239,7 @@ def shard_cases() -> tuple[Case, ...]:
     )
     cases = []
     for number, variant in enumerate(chosen):
-        spec = spec_of(variant, HEAD_DIMS[number], DTYPES[number % 2], ("bhsd", "bshd")[number % 2]).shard()
+        spec = spec_of(variant, HEAD_DIMS[number], DTYPES[number % len(DTYPES)], ("bhsd", "bshd")[number % 2]).shard()
         cases += [_case(variant, spec, pair, number + i) for i, pair in enumerate(STEPPING_LENGTHS)]
     return tuple(cases)
 
@@ -259,7 +259,7 @@ def _small_sweep(shapes_each: int, *lengths: tuple[tuple[int, int], ...]) -> tup
     dims = cycle(HEAD_DIMS)
     cases = []
     for number, variant in enumerate(variants()):
-        dtype, layout = DTYPES[number % 2], ("bhsd", "bshd")[number // 2 % 2]
+        dtype, layout = DTYPES[number % len(DTYPES)], ("bhsd", "bshd")[number // 2 % 2]
         spec = spec_of(variant, next(dims), dtype, layout)
         kind = equal if variant.equal else short if _has_few_gradients(spec) else general
         pairs = [next(kind) for _ in range(shapes_each)]

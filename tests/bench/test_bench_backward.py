@@ -9,7 +9,7 @@ import pytest
 import flashgen.language as fg
 from flashgen.bench import flash_attention4, summary
 from flashgen.bench.beside_flex import VariantRow
-from flashgen.bench.cases import Case, case, products
+from flashgen.bench.cases import Case, case
 from flashgen.bench.flash_attention4 import mask_options
 from flashgen.bench.grouped import row as grouped_row
 from flashgen.bench.measure import Row
@@ -17,6 +17,7 @@ from flashgen.bench.ours import ours
 from flashgen.bench.peers import peer
 from flashgen.bench.variants import chosen_variants
 from flashgen.cli import bench_tables
+from flashgen.codegen.costs import products
 from flashgen.errors import ArgumentError
 
 ROW = VariantRow("window 1024", "bf16", "sm_90", "backward", 2.0, 4.0, 2.5, None, 3.0, None, 0.25)

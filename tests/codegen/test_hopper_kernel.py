@@ -15,10 +15,11 @@ from flashgen.build import nvrtc
 from flashgen.build.inspect import sass
 from flashgen.codegen.dispatch import render_forward
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
-from flashgen.codegen.hopper.plans import HopperPlan, panel_columns
+from flashgen.codegen.hopper.plans import HopperPlan, panel_columns, swizzled_columns
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import target_named
+from flashgen.dtypes import DTYPES
 from flashgen.errors import BuildError, UnsupportedError
 from flashgen.language import AttentionSpec
 from flashgen.verify import variants
@@ -117,8 +118,15 @@ def test_maps_come_first_and_are_aligned() -> None:
     assert struct.calcsize(layout.format) % 64 == 0
 
 
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32"])
+def test_rows_of_panels_have_the_bytes_that_tma_swizzles(dtype: str) -> None:
+    element = DTYPES[dtype]
+    assert [columns * element.bytes for columns in swizzled_columns(element)] == [128, 64, 32]
+    assert panel_columns(256, element) * element.bytes == 128
+
+
 def test_boxes_are_as_wide_as_a_swizzle() -> None:
-    assert [panel_columns(dim) for dim in (8, 16, 32, 40, 64, 80, 96, 128, 160, 192, 256)] == [
+    assert [panel_columns(dim, DTYPES["float16"]) for dim in (8, 16, 32, 40, 64, 80, 96, 128, 160, 192, 256)] == [
         16, 16, 32, 16, 64, 16, 32, 64, 32, 64, 64,
     ]  # fmt: skip
     kernel = render_forward(AttentionSpec(96, value_dim=128), SM_90A, HopperPlan(2, 112))

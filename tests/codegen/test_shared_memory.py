@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import flashgen.language as fg
+from flashgen.codegen.mma_sync.decode_plans import choose_decode_plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.shared_memory import (
     BYTE,
@@ -23,15 +24,17 @@ from flashgen.codegen.shared_memory import (
 )
 from flashgen.codegen.stages import backward_kernels, decode_kernels, forward_kernels
 from flashgen.codegen.targets import TARGETS
+from flashgen.dtypes import DTYPES
 from flashgen.errors import UnsupportedError
 from flashgen.verify import variants
 from flashgen.verify.variants import spec_of
 from formulas import evaluate
 
 ROWS, COLUMNS, STAGES = Extent("kRows", 64), Extent("kColumns", 16), Extent("kStages", 3)
+ELEMENT = Extent("kElementBytes", 2)
 TILES = (
-    Buffer("Query", "Q", (ROWS, COLUMNS)),
-    Buffer("Key", "K", (ROWS, COLUMNS), copies=STAGES),
+    Buffer("Query", "Q", (ROWS, COLUMNS), ELEMENT),
+    Buffer("Key", "K", (ROWS, COLUMNS), ELEMENT, copies=STAGES),
 )
 
 
@@ -53,7 +56,7 @@ def test_buffers_are_consecutive() -> None:
 
 def test_an_aligned_buffer_leaves_padding() -> None:
     small = Buffer("Index", "index", (literal(8),), BYTE)
-    aligned = Buffer("Value", "V", (ROWS, COLUMNS), alignment=1024)
+    aligned = Buffer("Value", "V", (ROWS, COLUMNS), ELEMENT, alignment=1024)
     layout = SharedMemoryLayout((small, aligned))
     assert layout.offsets["Value"] == 1024 and layout.total_bytes == 1024 + 2048
     assert names(layout) == [("index", 0, 8), ("padding", 8, 1016), ("V", 1024, 2048)]
@@ -70,7 +73,7 @@ def test_a_reserved_alignment_is_counted_in_full(before: int) -> None:
 
 @pytest.mark.parametrize(("rows", "total"), [(64, 8192), (512, 16384)])
 def test_an_overlay_only_adds_memory_beyond_its_target(rows: int, total: int) -> None:
-    output = Buffer("Output", "O", (Extent("kOutputRows", rows), COLUMNS), overlays="Query")
+    output = Buffer("Output", "O", (Extent("kOutputRows", rows), COLUMNS), ELEMENT, overlays="Query")
     layout = SharedMemoryLayout((*TILES, output))
     assert layout.offsets["Output"] == 0 and layout.total_bytes == total
     assert [region.name for region in layout.overlays()] == ["O"]
@@ -92,7 +95,7 @@ def test_buffers_after_an_overlay() -> None:
 
 @pytest.mark.parametrize(("union", "total"), [(False, 2 * 3072), (True, 2 * 2048)])
 def test_regions_of_a_copy(union: bool, total: int) -> None:
-    parts = (TILES[0], Buffer("Output", "O", (ROWS, literal(8))))
+    parts = (TILES[0], Buffer("Output", "O", (ROWS, literal(8)), ELEMENT))
     rows = Buffer("Rows", "rows", copies=Extent("kGroups", 2), parts=parts, union=union)
     layout = SharedMemoryLayout((rows,))
     assert layout.total_bytes == total
@@ -137,7 +140,9 @@ def test_barriers_have_addresses_names_and_bytes() -> None:
 def values(source: str, known: dict[str, int] | None = None) -> dict[str, int]:
     """Evaluates the integer constants of an emitted text, as a compiler does."""
     found = dict(known or {})
-    sizes = {"Element": 2, "float": 4, "int": 4, "float2": 8, "uint4": 16}
+    declared = re.search(r"^using Element = ([\w ]+);", source, re.MULTILINE)
+    sizes = {dtype.c_type: dtype.bytes for dtype in DTYPES.values()} | {"float2": 8, "uint4": 16}
+    sizes |= {"Element": sizes[declared[1]]} if declared else {}
     for name, formula in re.findall(r"^constexpr (?:int|unsigned) (k\w+) = ([^;]+);", source, re.MULTILINE):
         formula = re.sub(r"sizeof\((\w+)\)", lambda match: str(sizes.get(match[1], match[0])), formula)
         larger = re.fullmatch(r"(k\w+) > (k\w+) \? \1 : \2", formula)
@@ -202,6 +207,20 @@ def test_emitted_constants_equal_the_layout(number: int) -> None:
 def test_emitted_constants_over_pages_equal_the_layout(layout: str, kv_dtype: str | None) -> None:
     for kernel in paged_kernels(layout, kv_dtype):
         assert_consistent(kernel)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8", "float8_e4m3fn"])
+def test_buffers_have_the_element_types_of_their_arrays(kv_dtype: str | None) -> None:
+    spec = fg.AttentionSpec(128, kv_dtype=kv_dtype)
+    plan = choose_decode_plan(spec, TARGETS["sm_80"])
+    query, stage = plan.shared_memory(spec).buffers[:2]
+    assert query.bytes == plan.tile_q * 128 * spec.element.bytes
+    assert [part.bytes for part in stage.parts] == [plan.tile_k * 128 * spec.kv_element.bytes] * 2
+
+
+def test_a_buffer_without_an_element_type_is_refused() -> None:
+    with pytest.raises(TypeError, match="Key must have the size of its elements"):
+        SharedMemoryLayout((Buffer("Key", "K", (ROWS, COLUMNS)),)).total_bytes
 
 
 def test_a_named_layout() -> None:

@@ -151,7 +151,7 @@ def check(made: list[Launched], spec: fg.AttentionSpec, shape: Shape = SHAPE, pa
     described = launch_facts({launched.part: launched.kernel for launched in made}, spec)
     sizes = sizes_of(spec, shape) | {"count": shape.heads_q, "multiprocessors": Emulator().multiprocessors(0)}
     sizes["pages"] = pages
-    sizes |= {f"{name}_head_panels": width // panel_columns(width) for name, width in _widths(spec)}
+    sizes |= {f"{name}_head_panels": width // panel_columns(width, spec.element) for name, width in _widths(spec)}
     for launched in made:
         facts = described[launched.part]
         assert tuple(value(facts["grid"][axis], sizes) for axis in "xyz") == launched.launch.grid, launched.part
@@ -212,7 +212,7 @@ def bytes_from(array: str, spec: fg.AttentionSpec, shape: Shape) -> dict[str, in
     of_queries = array in ("q", "o", "d_o", "dq")
     length, heads = (shape.len_q, shape.heads_q) if of_queries else (shape.len_k, shape.heads_kv)
     if spec.page_size and not of_queries:
-        of_panels = {"panel": 2 * panel_columns(row // 2), "group": 8 * heads * row}
+        of_panels = {"panel": 2 * panel_columns(row // 2, spec.element), "group": 8 * heads * row}
         return of_panels | {"row": heads * row, "head": row, "page": spec.page_size * heads * row}
     by_layout = {"row": row, "head": length * row} if spec.layout == "bhsd" else {"row": heads * row, "head": row}
     return by_layout | {"batch": length * heads * row}

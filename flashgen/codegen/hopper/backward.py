@@ -210,7 +210,7 @@ def _keys_context(
         "exact_sums": deterministic,
         "limbs": EXACT_LIMBS,
         "head_panel": plan.head_panel(spec),
-        "value_panel": panel_columns(spec.value_dim),
+        "value_panel": panel_columns(spec.value_dim, spec.element),
         "suffix": suffix_of(spec),
         "query_tiles": visited_tiles(
             spec, query_range(spec.mask.expression), struct, queries=True, semaphores=plan.in_turns
@@ -309,7 +309,7 @@ def _dq(
         "gathers": (),
         "takes_two_steps": not spec.dropout and not has_slope(spec),
         "head_panel": plan.head_panel(spec),
-        "value_panel": panel_columns(spec.value_dim),
+        "value_panel": panel_columns(spec.value_dim, spec.element),
         "suffix": suffix_of(spec),
         "key_tiles": visited_tiles(spec, tiles, "BackwardDqArguments"),
         "longest_first": longest_last(tiles),
@@ -318,7 +318,7 @@ def _dq(
     context |= varlen_context(spec, "BackwardDqArguments", layout, multiple, "kTileQ")
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "keys" if tiles is None else None}
     launch["grid"] = partial(batch_of(spec).query_grid, plan.tile_q)
-    head, value = plan.head_panel(spec), panel_columns(spec.value_dim)
+    head, value = plan.head_panel(spec), panel_columns(spec.value_dim, spec.element)
     boxes = {"q": (head, _PART_ROWS), "k": (head, plan.tile_k), "v": (value, plan.tile_k)}
     stored = {} if spec.grad_dtype else {"dq": (head, _WARP_ROWS)}
     launch["boxes"] = boxes | {"d_o": (value, _PART_ROWS)} | stored
@@ -344,7 +344,7 @@ def _boxes(spec: AttentionSpec, plan: HopperPlans, stored: bool = True) -> dict[
     A box has the queries of an iteration for q and d_o, the keys of a CTA for k and v, a warp's rows for dk and dv.
     stored: whether this kernel stores dK and dV.
     """
-    head, value = plan.head_panel(spec), panel_columns(spec.value_dim)
+    head, value = plan.head_panel(spec), panel_columns(spec.value_dim, spec.element)
     rows = {"q": plan.tile_q, "k": plan.tile_k, "v": plan.tile_k, "d_o": plan.tile_q}
     if stored and not spec.grad_dtype:
         rows |= {"dk": _WARP_ROWS, "dv": _WARP_ROWS}

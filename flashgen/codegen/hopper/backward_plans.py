@@ -13,7 +13,7 @@ from flashgen.analysis.derivatives import gathers
 from flashgen.codegen.demand import Weight, demand_of, is_clipped
 from flashgen.codegen.expressions.derivative_text import score_gradient
 from flashgen.codegen.hopper.barriers import key_barriers
-from flashgen.codegen.hopper.plans import WARPGROUP
+from flashgen.codegen.hopper.plans import WARPGROUP, swizzled_columns
 from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.shared_memory import (
     BYTE,
@@ -26,7 +26,7 @@ from flashgen.codegen.shared_memory import (
     mbarriers,
 )
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import padded, value_extent
+from flashgen.codegen.tiling import element_sizes, padded, value_extent
 from flashgen.language.spec import AttentionSpec
 
 _ROWS = 64  # of a wgmma
@@ -35,8 +35,6 @@ _WORK_BYTES, _RAGGED_WORK_BYTES = 16, 48  # coordinates of a work tile
 _MAX_ACCUMULATORS = 224  # registers of a thread for accumulators and products in flight
 _CROWDED = 200  # accumulator registers above which a derivative of the score function does not fit
 _WARPS = 4  # of a warpgroup
-_COLUMNS = 32  # twice the narrowest panel
-_PANELS = (64, 32, 16)  # panel widths that TMA swizzles, in columns
 
 
 def has_slope(spec: AttentionSpec) -> bool:
@@ -54,6 +52,11 @@ def takes_two_steps(spec: AttentionSpec) -> bool:
     if spec.dropout or gradient is None:
         return not spec.dropout
     return not gradient.slope and all(gather.shared == "distance" for gather in gradient.gathers)
+
+
+def _two_panels(spec: AttentionSpec) -> int:
+    """Returns the columns of two of the narrowest panels."""
+    return 2 * swizzled_columns(spec.element)[-1]
 
 
 @dataclass(frozen=True)
@@ -106,11 +109,11 @@ class HopperBackwardPlan(Checked):
 
     def finishes(self, spec: AttentionSpec, dq_apart: bool) -> bool:
         """Whether idle warps convert the dQ accumulator. With `dq_apart` another kernel computes dQ without one."""
-        return not (self.finish_apart or spec.is_varlen or dq_apart or spec.head_dim % _COLUMNS)
+        return not (self.finish_apart or spec.is_varlen or dq_apart or spec.head_dim % _two_panels(spec))
 
     def head_columns(self, spec: AttentionSpec) -> int:
         """Returns the columns of a row of Q, K and dQ, padded so that each half consists of full panels."""
-        return -(-spec.head_dim // _COLUMNS) * _COLUMNS
+        return -(-spec.head_dim // _two_panels(spec)) * _two_panels(spec)
 
     def gradient_columns(self, spec: AttentionSpec) -> int:
         """Returns the columns of a warpgroup's part of a tile of dQ."""
@@ -126,7 +129,7 @@ class HopperBackwardPlan(Checked):
 
     def head_panel(self, spec: AttentionSpec) -> int:
         """Returns the columns of a panel of Q and K: the widest that divides each part of dQ."""
-        return next(panel for panel in _PANELS if self.gradient_columns(spec) % panel == 0)
+        return next(panel for panel in swizzled_columns(spec.element) if self.gradient_columns(spec) % panel == 0)
 
     def registers(self, spec: AttentionSpec) -> int:
         """Estimates the registers of a thread for the accumulators of dK and dV and for products in flight."""
@@ -150,24 +153,25 @@ class HopperBackwardPlan(Checked):
         """
         queries, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
         head, value = Extent("kHeadDimPadded", self.head_columns(spec)), value_extent(spec)
+        element, kv_element = element_sizes(spec)
         stages, ds_stages = Extent("kStages", self.stages), Extent("kDsStages", _DS_STAGES)
         work_bytes = literal(_RAGGED_WORK_BYTES if spec.is_varlen else _WORK_BYTES)
         barriers = key_barriers(stages, ds_stages, dq_apart)
         panels, own_parts = "a panel of 64 keys for each warpgroup", "the parts of the warps side by side"
         summed = (
-            Buffer("Ds", "dS", (queries, keys), copies=ds_stages, note=panels),
+            Buffer("Ds", "dS", (queries, keys), element, copies=ds_stages, note=panels),
             Buffer("Dq", "dQ", (queries, head), FLOAT, note=own_parts),
         )
         stored = (
-            Buffer("KeyGradient", "dK", (keys, head), overlays="Dq" if self.loads_early(dq_apart) else "Key"),
-            Buffer("ValueGradient", "dV", (keys, value), overlays="Value"),
+            Buffer("KeyGradient", "dK", (keys, head), element, overlays="Dq" if self.loads_early(dq_apart) else "Key"),
+            Buffer("ValueGradient", "dV", (keys, value), element, overlays="Value"),
         )
         return SharedMemoryLayout(
             (
-                Buffer("Key", "K", (keys, head)),
-                Buffer("Value", "V", (keys, value)),
-                Buffer("Query", "Q", (queries, head), copies=stages),
-                Buffer("DOutput", "dO", (queries, value), copies=stages),
+                Buffer("Key", "K", (keys, head), kv_element),
+                Buffer("Value", "V", (keys, value), kv_element),
+                Buffer("Query", "Q", (queries, head), element, copies=stages),
+                Buffer("DOutput", "dO", (queries, value), element, copies=stages),
                 *(() if dq_apart else summed),
                 Buffer("Statistics", "L, D", (queries,), FLOAT2, copies=stages),
                 mbarriers(barriers),

@@ -92,8 +92,8 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     context = forward_context(spec, target, plan, layout, "scores[n]", _device_names(plan), bounds) | {
         "header": header(spec, target, plan, _GRID, _METHOD, **details),
         "own_tiles": key_range(spec.mask.expression) is not None and spec.mask.expression != sympy.true,
-        "head_panel": panel_columns(spec.head_dim),
-        "value_panel": panel_columns(spec.value_dim),
+        "head_panel": panel_columns(spec.head_dim, spec.element),
+        "value_panel": panel_columns(spec.value_dim, spec.element),
         "drawn_steps": plan.drawn_steps(spec),
         "producer_registers": producer_registers,
         "consumer_registers": consumer_registers,
@@ -172,7 +172,7 @@ def _boxes(spec: AttentionSpec, plan: HopperPlan) -> dict[str, tuple[int, ...]]:
 
     An output of another dtype than q's is stored without TMA.
     """
-    head, value = panel_columns(spec.head_dim), panel_columns(spec.value_dim)
+    head, value = panel_columns(spec.head_dim, spec.element), panel_columns(spec.value_dim, spec.element)
     keys = box_keys(spec, plan.tile_k)
     rows = {"q": _box_rows(_WARPGROUP_ROWS, plan), "k": (keys,), "v": (keys,)}
     for name in "kv":
@@ -186,7 +186,7 @@ def _boxes(spec: AttentionSpec, plan: HopperPlan) -> dict[str, tuple[int, ...]]:
 def _joined(spec: AttentionSpec, name: str) -> int:
     """Returns the number of panels of k or v that one copy loads."""
     width = spec.head_dim if name == "k" else spec.value_dim
-    return panels_joined(spec, width, panel_columns(width))
+    return panels_joined(spec, width, panel_columns(width, spec.element_of(name)))
 
 
 def _box_rows(rows: int, plan: HopperPlan) -> tuple[int, ...]:

@@ -13,7 +13,8 @@ from flashgen.codegen.hopper.pages import cache_problem
 from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.shared_memory import BYTE, INT, UINT4, Buffer, Extent, SharedMemoryLayout, literal, mbarriers
 from flashgen.codegen.targets import TARGETS, Target
-from flashgen.codegen.tiling import DROPOUT_COLUMNS, WARP, head_extent, padded, value_extent
+from flashgen.codegen.tiling import DROPOUT_COLUMNS, WARP, element_sizes, head_extent, padded, value_extent
+from flashgen.dtypes import DType
 from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
 
@@ -25,7 +26,8 @@ _INDEX_BYTES = 8  # of the number of a tile, which the producer passes to the co
 _WORK_BYTES = 64  # of the coordinates of a tile, which the producer passes to the consumers in varlen batches
 _TARGET = TARGETS["sm_90a"]  # the target of this family and of its measured plans
 _MAX_SHARED = _TARGET.shared_per_block
-_SWIZZLE_BYTES = 1024  # period of TMA's widest swizzle
+_SWIZZLED_ROWS = (128, 64, 32)  # bytes of a row of a box that TMA swizzles
+_SWIZZLE_BYTES = 8 * _SWIZZLED_ROWS[0]  # period of the widest swizzle
 
 _DRAWN_BLOCKS = 32  # blocks of keys for which a warp prepares random numbers for dropout, one per lane
 _MAX_DRAWN = 2  # maximum number of times this is done at once
@@ -48,9 +50,14 @@ _REGISTERS_WITH_PAGES = _REGISTERS | {2: (40, 232)}
 _REGISTERS_TO_SPARE, _LIGHT = (56, 152), 156
 
 
-def panel_columns(width: int) -> int:
-    """Returns the columns of a panel: the widest TMA swizzle (128, 64 or 32 bytes) that divides a padded width."""
-    return next(columns for columns in (64, 32, 16) if padded(width) % columns == 0)
+def swizzled_columns(element: DType) -> tuple[int, ...]:
+    """Returns the widths of panels that TMA swizzles, in columns, the widest first."""
+    return tuple(row_bytes // element.bytes for row_bytes in _SWIZZLED_ROWS)
+
+
+def panel_columns(width: int, element: DType) -> int:
+    """Returns the columns of a panel: the widest TMA swizzle that divides a padded width."""
+    return next(columns for columns in swizzled_columns(element) if padded(width) % columns == 0)
 
 
 @dataclass(frozen=True)
@@ -175,15 +182,16 @@ class HopperPlan(Checked):
     def _shared_memory(self, spec: AttentionSpec, output_apart: bool, drawn_steps: int) -> SharedMemoryLayout:
         rows, keys, stages = literal(_ROWS), Extent("kTileK", self.tile_k), Extent("kStages", self.stages)
         head, value = head_extent(spec), value_extent(spec)
-        of_rows = (Buffer("Query", "Q", (rows, head)), Buffer("Output", "O", (rows, value)))
+        element, kv_element = element_sizes(spec)
+        of_rows = (Buffer("Query", "Q", (rows, head), element), Buffer("Output", "O", (rows, value), element))
         consumers, label = Extent("kConsumers", self.consumers), "rows of warpgroups"
         barriers = forward_barriers(stages, paged=bool(spec.page_size))
         index_bytes = literal(_WORK_BYTES if spec.is_varlen else _INDEX_BYTES)
         return SharedMemoryLayout(
             (
                 Buffer("Rows", label, copies=consumers, parts=of_rows, union=not output_apart),
-                Buffer("Key", "K", (keys, head), copies=stages),
-                Buffer("Value", "V", (keys, value), copies=stages, alignment=_SWIZZLE_BYTES),
+                Buffer("Key", "K", (keys, head), kv_element, copies=stages),
+                Buffer("Value", "V", (keys, value), kv_element, copies=stages, alignment=_SWIZZLE_BYTES),
                 mbarriers(barriers),
                 Buffer("Index", "tile number", (index_bytes,), BYTE),
                 *(self._drawing(drawn_steps) if spec.dropout else ()),

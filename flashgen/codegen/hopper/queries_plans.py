@@ -11,7 +11,7 @@ from flashgen.codegen.hopper.plans import WARPGROUP, panel_columns
 from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.shared_memory import Buffer, Extent, SharedMemoryLayout, mbarriers
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import DROPOUT_COLUMNS, head_extent, padded, value_extent
+from flashgen.codegen.tiling import DROPOUT_COLUMNS, element_sizes, head_extent, padded, value_extent
 from flashgen.language.spec import AttentionSpec
 
 _ROWS = 64  # of a wgmma
@@ -46,7 +46,7 @@ class HopperQueriesPlan(Checked):
 
     def head_panel(self, spec: AttentionSpec) -> int:
         """Returns the columns of a panel of Q, K and dQ."""
-        return panel_columns(spec.head_dim)
+        return panel_columns(spec.head_dim, spec.element)
 
     def registers(self, spec: AttentionSpec) -> int:
         """Estimates the registers of a thread for the dQ accumulator, products in flight and dS as an operand."""
@@ -60,15 +60,16 @@ class HopperQueriesPlan(Checked):
         rows, keys = Extent("kPartQ", _ROWS), Extent("kTileK", self.tile_k)
         consumers = Extent("kConsumers", self.consumers)
         key_stages, value_stages = Extent("kKeyStages", self.key_stages), Extent("kValueStages", self.value_stages)
+        element, kv_element = element_sizes(spec)
         head, value, barriers = head_extent(spec), value_extent(spec), query_barriers(key_stages, value_stages)
         return SharedMemoryLayout(
             (
-                Buffer("Query", "Q", (rows, head), copies=consumers),
-                Buffer("DOutput", "dO", (rows, value), copies=consumers),
-                Buffer("Key", "K", (keys, head), copies=key_stages),
-                Buffer("Value", "V", (keys, value), copies=value_stages),
+                Buffer("Query", "Q", (rows, head), element, copies=consumers),
+                Buffer("DOutput", "dO", (rows, value), element, copies=consumers),
+                Buffer("Key", "K", (keys, head), kv_element, copies=key_stages),
+                Buffer("Value", "V", (keys, value), kv_element, copies=value_stages),
                 mbarriers(barriers),
-                Buffer("QueryGradient", "dQ", (rows, head), copies=consumers, overlays="Query"),
+                Buffer("QueryGradient", "dQ", (rows, head), element, copies=consumers, overlays="Query"),
             ),
             barriers,
         )

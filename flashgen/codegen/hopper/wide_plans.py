@@ -11,9 +11,9 @@ from flashgen.codegen.hopper.backward_plans import takes_two_steps
 from flashgen.codegen.hopper.barriers import wide_key_barriers
 from flashgen.codegen.hopper.plans import WARPGROUP, panel_columns
 from flashgen.codegen.plan import Checked, shared_memory_problem
-from flashgen.codegen.shared_memory import ELEMENT, FLOAT, FLOAT2, Buffer, Extent, SharedMemoryLayout, mbarriers
+from flashgen.codegen.shared_memory import FLOAT, FLOAT2, Buffer, Extent, SharedMemoryLayout, mbarriers
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import head_extent, padded, value_extent
+from flashgen.codegen.tiling import element_sizes, head_extent, padded, value_extent
 from flashgen.language.spec import AttentionSpec
 
 _EXCHANGE_STAGES = 2  # stages of the buffer by which one warpgroup passes scores to the other
@@ -73,7 +73,7 @@ class HopperWidePlan(Checked):
 
     def head_panel(self, spec: AttentionSpec) -> int:
         """Returns the columns of a panel of Q, K and dK."""
-        return panel_columns(spec.head_dim)
+        return panel_columns(spec.head_dim, spec.element)
 
     def registers(self, spec: AttentionSpec) -> int:
         """Estimates the registers of a thread for an accumulator, scores and their factors, and an operand."""
@@ -87,25 +87,25 @@ class HopperWidePlan(Checked):
         queries, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
         stages, exchange_stages = Extent("kStages", self.stages), Extent("kExchangeStages", _EXCHANGE_STAGES)
         head, value, barriers = head_extent(spec), value_extent(spec), wide_key_barriers(stages, exchange_stages)
-        label, element = ("P", ELEMENT) if exchanged(spec) == "probabilities" else (exchanged(spec), FLOAT)
+        (element, kv_element), passed = element_sizes(spec), exchanged(spec)
         return SharedMemoryLayout(
             (
-                Buffer("Key", "K", (keys, head)),
-                Buffer("Value", "V", (keys, value)),
-                Buffer("Query", "Q", (queries, head), copies=stages),
-                Buffer("DOutput", "dO", (queries, value), copies=stages),
+                Buffer("Key", "K", (keys, head), kv_element),
+                Buffer("Value", "V", (keys, value), kv_element),
+                Buffer("Query", "Q", (queries, head), element, copies=stages),
+                Buffer("DOutput", "dO", (queries, value), element, copies=stages),
                 Buffer(
                     "Exchange",
-                    label,
+                    "P" if passed == "probabilities" else passed,
                     (queries, keys),
-                    element,
+                    element if passed == "probabilities" else FLOAT,
                     copies=exchange_stages,
                     note="in the order of the fragments",
                 ),
                 Buffer("Statistics", "L, D", (queries,), FLOAT2, copies=stages),
                 mbarriers(barriers),
-                Buffer("KeyGradient", "dK", (keys, head), overlays="Key"),
-                Buffer("ValueGradient", "dV", (keys, value), overlays="Value"),
+                Buffer("KeyGradient", "dK", (keys, head), element, overlays="Key"),
+                Buffer("ValueGradient", "dV", (keys, value), element, overlays="Value"),
             ),
             barriers,
         )

@@ -20,6 +20,7 @@ from flashgen.codegen.tiling import (
     MMA_DEPTH,
     RESERVED_SHARED,
     WARP,
+    element_sizes,
     head_extent,
     padded,
     value_extent,
@@ -101,20 +102,21 @@ class BackwardPlan(Checked, _LoopPlan):
         dS and P are in shared memory only where a warp reads tiles of other warps. In the epilogue dK and dV overlay K
         and V.
         """
+        element, kv_element = element_sizes(spec)
         queries, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
         head, value, stages = head_extent(spec), value_extent(spec), Extent("kStages", self.stages)
-        shared_scores = [Buffer("Score", "dS", (keys, queries))] if self.split > 1 or not deterministic else []
-        shared_scores += [Buffer("Probability", "P", (keys, queries))] if self.split > 1 else []
+        shared_scores = [Buffer("Score", "dS", (keys, queries), element)] if self.split > 1 or not deterministic else []
+        shared_scores += [Buffer("Probability", "P", (keys, queries), element)] if self.split > 1 else []
         return SharedMemoryLayout(
             (
-                Buffer("Key", "K", (keys, head)),
-                Buffer("Value", "V", (keys, value)),
-                Buffer("Query", "Q", (queries, head), copies=stages),
-                Buffer("Output", "dO", (queries, value), copies=stages),
+                Buffer("Key", "K", (keys, head), kv_element),
+                Buffer("Value", "V", (keys, value), kv_element),
+                Buffer("Query", "Q", (queries, head), element, copies=stages),
+                Buffer("Output", "dO", (queries, value), element, copies=stages),
                 Buffer("Statistics", "L, D", (queries,), FLOAT2, copies=stages),
                 *shared_scores,
-                Buffer("KeyGradient", "dK", (keys, head), overlays="Key"),
-                Buffer("ValueGradient", "dV", (keys, value), overlays="Value"),
+                Buffer("KeyGradient", "dK", (keys, head), element, overlays="Key"),
+                Buffer("ValueGradient", "dV", (keys, value), element, overlays="Value"),
             )
         )
 
@@ -138,16 +140,17 @@ class QueriesPlan(Checked, _LoopPlan):
 
         In the epilogue dQ overlays Q.
         """
+        element, kv_element = element_sizes(spec)
         queries, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
         head, value, stages = head_extent(spec), value_extent(spec), Extent("kStages", self.stages)
         return SharedMemoryLayout(
             (
-                Buffer("Query", "Q", (queries, head)),
-                Buffer("Output", "dO", (queries, value)),
-                Buffer("Key", "K", (keys, head), copies=stages),
-                Buffer("Value", "V", (keys, value), copies=stages),
-                *([Buffer("Score", "dS", (queries, keys))] if self.split > 1 else []),
-                Buffer("QueryGradient", "dQ", (queries, head), overlays="Query"),
+                Buffer("Query", "Q", (queries, head), element),
+                Buffer("Output", "dO", (queries, value), element),
+                Buffer("Key", "K", (keys, head), kv_element, copies=stages),
+                Buffer("Value", "V", (keys, value), kv_element, copies=stages),
+                *([Buffer("Score", "dS", (queries, keys), element)] if self.split > 1 else []),
+                Buffer("QueryGradient", "dQ", (queries, head), element, overlays="Query"),
             )
         )
 

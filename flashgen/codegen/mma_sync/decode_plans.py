@@ -16,7 +16,6 @@ from flashgen.codegen.mma_sync.forward_plans import MMA_ROWS, ForwardPlan
 from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.shared_memory import (
     BYTE,
-    ELEMENT,
     FLOAT,
     FLOAT2,
     INT,
@@ -33,6 +32,7 @@ from flashgen.codegen.tiling import (
     MMA_DEPTH,
     RESERVED_SHARED,
     WARP,
+    element_sizes,
     head_extent,
     padded,
     value_extent,
@@ -156,14 +156,14 @@ class DecodePlan(Checked):
             min_bytes: minimum size of the allocation, for kernels in which other CTAs need more.
         """
         rows, keys, warps = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k), Extent("kWarps", self.warps)
-        head, value, cached = head_extent(spec), value_extent(spec), BYTE if spec.kv_dtype else ELEMENT
-        stage = (Buffer("Key", "K", (keys, head), cached), Buffer("Value", "V", (keys, value), cached))
+        head, value, (element, kv_element) = head_extent(spec), value_extent(spec), element_sizes(spec)
+        stage = (Buffer("Key", "K", (keys, head), kv_element), Buffer("Value", "V", (keys, value), kv_element))
         ring = Extent("kWarps * kStages", self.warps * self.stages)
         partial_columns = Extent("kPartialColumns", value.value + PARTIAL_PADDING)
         unit = Buffer("WorkUnit", "work unit", (literal(work_unit_bytes),), BYTE, at_end=True)
         return SharedMemoryLayout(
             (
-                Buffer("Query", "Q", (rows, head)),
+                Buffer("Query", "Q", (rows, head), element),
                 Buffer("Stage", "stages of warps", copies=ring, parts=stage, note="those of a warp side by side"),
                 *([Buffer("RowScales", "scales of rows", (rows,), FLOAT)] if spec.kv_dtype else []),
                 Buffer("Partial", "partial O of warps", (rows, partial_columns), FLOAT, copies=warps, overlays="Query"),

@@ -17,6 +17,7 @@ from flashgen.codegen.tiling import (
     MMA_DEPTH,
     RESERVED_SHARED,
     WARP,
+    element_sizes,
     head_extent,
     padded,
     value_extent,
@@ -82,14 +83,15 @@ class ForwardPlan(Checked):
 
     def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
         """Returns the layout: Q, and the stages of K and of V. In the epilogue the output overlays them."""
+        element, kv_element = element_sizes(spec)
         queries, keys, stages = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k), self.stages
         head, value = head_extent(spec), value_extent(spec)
         return SharedMemoryLayout(
             (
-                Buffer("Query", "Q", (queries, head)),
-                Buffer("Key", "K", (keys, head), copies=Extent("kStages", stages)),
-                Buffer("Value", "V", (keys, value), copies=Extent("kStages", stages)),
-                Buffer("Output", "O", (queries, value), overlays="Query"),
+                Buffer("Query", "Q", (queries, head), element),
+                Buffer("Key", "K", (keys, head), kv_element, copies=Extent("kStages", stages)),
+                Buffer("Value", "V", (keys, value), kv_element, copies=Extent("kStages", stages)),
+                Buffer("Output", "O", (queries, value), element, overlays="Query"),
             )
         )
 

@@ -85,7 +85,7 @@ def render_mixed(spec: AttentionSpec, target: Target, plan: MixedPlan | None = N
     check_spec(spec, target)
     plan = plan or choose_mixed_plan(spec, target)
     plan.check(spec, target)
-    layout, cost = mixed_layout(spec, plan), mixed_cost(spec, plan.few.tile_q)
+    layout, cost = mixed_layout(spec, plan), mixed_cost(spec, plan.few.tile_q, partial(head_groups, spec))
     key_tiles, has_prefill = [plan.few.tile_k, *([plan.prompt.tile_k] if plan.prompt else [])], bool(plan.prompt)
     title = f"{_TITLE}, decode" if plan.prompts_beside else _TITLE
     context = forward_context(

@@ -163,7 +163,7 @@ def render_schedule(spec: AttentionSpec, target: Target, plan: DecodePlan) -> Re
         "struct": _STRUCT,
         "entry": entry,
         "threads": _THREADS,
-        "types": templates.get_template("types.cuh.jinja").render(struct=_STRUCT, dtype=None, layout=layout).strip(),
+        "types": templates.get_template("types.cuh.jinja").render(struct=_STRUCT, element=None, layout=layout).strip(),
         "variant": templates.get_template("variant.cuh.jinja")
         .render(struct=_STRUCT, variant=variant, position=False)
         .strip(),
