@@ -13,6 +13,9 @@ from flashgen.language import operations as ops
 from flashgen.language.rows import Row
 from flashgen.language.trace import HANDLED, Traced, apply, detach, lift
 
+_set_grad_enabled = torch._C._set_grad_enabled
+_enter_vmap, _leave_vmap = torch._C._functorch._vmap_increment_nesting, torch._C._functorch._vmap_decrement_nesting
+
 
 class tracing:
     """A context manager in which functions are traced.
@@ -26,12 +29,12 @@ class tracing:
 
     def __enter__(self) -> None:
         self._grad_enabled = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(True)
-        torch._C._functorch._vmap_increment_nesting(1, "same")
+        _set_grad_enabled(True)
+        _enter_vmap(1, "same")
 
     def __exit__(self, *_error: Any) -> None:
-        torch._C._functorch._vmap_decrement_nesting()
-        torch._C._set_grad_enabled(self._grad_enabled)
+        _leave_vmap()
+        _set_grad_enabled(self._grad_enabled)
 
 
 class _Context:
@@ -93,10 +96,12 @@ class _Gradient(Traced):
     def __rsub__(self, other: Any) -> Traced:
         return _gradient(_term(other) - _factor(self))
 
-    def __getattr__(self, name: str) -> Any:
+    def tensor_attribute(self, name: str) -> Any:
         if name in _LINEAR:
             return lambda *arguments, **keywords: _LINEAR[name](self, *arguments, **keywords)
         raise _not_linear(name)
+
+    __getattr__ = tensor_attribute  # for names that the language does not have
 
     @classmethod
     def __torch_function__(cls, function: Any, _types: Any, arguments: Any = (), keywords: Any = None) -> Any:
