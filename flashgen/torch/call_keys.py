@@ -37,28 +37,25 @@ def call_key(score: Traced | None, score_name: str, mask: Traced | None, mask_na
         score = apply(ops.ToFloat, score)
     held: tuple[Any, ...] = ()
     numbers: tuple[Any, ...] = ()
-    for traced in (score, mask):
-        if traced is not None:
+    texts = spec
+    for traced, name in ((score, score_name), (mask, mask_name)):
+        if traced is None:
+            texts += ",null"
+        else:
+            texts += f',["{name}",{traced.text}]'
             held, numbers = held + traced.arrays, numbers + traced.numbers
     arrays, slots = distinct(held)
-    texts = f"{_text_of(score, score_name)},{_text_of(mask, mask_name)}"
-    return CallKey(f"[{spec},{texts},{slots}]", arrays, numbers)
-
-
-def _text_of(traced: Traced | None, name: str) -> str:
-    return "null" if traced is None else f'["{name}",{traced.text}]'
+    return CallKey(f"[{texts},{slots}]", arrays, numbers)
 
 
 def distinct(held: tuple[Any, ...]) -> tuple[list[Any], list[int]]:
     """Returns the distinct arrays, and for each array of `held` its position among them."""
     arrays: list[Any] = []
     slots: list[int] = []
+    positions: dict[int, int] = {}
     for array in held:
-        for number, other in enumerate(arrays):
-            if other is array:
-                slots.append(number)
-                break
-        else:
-            slots.append(len(arrays))
+        slot = positions.setdefault(id(array), len(arrays))
+        if slot == len(arrays):
             arrays.append(array)
+        slots.append(slot)
     return arrays, slots
