@@ -138,9 +138,10 @@ def key_of(score: str, score_name: str, mask: str, mask_name: str, spec: str) ->
     reader = _Reader(())
     try:
         key, arrays, numbers = call_key(
-            reader.value(json.loads(score)) if score else None, score_name,
-            reader.value(json.loads(mask)) if mask else None, mask_name, spec,
-        )  # fmt: skip
+            (reader.value(json.loads(score)), score_name) if score else None,
+            (reader.value(json.loads(mask)), mask_name) if mask else None,
+            spec,
+        )
     except SpecError as error:
         return (str(error),)
     decoded: tuple[list[Any], list[Any]] = ([], [])

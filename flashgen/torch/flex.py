@@ -13,7 +13,7 @@ from flashgen.torch.autocast import dtype_of_autocast
 from flashgen.torch.block_mask import BlockMask
 from flashgen.torch.fitting import cut_heads, expand_batch, padded_heads, scale_of_call
 from flashgen.torch.functional import run_traced, spec_of_call
-from flashgen.torch.placeholders import traced_by_dynamo
+from flashgen.torch.placeholders import Recording
 from flashgen.torch.table import outside_of_graphs, run_where_graphs_break, specialized, warn_once
 from flashgen.torch.tensors import Tensor, check_tensors, dtype_of, is_plain
 from flashgen.torch.traced_functions import trace_call
@@ -81,9 +81,8 @@ def flex_attention(
         query, key, value, _, _, own_scale = padded_heads(query, key, value)
         scale = own_scale if scale is None else scale
         head_dim, spec_value_dim = query.shape[3], value.shape[3]
-    compiles = torch.compiler.is_compiling()
-    if compiles:
-        run_where_graphs_break(_attend)
+    if compiles := torch.compiler.is_compiling():
+        run_where_graphs_break(_attend_in_graph)
         head_dim, spec_value_dim, scale = specialized(head_dim), specialized(spec_value_dim), specialized(scale)
     spec = spec_of_call(query.dtype, head_dim, spec_value_dim, scale, emulate)
     if not spec:
@@ -92,7 +91,8 @@ def flex_attention(
             "torch.autocast"
         )
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
-    results = _attend(score_mod, mask_mod, spec, query, key, value, wants_lse, compiles)
+    attend = _attend_in_graph if compiles else _attend
+    results = attend(score_mod, mask_mod, spec, query, key, value, wants_lse)
     if padded:
         results = (cut_heads(results[0], value_dim), results[1]) if wants_lse else cut_heads(results, value_dim)
     if return_aux is None:
@@ -112,29 +112,28 @@ def _scaled(score_mod: Callable[..., Any] | Score | None, scale: Tensor) -> Call
     return scaled
 
 
-def _attend(
-    score_mod: Any, mask_mod: Any, spec: str, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, compiles: bool
-) -> Any:
-    """Traces the functions and runs the call.
+def _attend(score_mod: Any, mask_mod: Any, spec: str, q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> Any:
+    """Traces the functions and runs the call, without torch.compile."""
+    return run_traced(trace_call(score_mod, mask_mod, spec, q.device), q, k, v, return_lse)
 
-    compiles: whether the caller is compiled. If this function is not, the graph broke here and the call runs eagerly.
-    """
-    if compiles and not torch.compiler.is_compiling():
+
+def _attend_in_graph(
+    score_mod: Any, mask_mod: Any, spec: str, q: Tensor, k: Tensor, v: Tensor, return_lse: bool
+) -> Any:
+    """Does the same under torch.compile. If it runs eagerly, the graph broke at its call."""
+    if not torch.compiler.is_compiling():
         return _attend_where_graphs_break(score_mod, mask_mod, spec, q, k, v, return_lse)
-    trace = traced_by_dynamo if compiles else trace_call
-    return run_traced(trace(score_mod, mask_mod, spec, q.device), q, k, v, return_lse)
+    return run_traced(Recording().trace_call(score_mod, mask_mod, spec, q.device), q, k, v, return_lse)
 
 
 @outside_of_graphs("flashgen traces score_mod and mask_mod")
-def _attend_where_graphs_break(
-    score_mod: Any, mask_mod: Any, spec: str, q: Tensor, k: Tensor, v: Tensor, return_lse: bool
-) -> Any:
+def _attend_where_graphs_break(*call: Any) -> Any:
     warn_once(
         "torch.compile breaks its graph at flashgen.torch.flex_attention: score_mod or mask_mod depends on the values "
         "of tensors (if, .item()), or does what Dynamo cannot trace. The result is right; for one graph write where(), "
         "and operate on tensors"
     )
-    return run_traced(trace_call(score_mod, mask_mod, spec, q.device), q, k, v, return_lse)
+    return _attend(*call)
 
 
 _BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH")

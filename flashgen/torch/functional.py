@@ -112,7 +112,7 @@ def run_traced(traced: TracedCall, q: Tensor, k: Tensor, v: Tensor, return_lse: 
 
 
 @constant
-def spec_of_call(dtype: torch.dtype, head_dim: int, value_dim: int, scale: float | None, emulate: bool | None) -> str:
+def spec_of_call(dtype: torch.dtype, head_dim: int, value_dim: int, scale: Any, emulate: bool | None) -> str:
     """Returns the other fields of the spec of traced functions; "" for a dtype that kernels do not compute in."""
     element = _ELEMENTS.get(dtype)
     if element is None:

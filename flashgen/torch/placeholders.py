@@ -192,7 +192,7 @@ class Recording(TorchFunctionMode):
             ]
         )
 
-    def result(self, function: Any, leaves: tuple[str, ...]) -> str:
+    def _trace(self, function: Any, leaves: tuple[str, ...]) -> str:
         """Traces a function. Returns its result as `Composed.value`; "" for None."""
         if function is None:
             return ""
@@ -205,11 +205,11 @@ class Recording(TorchFunctionMode):
         PLACEHOLDERS.pop()
         return self.values[self.run("the result", (result,))]
 
-    def call_of(self, score_mod: Any, mask_mod: Any, spec: str, device: torch.device) -> TracedCall:
-        """Traces the functions of a call (`traced_by_dynamo`)."""
+    def trace_call(self, score_mod: Any, mask_mod: Any, spec: str, device: torch.device) -> TracedCall:
+        """Traces the functions of a call, as `traced_functions.trace_call` without Dynamo."""
         self._patch_abs()
-        score = self.result(score_mod, ("score", "b", "h", "q", "k"))
-        mask = self.result(mask_mod, ("b", "h", "q", "k"))
+        score = self._trace(score_mod, ("score", "b", "h", "q", "k"))
+        mask = self._trace(mask_mod, ("b", "h", "q", "k"))
         names = [each.name if isinstance(each, (Mask, Score)) else "" for each in (score_mod, mask_mod)]
         found = self._key_of(score, names[0] or "score_mod", mask, names[1] or "mask_mod", spec)
         if len(found) == 1:
@@ -217,8 +217,3 @@ class Recording(TorchFunctionMode):
         key, positions, integers, floats = found
         arrays = self._operands([self.arrays[position] for position in positions], device)
         return key, arrays, self.numbers_at(integers), self.numbers_at(floats)
-
-
-def traced_by_dynamo(score_mod: Any, mask_mod: Any, spec: str, device: torch.device) -> TracedCall:
-    """Returns the key of a call under Dynamo, with its arrays, integers and floats (`call_keys`)."""
-    return Recording().call_of(score_mod, mask_mod, spec, device)

@@ -22,8 +22,8 @@ from flashgen.language.elementary import where
 from flashgen.language.modifiers import MASK_SYMBOLS, SCORE_SYMBOLS, Mask, Score, name_of
 from flashgen.language.protocols import DTYPES
 from flashgen.language.trace import HANDLED, Traced, lift, traced_node, watch_gradient_mode
-from flashgen.torch.autograd_functions import tracing
-from flashgen.torch.call_keys import call_key, distinct
+from flashgen.torch.autograd_functions import enter_tracing, leave_tracing
+from flashgen.torch.call_keys import NamedTrace, call_key, distinct
 from flashgen.torch.placeholders import TracedCall
 from flashgen.torch.tensors import dtype_of, operands
 from flashgen.torch.variants import TextOfMask
@@ -63,9 +63,8 @@ def trace_call(
         spec: the other fields of the spec as JSON without brackets (`variants.spec_text`).
         device: the device that operands are moved to.
     """
-    with tracing():
-        score, mask = _trace(score_mod, _SCORE_LEAVES), _trace(mask_mod, _MASK_LEAVES)
-    key, arrays, numbers = call_key(score, _name(score_mod, "score_mod"), mask, _name(mask_mod, "mask_mod"), spec)
+    score, mask = _trace_functions(score_mod, mask_mod)
+    key, arrays, numbers = call_key(score, mask, spec)
     integers: list[int] = []
     floats: list[float] = []
     for number in numbers:
@@ -82,44 +81,46 @@ class TracedMask(NamedTuple):
 
 def trace_mask_function(function: Callable[..., Any]) -> TracedMask:
     """Traces a mask function for a spec. Its numbers become constants."""
-    with tracing():
-        traced = _trace(function, _MASK_LEAVES)
-    assert traced is not None
+    _, mask = _trace_functions(None, function)
+    assert mask is not None
+    traced, _ = mask
     if traced.kind != "bool":
         raise SpecError(f"a mask function must return a boolean, got {traced.kind}: compare it, e.g. return x != 0")
     arrays, slots = distinct(traced.arrays)
-    return TracedMask(TextOfMask(name_of(function, "mask"), traced.text, traced.numbers, tuple(slots)), arrays)
+    return TracedMask(TextOfMask(name_of(function, "mask"), traced.text, traced.numbers, slots), arrays)
 
 
 def check_mask_function(function: Callable[..., Any]) -> None:
     """Raises SpecError if a mask function cannot be traced. Does nothing under torch.compile, which traces calls."""
     if not torch.compiler.is_compiling():
-        with tracing():
-            _trace(function, _MASK_LEAVES)
+        _trace_functions(None, function)
 
 
-def _name(function: Any, plain: str) -> str:
-    return function.name if isinstance(function, (Mask, Score)) else plain
+def _trace_functions(score_mod: Any, mask_mod: Any) -> tuple[NamedTrace | None, NamedTrace | None]:
+    """Returns the results of the functions for their leaves; None for None."""
+    grad_enabled = enter_tracing()
+    try:
+        score = None if score_mod is None else _trace(score_mod, _SCORE_LEAVES, "score_mod")
+        mask = None if mask_mod is None else _trace(mask_mod, _MASK_LEAVES, "mask_mod")
+    finally:
+        leave_tracing(grad_enabled)
+    return score, mask
 
 
-def _trace(function: Any, leaves: tuple[Traced, ...]) -> Traced | None:
-    """Returns the result of a function for its leaves; None for None."""
-    if function is None:
-        return None
-    return function(*leaves) if isinstance(function, (Mask, Score)) else _run(function, leaves)
-
-
-def _run(function: Any, leaves: tuple[Traced, ...]) -> Traced:
+def _trace(function: Any, leaves: tuple[Traced, ...], name: str) -> NamedTrace:
+    """Returns the result of a function for its leaves. name: that of a function without its own."""
+    if isinstance(function, (Mask, Score)):
+        return function(*leaves), function.name
     try:
         result = function(*leaves)
         if type(result) is Traced:
-            return result
+            return result, name
     except Exception:
         result = _run_with_stand_ins(function, leaves)
     if isinstance(result, (Mask, Score)):
         result = result(*leaves)
     try:
-        return lift(result)
+        return lift(result), name
     except SpecError as error:
         raise SpecError(f"{_kind_of(leaves)} function: {error}") from error
 
