@@ -176,7 +176,7 @@ def _mask_function(block_mask: Any, q_shape: torch.Size, k_shape: torch.Size) ->
         )
     if (batch != 1 and batch != q_shape[0]) or (heads != 1 and heads != q_shape[1]):
         raise ArgumentError(
-            f"block_mask was created for B={batch} and H={heads}; query has {q_shape[0]} and {q_shape[1]}: give these, "
-            "or 1 or None"
+            f"block_mask was created for B={batch}, H={heads}; query has a batch of {q_shape[0]} and {q_shape[1]} "
+            "heads: give these numbers, 1 or None"
         )
     return block_mask.function

@@ -12,8 +12,9 @@ from flashgen.attention.varlen import check_shared_offsets
 from flashgen.dtypes import ELEMENTS
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
-from flashgen.torch import autocast, operators
+from flashgen.torch import operators
 from flashgen.torch.arguments import all_captures
+from flashgen.torch.autocast import cast, dtype_of_autocast
 from flashgen.torch.placeholders import TracedCall
 from flashgen.torch.table import Registered, constant, handle, is_emulated, object_of, registered
 from flashgen.torch.tensors import PLAIN_TENSORS, Tensor, bound_tensor, check_tensors, refuse_gradients
@@ -94,8 +95,8 @@ def call(
             check_shared_offsets(captures, q, k)
         if entry.cache and torch.is_grad_enabled():
             refuse_gradients(entry, q, k, v, arrays)
-    if autocast.dtype_of_autocast(q.is_cuda) is not None:
-        q, k, v = autocast.cast(entry, q, k, v)
+    if dtype_of_autocast(q.is_cuda) is not None:
+        q, k, v = cast(entry, q, k, v)
     drawn = None if seed is None and not entry.dropout else _seed(entry, seed, q.device)
     return run(entry, q, k, v, arrays, integers, floats, drawn, return_lse)
 

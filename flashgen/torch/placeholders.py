@@ -49,8 +49,9 @@ class Recording(TorchFunctionMode):
     """Records the operations of a function on placeholders. All other operations run normally.
 
     Dynamo traces this class too, and each line adds compilation time. Whatever can be done in `encoded_values` is done
-    there. Dynamo checks in each call that the globals that it read are still the same, but not the attributes of a
-    class whose object was created while it traced, so what the methods need are attributes.
+    there. Each call of a compiled function checks that the globals that Dynamo read are still the same objects. It does
+    not check methods of an object that was created while Dynamo traced. So functions that are used here are static
+    methods.
 
     Attributes:
         values: the encoded value of each placeholder, as `Composed.value`.
