@@ -89,6 +89,11 @@ _PYTHON_ERRORS = {
     "'Traced' object is not subscriptable": "a traced value is one number and cannot be indexed; a flashgen.Tensor "
     "can, by traced indices",
 }
+_ATTRIBUTES = "flashgen.language lists the functions and the methods that can be traced"
+_INDEXING = (
+    "it can trace array[index] for arrays that are created outside of the function and are not in dicts; or declare "
+    "flashgen.Tensor(name, dtype, ndim), and give it at the call"
+)
 
 
 def call_traced(function: Callable[..., Any], operands: Any, what: str) -> Any:
@@ -107,10 +112,8 @@ def call_traced(function: Callable[..., Any], operands: Any, what: str) -> Any:
             if str(error).endswith(end):
                 raise SpecError(f"{what}{_line_of(error)}: {explained}") from error
         # NumPy and torch replace the error of __index__ by their own.
-        error.add_note(
-            f"while flashgen traced {what}: it can trace array[index] for arrays that are created outside of the "
-            "function and are not in dicts; or declare flashgen.Tensor(name, dtype, ndim), and give it at the call"
-        )
+        lacks_attribute = isinstance(error, AttributeError) and isinstance(error.obj, Traced)
+        error.add_note(f"while flashgen traced {what}: {_ATTRIBUTES if lacks_attribute else _INDEXING}")
         raise
 
 

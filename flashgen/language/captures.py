@@ -135,9 +135,6 @@ def element(leaf: Leaf, array: Any, indices: tuple[Any, ...]) -> Any:
     text = leaf.load
     arrays: tuple[Any, ...] = () if array is None else (array,)
     numbers: tuple[Any, ...] = ()
-    if len(indices) == 1 and isinstance(indices[0], Traced) and indices[0].kind == "int":  # the most common case
-        (only,) = indices
-        return Traced(f"{text},{only.text}]", leaf.kind, arrays + only.arrays, only.numbers)
     for item in indices:
         value = item if isinstance(item, Traced) else _index(leaf, array, indices, item)
         if value.kind != "int":

@@ -215,6 +215,13 @@ def answer_libraries() -> None:
     """Installs the functions of this module as the handlers of traced values and rows."""
     ANSWERS.update(method=method, numpy=call_numpy, torch=call_torch, array=zero_dimensional)
     ROW_ANSWERS.update(method=method, torch=call_torch)
+    functions = (_METHODS, _ARRAY_FUNCTIONS, _REDUCTIONS, _SHAPES, dict.fromkeys(_PRODUCTS))
+    for name in {"dtype", *_ATTRIBUTES}.union(*functions):
+        setattr(Traced, name, property(partial(_tensor_attribute, name)))
+
+
+def _tensor_attribute(name: str, value: Traced) -> Any:
+    return value.tensor_attribute(name)
 
 
 def method(value: Any, name: str) -> Any:

@@ -236,7 +236,12 @@ class Traced:
 
     # Attributes and functions of tensors, so that FlexAttention's functions run unchanged -----------------------------
 
-    def __getattr__(self, name: str) -> Any:
+    def tensor_attribute(self, name: str) -> Any:
+        """Returns an attribute or a method of tensors.
+
+        `protocols` adds a property for each name. With `__getattr__` instead, Python 3.11 would take three times as
+        long to read `text` and the other slots, of which a call reads about a hundred.
+        """
         return ANSWERS["method"](self, name)
 
     def __array_ufunc__(self, ufunc: Any, how: str, *inputs: Any, **keywords: Any) -> Any:
@@ -248,9 +253,9 @@ class Traced:
     @classmethod
     def __torch_function__(cls, function: Any, _types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         handler = HANDLED.get(function)
-        if handler is not None:
-            return handler(*arguments, **(keywords or {}))
-        return ANSWERS["torch"](function, arguments, keywords or {})
+        if handler is None:
+            return ANSWERS["torch"](function, arguments, keywords or {})
+        return handler(*arguments, **keywords) if keywords else handler(*arguments)
 
 
 def traced_node(node: sympy.Basic) -> Traced:

@@ -7,17 +7,21 @@ from typing import Any
 import torch
 
 from flashgen.torch.operators import LIBRARY
-from flashgen.torch.table import Registered, entry_of_key
+from flashgen.torch.table import Registered, constant, entry_of_key
 from flashgen.torch.tensors import Tensor
+
+
+@constant
+def dtype_of_autocast(is_cuda: bool) -> torch.dtype | None:
+    """Returns the dtype of autocast for a GPU or for the CPU; None if it is disabled. Dynamo guards this state."""
+    device_type = "cuda" if is_cuda else "cpu"
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def converted(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Converts tensors to the dtype of autocast, if it is enabled for the device of the first one."""
-    device_type = "cuda" if tensors[0].is_cuda else "cpu"
-    if not torch.is_autocast_enabled(device_type):
-        return tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(tensor.to(dtype) for tensor in tensors)
+    dtype = dtype_of_autocast(tensors[0].is_cuda)
+    return tensors if dtype is None else tuple(tensor.to(dtype) for tensor in tensors)
 
 
 def cast(entry: Registered, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

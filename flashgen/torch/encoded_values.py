@@ -18,6 +18,7 @@ from flashgen.language import functions
 from flashgen.language.captures import Leaf, PartlyIndexed
 from flashgen.language.expression_json import FLOAT, INTEGER
 from flashgen.language.modifiers import at_operands
+from flashgen.language.operations import Kind
 from flashgen.language.protocols import call_torch_named, is_supported
 from flashgen.language.rows import ComputedRow, Row
 from flashgen.language.trace import Traced, lift
@@ -28,6 +29,7 @@ AT, RESULT = "a mask or a score at operands", "the result"
 """Special function names of `composed`."""
 OF_LANGUAGE = "flashgen."
 """The prefix of the names of flashgen's own functions."""
+_DTYPES = {"bool": torch.bool, "int": torch.int32, "float": torch.float32}
 Values = tuple[tuple[int, int | float], ...]
 """(position, value) of numbers that are passed by value, because an operation depends on them."""
 
@@ -37,14 +39,14 @@ class Composed(NamedTuple):
 
     Attributes:
         value: a traced value, or a row of them, as JSON; "" if there is no result.
-        kind: the kind of its elements, "bool", "int" or "float".
+        dtype: the dtype of a tensor that represents it: bool, int32 or float32.
         columns: the length of a computed row; None for a single value or a part of an array.
         array: for a part of an array, the position of the array and the number of indices given so far.
         error: the message if there is no result; "" if the operation may need the values of numbers.
     """
 
     value: str
-    kind: str = ""
+    dtype: torch.dtype | None = None
     columns: int | None = None
     array: tuple[int, int] | None = None
     error: str = ""
@@ -111,9 +113,10 @@ def name_of(function: Any) -> str:
 
 
 @constant
-def leaf_value(name: str) -> str:
-    """Returns the encoded value of an index or of the score."""
-    return json.dumps(_data(Traced(f'"{name}"', "float" if name == "score" else "int")))
+def leaf(name: str) -> tuple[str, torch.dtype]:
+    """Returns the encoded value of an index or of the score, and its dtype."""
+    kind: Kind = "float" if name == "score" else "int"
+    return json.dumps(_data(Traced(f'"{name}"', kind))), _DTYPES[kind]
 
 
 @constant
@@ -135,9 +138,10 @@ def key_of(score: str, score_name: str, mask: str, mask_name: str, spec: str) ->
     reader = _Reader(())
     try:
         key, arrays, numbers = call_key(
-            reader.value(json.loads(score)) if score else None, score_name,
-            reader.value(json.loads(mask)) if mask else None, mask_name, spec,
-        )  # fmt: skip
+            (reader.value(json.loads(score)), score_name) if score else None,
+            (reader.value(json.loads(mask)), mask_name) if mask else None,
+            spec,
+        )
     except SpecError as error:
         return (str(error),)
     decoded: tuple[list[Any], list[Any]] = ([], [])
@@ -244,17 +248,19 @@ class _Reader:
 
 def _result(result: Any) -> Composed:
     if isinstance(result, Traced):
-        return Composed(json.dumps(_data(result)), result.kind)
+        return Composed(json.dumps(_data(result)), _DTYPES[result.kind])
     if isinstance(result, PartlyIndexed):
         leaf = result.leaf
         data = {
             "leaf": [leaf.text, leaf.kind, leaf.ndim, leaf.shown], "array": result.array.position,
             "indices": [_data(lift(each)) for each in result.indices],
         }  # fmt: skip
-        return Composed(json.dumps(data), leaf.kind, None, (result.array.position, len(result.indices)))
+        return Composed(json.dumps(data), _DTYPES[leaf.kind], None, (result.array.position, len(result.indices)))
     if isinstance(result, Row):
         elements = result.elements()
-        return Composed(json.dumps({"row": [_data(each) for each in elements]}), elements[0].kind, len(elements))
+        return Composed(
+            json.dumps({"row": [_data(each) for each in elements]}), _DTYPES[elements[0].kind], len(elements)
+        )
     raise SpecError(f"a function of torch gives {type(result).__name__} of traced values: write the operation out")
 
 

@@ -7,17 +7,16 @@ from typing import Any
 
 import torch
 
-from flashgen.dtypes import ELEMENTS
 from flashgen.errors import ArgumentError
 from flashgen.language.modifiers import Score
-from flashgen.torch.autocast import converted
+from flashgen.torch.autocast import dtype_of_autocast
 from flashgen.torch.block_mask import BlockMask
 from flashgen.torch.fitting import cut_heads, expand_batch, padded_heads, scale_of_call
-from flashgen.torch.functional import is_deterministic, run_traced
-from flashgen.torch.table import fixed, is_emulated, outside_of_graphs, run_where_graphs_break, warn_once
-from flashgen.torch.tensors import Tensor, check_tensors, dtype_of
+from flashgen.torch.functional import run_traced, spec_of_call
+from flashgen.torch.placeholders import Recording
+from flashgen.torch.table import outside_of_graphs, run_where_graphs_break, specialized, warn_once
+from flashgen.torch.tensors import Tensor, check_tensors, dtype_of, is_plain
 from flashgen.torch.traced_functions import trace_call
-from flashgen.torch.variants import spec_text
 
 
 def flex_attention(
@@ -56,44 +55,44 @@ def flex_attention(
         ArgumentError: shapes, dtypes or options do not fit or are not supported.
         SpecError: score_mod or the mask function cannot be traced.
     """
-    check_tensors(query=query, key=key, value=value)
+    if not (is_plain(query) and is_plain(key) and is_plain(value)):
+        check_tensors(query=query, key=key, value=value)
     q_shape, k_shape, v_shape = query.shape, key.shape, value.shape  # read once: it takes host time
     if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
         _refuse_shapes(query=q_shape, key=k_shape, value=v_shape)
-    if block_mask is not None:
-        _check_block_mask(block_mask, q_shape, k_shape)
+    mask_mod = None if block_mask is None else _mask_function(block_mask, q_shape, k_shape)
     if q_shape[1] != k_shape[1] and not enable_gqa:
         raise ArgumentError(
             f"query has {q_shape[1]} heads and key {k_shape[1]}: give enable_gqa=True if each head of key is for a "
             "group of query heads"
         )
-    _check_options(kernel_options, return_lse, return_aux)
-    query, key, value = converted(query, key, value)
-    element = dtype_of(query)
-    if element not in ELEMENTS:
-        raise ArgumentError(
-            f"query is {element}; flashgen computes in float16 and bfloat16: convert it, or call under torch.autocast"
-        )
+    if kernel_options or return_aux is not None:
+        _check_options(kernel_options, return_lse, return_aux)
+    if (dtype := dtype_of_autocast(query.is_cuda)) is not None:
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if not q_shape[0] == k_shape[0] == v_shape[0]:
         key, value = expand_batch(query, key, value)
     if isinstance(scale, torch.Tensor):
         score_mod, scale = _scaled(score_mod, scale_of_call("scale", scale, query)), 1.0
-    head_dim, value_dim = q_shape[3], v_shape[3]
-    padded = bool(head_dim % 8 or k_shape[3] % 8 or value_dim % 8)
+    head_dim = q_shape[3]
+    value_dim = spec_value_dim = v_shape[3]
+    padded = head_dim % 8 or k_shape[3] % 8 or value_dim % 8
     if padded:
         query, key, value, _, _, own_scale = padded_heads(query, key, value)
         scale = own_scale if scale is None else scale
-        head_dim, padded_value_dim = query.shape[3], value.shape[3]
-    spec = spec_text(
-        fixed(head_dim), fixed(padded_value_dim if padded else value_dim), element, fixed(scale), "bhsd",
-        is_emulated(emulate), is_deterministic(None),
-    )  # fmt: skip
-    mask_mod = None if block_mask is None else block_mask.function
-    wants_lse = return_lse or bool(getattr(return_aux, "lse", False))
-    compiles = torch.compiler.is_compiling()
-    if compiles:
-        run_where_graphs_break(_attend)
-    results = _attend(score_mod, mask_mod, spec, query, key, value, wants_lse, compiles)
+        head_dim, spec_value_dim = query.shape[3], value.shape[3]
+    if compiles := torch.compiler.is_compiling():
+        run_where_graphs_break(_attend_in_graph)
+        head_dim, spec_value_dim, scale = specialized(head_dim), specialized(spec_value_dim), specialized(scale)
+    spec = spec_of_call(query.dtype, head_dim, spec_value_dim, scale, emulate)
+    if not spec:
+        raise ArgumentError(
+            f"query is {dtype_of(query)}; flashgen computes in float16 and bfloat16: convert it, or call under "
+            "torch.autocast"
+        )
+    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    attend = _attend_in_graph if compiles else _attend
+    results = attend(score_mod, mask_mod, spec, query, key, value, wants_lse)
     if padded:
         results = (cut_heads(results[0], value_dim), results[1]) if wants_lse else cut_heads(results, value_dim)
     if return_aux is None:
@@ -113,35 +112,35 @@ def _scaled(score_mod: Callable[..., Any] | Score | None, scale: Tensor) -> Call
     return scaled
 
 
-def _attend(
-    score_mod: Any, mask_mod: Any, spec: str, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, compiles: bool
-) -> Any:
-    """Traces the functions and runs the call.
-
-    compiles: whether the caller is compiled. If this function is not, the graph broke here and the call runs eagerly.
-    """
-    if compiles and not torch.compiler.is_compiling():
-        return _attend_where_graphs_break(score_mod, mask_mod, spec, q, k, v, return_lse)
+def _attend(score_mod: Any, mask_mod: Any, spec: str, q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> Any:
+    """Traces the functions and runs the call, without torch.compile."""
     return run_traced(trace_call(score_mod, mask_mod, spec, q.device), q, k, v, return_lse)
 
 
-@outside_of_graphs("flashgen traces score_mod and mask_mod")
-def _attend_where_graphs_break(
+def _attend_in_graph(
     score_mod: Any, mask_mod: Any, spec: str, q: Tensor, k: Tensor, v: Tensor, return_lse: bool
 ) -> Any:
+    """Does the same under torch.compile. If it runs eagerly, the graph broke at its call."""
+    if not torch.compiler.is_compiling():
+        return _attend_where_graphs_break(score_mod, mask_mod, spec, q, k, v, return_lse)
+    return run_traced(Recording().trace_call(score_mod, mask_mod, spec, q.device), q, k, v, return_lse)
+
+
+@outside_of_graphs("flashgen traces score_mod and mask_mod")
+def _attend_where_graphs_break(*call: Any) -> Any:
     warn_once(
         "torch.compile breaks its graph at flashgen.torch.flex_attention: score_mod or mask_mod depends on the values "
         "of tensors (if, .item()), or does what Dynamo cannot trace. The result is right; for one graph write where(), "
         "and operate on tensors"
     )
-    return run_traced(trace_call(score_mod, mask_mod, spec, q.device), q, k, v, return_lse)
+    return _attend(*call)
 
 
 _BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH")
 
 
 def _check_options(kernel_options: Any, return_lse: bool, return_aux: Any) -> None:
-    """Raises ArgumentError for options that FlexAttention refuses or that are not supported."""
+    """Raises ArgumentError for options that FlexAttention refuses or that are not supported. Warns of ignored ones."""
     if return_aux is not None and return_lse:
         raise ArgumentError("return_lse=True and return_aux are both given: give return_aux=AuxRequest(lse=True) alone")
     if return_aux is not None and not hasattr(return_aux, "lse"):
@@ -162,7 +161,8 @@ def _refuse_shapes(**shapes: torch.Size) -> None:
             raise ArgumentError(f"{name} has shape {tuple(shape)}: give (batch, heads, length, dim)")
 
 
-def _check_block_mask(block_mask: Any, q_shape: torch.Size, k_shape: torch.Size) -> None:
+def _mask_function(block_mask: Any, q_shape: torch.Size, k_shape: torch.Size) -> Callable[..., Any]:
+    """Returns the mask function of a block mask. Raises ArgumentError unless it is one for these shapes."""
     if not isinstance(block_mask, BlockMask):
         raise ArgumentError(
             f"block_mask of type {type(block_mask).__module__}.{type(block_mask).__name__}: make it by "
@@ -174,6 +174,9 @@ def _check_block_mask(block_mask: Any, q_shape: torch.Size, k_shape: torch.Size)
             f"block_mask is for {len_q} queries and {len_k} keys; query has {q_shape[2]} and key {k_shape[2]}: "
             "create it for these lengths"
         )
-    for name, size, given in (("B", batch, q_shape[0]), ("H", heads, q_shape[1])):
-        if size != 1 and size != given:
-            raise ArgumentError(f"block_mask was created for {name}={size}; query has {given}: give 1, None or {given}")
+    if (batch != 1 and batch != q_shape[0]) or (heads != 1 and heads != q_shape[1]):
+        raise ArgumentError(
+            f"block_mask was created for B={batch}, H={heads}; query has a batch of {q_shape[0]} and {q_shape[1]} "
+            "heads: give these numbers, 1 or None"
+        )
+    return block_mask.function

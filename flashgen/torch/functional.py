@@ -9,19 +9,23 @@ import torch
 
 from flashgen.attention.bound import BoundAttention
 from flashgen.attention.varlen import check_shared_offsets
+from flashgen.dtypes import ELEMENTS
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
-from flashgen.torch import autocast, operators
+from flashgen.torch import operators
 from flashgen.torch.arguments import all_captures
-from flashgen.torch.table import Registered, constant, handle, object_of, registered
-from flashgen.torch.tensors import Tensor, bound_tensor, check_tensors, refuse_gradients
-from flashgen.torch.traced_functions import TracedCall
+from flashgen.torch.autocast import cast, dtype_of_autocast
+from flashgen.torch.placeholders import TracedCall
+from flashgen.torch.table import Registered, constant, handle, is_emulated, object_of, registered
+from flashgen.torch.tensors import PLAIN_TENSORS, Tensor, bound_tensor, check_tensors, refuse_gradients
 from flashgen.torch.transforms import is_differentiating, is_transforming, outside_transformed, transformed
-from flashgen.torch.variants import variant_of
+from flashgen.torch.variants import spec_text, variant_of
 
 _SEEDS = 2**62
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_ELEMENTS = {getattr(torch, name): name for name in ELEMENTS}
+_PLAIN = frozenset(PLAIN_TENSORS)
 _NO_CAPTURES: Any = ([], [], [])
+_forward = torch.ops.flashgen.forward  # one name: Dynamo guards each attribute of `torch.ops`
 # torch.autograd.Function.apply first looks for torch.func transforms. Callers of these have found that there are none.
 _apply = super(torch.autograd.Function, operators.Plain).apply
 _apply_with_lse = super(torch.autograd.Function, operators.PlainWithLse).apply
@@ -92,8 +96,8 @@ def call(
             check_shared_offsets(captures, q, k)
         if entry.cache and torch.is_grad_enabled():
             refuse_gradients(entry, q, k, v, arrays)
-    if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
-        q, k, v = autocast.cast(entry, q, k, v)
+    if dtype_of_autocast(q.is_cuda) is not None:
+        q, k, v = cast(entry, q, k, v)
     drawn = None if seed is None and not entry.dropout else _seed(entry, seed, q.device)
     return run(entry, q, k, v, arrays, integers, floats, drawn, return_lse)
 
@@ -107,6 +111,15 @@ def run_traced(traced: TracedCall, q: Tensor, k: Tensor, v: Tensor, return_lse: 
         return _run_plain(entry, q, k, v, arrays, integers, floats, None, return_lse)
     out, lse = operator(q, k, v, arrays, key, integers, floats, None)
     return (out, lse) if return_lse else out
+
+
+@constant
+def spec_of_call(dtype: torch.dtype, head_dim: int, value_dim: int, scale: Any, emulate: bool | None) -> str:
+    """Returns the other fields of the spec of traced functions; "" for a dtype that kernels do not compute in."""
+    element = _ELEMENTS.get(dtype)
+    if element is None:
+        return ""
+    return spec_text(head_dim, value_dim, element, scale, "bhsd", is_emulated(emulate), is_deterministic(None))
 
 
 def is_deterministic(deterministic: bool | None) -> bool:
@@ -136,12 +149,12 @@ def run(
 def _operator(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor]) -> Any:
     """Returns the operator that a call must go through; None if it can run without the dispatcher."""
     if torch.compiler.is_compiling():
-        return outside_transformed if is_differentiating() else torch.ops.flashgen.forward
+        return outside_transformed if is_differentiating() else _forward
     if is_transforming():
         return transformed
     if torch._C._len_torch_dispatch_stack() or not _all_plain(q, k, v, arrays):
         check_tensors(q=q, k=k, v=v)
-        return torch.ops.flashgen.forward
+        return _forward
     return None
 
 
@@ -167,7 +180,7 @@ def _all_plain(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor]) -> bool:
     """Whether no tensor is of a subclass that intercepts operators, such as a fake or a distributed tensor."""
     if type(q) not in _PLAIN or type(k) not in _PLAIN or type(v) not in _PLAIN:
         return False
-    return not arrays or all(type(each) in _PLAIN for each in arrays)
+    return _PLAIN.issuperset(map(type, arrays))
 
 
 def _wants_gradients(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor]) -> bool:

@@ -7,7 +7,7 @@ the mode did not see cannot be mistaken for a value.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -16,22 +16,56 @@ from flashgen.errors import SpecError
 from flashgen.language.modifiers import Mask, Score
 from flashgen.language.trace import MAX_INT, PLACEHOLDERS, Traced
 from flashgen.language.well_formed import FLOAT32_MAX
-from flashgen.torch.encoded_values import AT, OF_LANGUAGE, RESULT, composed, key_of, leaf_value, name_of, opened
-from flashgen.torch.table import constant, fixed
+from flashgen.torch import encoded_values as encoded
+from flashgen.torch.table import constant, specialized
+from flashgen.torch.tensors import operands
 
-_DTYPES = {"bool": torch.bool, "int": torch.int32, "float": torch.float32}
+TracedCall: TypeAlias = tuple[str, list[torch.Tensor], list[int], list[float]]
+"""The key of a call, its arrays, integers and floats. Not a named tuple: Dynamo would guard its class in every call."""
+
+
+@constant
+def _patch_abs_of_dynamo() -> None:
+    """Makes the built-in abs() of a tensor call torch function modes, which Dynamo omits from torch 2.12 on.
+
+    It runs while Dynamo traces.
+    """
+    from torch._dynamo.variables import tensor
+    from torch._dynamo.variables.torch_function import can_dispatch_torch_function
+
+    known = getattr(tensor.TensorVariable, "nb_absolute_impl", None)
+    if known is None or hasattr(known, "asks_modes"):
+        return
+
+    def nb_absolute_impl(self: Any, tx: Any) -> Any:
+        return self.call_method(tx, "abs", [], {}) if can_dispatch_torch_function(tx, (self,), {}) else known(self, tx)
+
+    nb_absolute_impl.asks_modes = True  # type: ignore[attr-defined]
+    vars_of_tensors: Any = tensor.TensorVariable
+    vars_of_tensors.nb_absolute_impl = nb_absolute_impl
 
 
 class Recording(TorchFunctionMode):
     """Records the operations of a function on placeholders. All other operations run normally.
 
-    Dynamo traces this class too: each line adds compilation time, and each global that it reads adds a guard. Whatever
-    can be done in `encoded_values` is done there.
+    Dynamo traces this class too, and each line adds compilation time. Whatever can be done in `encoded_values` is done
+    there. Each call of a compiled function checks that the globals that Dynamo read are still the same objects. It does
+    not check methods of an object that was created while Dynamo traced. So functions that are used here are static
+    methods.
 
     Attributes:
         values: the encoded value of each placeholder, as `Composed.value`.
         arrays, numbers: the operands that encoded values refer to by position.
     """
+
+    _composed = staticmethod(encoded.composed)
+    _leaf = staticmethod(encoded.leaf)
+    _key_of = staticmethod(encoded.key_of)
+    _opened = staticmethod(encoded.opened)
+    _name_of = staticmethod(encoded.name_of)
+    _fixed = staticmethod(specialized)
+    _operands = staticmethod(operands)
+    _patch_abs = staticmethod(_patch_abs_of_dynamo)
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,11 +81,11 @@ class Recording(TorchFunctionMode):
         given = tuple([self._operand(each) for each in arguments])
         named = tuple([(key, self._operand(each)) for key, each in (keywords or {}).items()])
         detaches = self._had_gradients and not torch.is_grad_enabled()
-        value, kind, columns, array, error = "", "", None, None, ""
+        value, dtype, columns, array, error = "", None, None, None, ""
         # First without values of numbers, then with those of this operation's numbers, then with all values.
         for first in (len(self.numbers), before, 0):
-            known = tuple([(position, fixed(self.numbers[position])) for position in range(first, len(self.numbers))])
-            value, kind, columns, array, error = composed(name, given, named, known, detaches)
+            known = tuple([(number, self._fixed(self.numbers[number])) for number in range(first, len(self.numbers))])
+            value, dtype, columns, array, error = self._composed(name, given, named, known, detaches)
             if value or error:
                 break
         if not value:
@@ -59,29 +93,30 @@ class Recording(TorchFunctionMode):
         shape = () if columns is None else (columns,)
         if array is not None:
             shape = self.arrays[array[0]].shape[array[1] :]
-        placeholder = torch.empty(shape, dtype=_DTYPES[kind], device="meta")
+        placeholder = torch.empty(shape, dtype=dtype, device="meta")
         self.values[placeholder] = value
         return placeholder
 
     def leaf(self, name: str) -> torch.Tensor:
         """Returns the placeholder of an index or of the score."""
-        placeholder = torch.empty((), dtype=_DTYPES["float" if name == "score" else "int"], device="meta")
-        self.values[placeholder] = leaf_value(name)
+        value, dtype = self._leaf(name)
+        placeholder = torch.empty((), dtype=dtype, device="meta")
+        self.values[placeholder] = value
         return placeholder
 
     def call(self, name: str, operands: Any, options: Any) -> torch.Tensor:
         """Records a function of flashgen's language."""
-        return self.run(OF_LANGUAGE + name, operands, options)
+        return self.run(encoded.OF_LANGUAGE + name, operands, options)
 
     def at(self, template: Traced, operands: Any) -> torch.Tensor:
         """Records a named mask or score that is called at operands."""
-        return self.run(AT, (template, *operands))
+        return self.run(encoded.AT, (template, *operands))
 
     def _operand(self, given: Any) -> tuple[Any, ...]:
         """Encodes an operand for `composed`."""
         if isinstance(given, torch.Tensor):
             if given in self.values:
-                return "value", self.values[given], fixed(given.shape[-1]) if given.ndim == 1 else None
+                return "value", self.values[given], self._fixed(given.shape[-1]) if given.ndim == 1 else None
             if given.device.type == "meta":
                 raise SpecError(
                     "torch.compile traced an operation on an index or a score that flashgen did not see: write it with "
@@ -90,12 +125,12 @@ class Recording(TorchFunctionMode):
             return "array", self._array(given), given.dtype, given.ndim, given.requires_grad
         if isinstance(given, int) and not isinstance(given, bool):
             if not -MAX_INT <= given < MAX_INT:
-                return "constant", fixed(given)
+                return "constant", self._fixed(given)
             return "number", self._number(given), False
         if isinstance(given, float):
             # Infinities, NaN and zeros stay constants.
             if given == 0 or not -FLOAT32_MAX <= given <= FLOAT32_MAX:
-                return "constant", fixed(given)
+                return "constant", self._fixed(given)
             return "number", self._number(given), True
         if isinstance(given, Traced):
             arrays = tuple([self._array(each) for each in given.arrays])
@@ -119,7 +154,7 @@ class Recording(TorchFunctionMode):
         """Returns the traced value of a placeholder; anything else unchanged."""
         if not isinstance(given, torch.Tensor) or given not in self.values:
             return given
-        text, kind, arrays, numbers = opened(self.values[given])
+        text, kind, arrays, numbers = self._opened(self.values[given])
         return Traced(
             text, kind, tuple([self.arrays[position] for position in arrays]), tuple(self.numbers_at(numbers))
         )
@@ -131,9 +166,9 @@ class Recording(TorchFunctionMode):
     def __torch_function__(self, function: Any, _types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         if not self._has_placeholders(arguments) and not self._has_placeholders(tuple((keywords or {}).values())):
             return function(*arguments, **(keywords or {}))
-        name = name_of(function)
+        name = self._name_of(function)
         if name == "__getitem__":
-            arguments = (arguments[0], _non_negative_index(arguments[0], arguments[1]))
+            arguments = (arguments[0], self._non_negative_index(arguments[0], arguments[1]))
         if name == "take":
             arguments = (arguments[0].reshape(-1), *arguments[1:])
         return self.run(name, arguments, keywords)
@@ -147,63 +182,39 @@ class Recording(TorchFunctionMode):
                 return True
         return False
 
+    @staticmethod
+    def _non_negative_index(tensor: torch.Tensor, index: Any) -> tuple[Any, ...]:
+        """Converts negative numbers of an index, which count from the end, to positions from the beginning."""
+        items = index if isinstance(index, tuple) else (index,)
+        return tuple(
+            [
+                item + tensor.shape[axis] if isinstance(item, int) and item < 0 and axis < tensor.ndim else item
+                for axis, item in enumerate(items)
+            ]
+        )
 
-def _non_negative_index(tensor: torch.Tensor, index: Any) -> tuple[Any, ...]:
-    """Converts negative numbers of an index, which count from the end, to positions from the beginning."""
-    items = index if isinstance(index, tuple) else (index,)
-    return tuple(
-        [
-            item + tensor.shape[axis] if isinstance(item, int) and item < 0 and axis < tensor.ndim else item
-            for axis, item in enumerate(items)
-        ]
-    )
+    def _trace(self, function: Any, leaves: tuple[str, ...]) -> str:
+        """Traces a function. Returns its result as `Composed.value`; "" for None."""
+        if function is None:
+            return ""
+        placeholders = [self.leaf(leaf) for leaf in leaves]
+        PLACEHOLDERS.append(self)
+        with self:
+            result = function(*placeholders)
+            if isinstance(result, (Mask, Score)):
+                result = result(*placeholders)
+        PLACEHOLDERS.pop()
+        return self.values[self.run("the result", (result,))]
 
-
-def traced_by_dynamo(score_mod: Any, mask_mod: Any, spec: str) -> tuple[str, list[torch.Tensor], list[Any], list[Any]]:
-    """Returns the key of a call under Dynamo, with its arrays, integers and floats (`call_keys`)."""
-    _patch_abs_of_dynamo()
-    recording = Recording()
-    score = _result(recording, score_mod, ("score", "b", "h", "q", "k"))
-    mask = _result(recording, mask_mod, ("b", "h", "q", "k"))
-    names = [each.name if isinstance(each, (Mask, Score)) else "" for each in (score_mod, mask_mod)]
-    found = key_of(score, names[0] or "score_mod", mask, names[1] or "mask_mod", spec)
-    if len(found) == 1:
-        raise SpecError(found[0])
-    key, arrays, integers, floats = found
-    arrays = [recording.arrays[position] for position in arrays]
-    return key, arrays, recording.numbers_at(integers), recording.numbers_at(floats)
-
-
-def _result(recording: Recording, function: Any, leaves: tuple[str, ...]) -> str:
-    """Traces a function. Returns its result as `Composed.value`; "" for None."""
-    if function is None:
-        return ""
-    placeholders = [recording.leaf(leaf) for leaf in leaves]
-    PLACEHOLDERS.append(recording)
-    with recording:
-        result = function(*placeholders)
-        if isinstance(result, (Mask, Score)):
-            result = result(*placeholders)
-    PLACEHOLDERS.pop()
-    return recording.values[recording.run(RESULT, (result,))]
-
-
-@constant
-def _patch_abs_of_dynamo() -> None:
-    """Makes the built-in abs() of a tensor call torch function modes, which Dynamo omits from torch 2.12 on.
-
-    It runs while Dynamo traces.
-    """
-    from torch._dynamo.variables import tensor
-    from torch._dynamo.variables.torch_function import can_dispatch_torch_function
-
-    known = getattr(tensor.TensorVariable, "nb_absolute_impl", None)
-    if known is None or hasattr(known, "asks_modes"):
-        return
-
-    def nb_absolute_impl(self: Any, tx: Any) -> Any:
-        return self.call_method(tx, "abs", [], {}) if can_dispatch_torch_function(tx, (self,), {}) else known(self, tx)
-
-    nb_absolute_impl.asks_modes = True  # type: ignore[attr-defined]
-    vars_of_tensors: Any = tensor.TensorVariable
-    vars_of_tensors.nb_absolute_impl = nb_absolute_impl
+    def trace_call(self, score_mod: Any, mask_mod: Any, spec: str, device: torch.device) -> TracedCall:
+        """Traces the functions of a call, as `traced_functions.trace_call` without Dynamo."""
+        self._patch_abs()
+        score = self._trace(score_mod, ("score", "b", "h", "q", "k"))
+        mask = self._trace(mask_mod, ("b", "h", "q", "k"))
+        names = [each.name if isinstance(each, (Mask, Score)) else "" for each in (score_mod, mask_mod)]
+        found = self._key_of(score, names[0] or "score_mod", mask, names[1] or "mask_mod", spec)
+        if len(found) == 1:
+            raise SpecError(found[0])
+        key, positions, integers, floats = found
+        arrays = self._operands([self.arrays[position] for position in positions], device)
+        return key, arrays, self.numbers_at(integers), self.numbers_at(floats)

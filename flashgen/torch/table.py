@@ -51,13 +51,16 @@ def object_of(value: Any) -> Any:
 
 
 def fixed(number: Any) -> Any:
-    """Returns a number of a spec, or None. Under torch.compile, it is specialised to its value, with a guard.
+    """Returns a number of a spec, or None. Under torch.compile, it is specialised to its value, with a guard."""
+    return specialized(number) if torch.compiler.is_compiling() else number
+
+
+def specialized(number: Any) -> Any:
+    """Returns a number or None, for code that Dynamo traces: specialised to its value, with a guard.
 
     With dynamic=True, Dynamo may trace with a symbol, which a `constant` function cannot take. An element of a set must
     be hashed, so that Dynamo specialises it.
     """
-    if number is None or not torch.compiler.is_compiling():
-        return number
     (value,) = {number}
     return value
 

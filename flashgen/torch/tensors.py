@@ -11,14 +11,15 @@ from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flashgen.attention.problem import checked_sequences, checked_sizes
-from flashgen.dtypes import numpy_dtype
+from flashgen.dtypes import CAPTURES, numpy_dtype
 from flashgen.errors import ArgumentError, UnsupportedError
-from flashgen.language.bound import BoundArray
+from flashgen.language.bound import BoundArray, dtype_read
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import inverse, nesting, overrides_functions
-from flashgen.torch.table import Registered
+from flashgen.torch.table import Registered, constant
 
 _ROW_BYTES = 16
+_DIRECTLY_READ = frozenset(getattr(torch, name) for name in CAPTURES)
 _MASKS = ("bool", "float16", "bfloat16", "float32")
 NO_FORWARD_MODE = (
     "forward-mode differentiation (jvp, jacfwd, hessian, dual tensors) of flashgen's attention is not supported: take "
@@ -38,6 +39,12 @@ class _Shaped(NamedTuple):
 def dtype_of(tensor: Tensor) -> str:
     """Returns the name of a tensor's dtype, as NumPy spells it."""
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether a value is a dense tensor of torch, not of a subclass. `check_tensors` accepts some subclasses too."""
+    cls = type(tensor)
+    return (cls is torch.Tensor or cls in PLAIN_TENSORS) and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def check_tensors(**given: Any) -> None:
@@ -249,6 +256,26 @@ def bound_tensor(bound: BoundArray, device: torch.device) -> Tensor:
             )
             return moved
     return operand(array, bound.dtype, device)
+
+
+def operands(arrays: Sequence[Any], device: torch.device) -> list[Tensor]:
+    """Returns the arrays of any library that a traced function read as tensors that kernels can read."""
+    return [
+        each if _is_read_directly(each.dtype) and each.ndim and each.device == device else _operand_of(each, device)
+        for each in arrays
+    ]
+
+
+@constant
+def _is_read_directly(dtype: Any) -> bool:
+    """Whether kernels read tensors of a dtype without conversion."""
+    return dtype in _DIRECTLY_READ
+
+
+def _operand_of(array: Any, device: torch.device) -> Tensor:
+    if not isinstance(array, torch.Tensor):
+        array = to_tensor(np.ascontiguousarray(BoundArray(array, "table").on_host()))
+    return operand(array, dtype_read(dtype_of(array), "table"), device)
 
 
 def operand(array: Tensor, read: str, device: torch.device) -> Tensor:

@@ -9,14 +9,12 @@ functions through `placeholders`, so that all that they read is guarded or becom
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from flashgen.dtypes import CAPTURES
 from flashgen.errors import SpecError
-from flashgen.language.bound import BoundArray, dtype_read
+from flashgen.language.bound import dtype_read
 from flashgen.language.calls import call_traced, check_signature
 from flashgen.language.captures import Leaf, array_leaf, element
 from flashgen.language.closures import StandIns
@@ -24,12 +22,10 @@ from flashgen.language.elementary import where
 from flashgen.language.modifiers import MASK_SYMBOLS, SCORE_SYMBOLS, Mask, Score, name_of
 from flashgen.language.protocols import DTYPES
 from flashgen.language.trace import HANDLED, Traced, lift, traced_node, watch_gradient_mode
-from flashgen.torch.autograd_functions import tracing
-from flashgen.torch.call_keys import call_key, distinct
-from flashgen.torch.placeholders import traced_by_dynamo
-from flashgen.torch.table import constant
-from flashgen.torch.tensors import Tensor, dtype_of, to_tensor
-from flashgen.torch.tensors import operand as as_operand
+from flashgen.torch.autograd_functions import enter_tracing, leave_tracing
+from flashgen.torch.call_keys import NamedTrace, call_key, distinct
+from flashgen.torch.placeholders import TracedCall
+from flashgen.torch.tensors import dtype_of, operands
 from flashgen.torch.variants import TextOfMask
 
 watch_gradient_mode(torch.is_grad_enabled)
@@ -37,7 +33,7 @@ DTYPES.update(bool=torch.bool, int=torch.int32, float=torch.float32)
 _LEAVES: dict[tuple[torch.dtype, int, bool], Leaf] = {}
 
 
-def _tensor_element(tensor: Tensor, index: Any) -> Any:
+def _tensor_element(tensor: torch.Tensor, index: Any) -> Any:
     """Returns the element of a tensor at traced indices."""
     kind = (tensor.dtype, tensor.ndim, tensor.requires_grad)
     leaf = _LEAVES.get(kind)
@@ -51,10 +47,6 @@ HANDLED[torch.Tensor.__getitem__] = _tensor_element
 HANDLED[torch.Tensor.where] = lambda x, condition, y: where(condition, x, y)
 _MASK_LEAVES = tuple(traced_node(symbol) for symbol in MASK_SYMBOLS)
 _SCORE_LEAVES = tuple(traced_node(symbol) for symbol in SCORE_SYMBOLS)
-
-
-TracedCall: TypeAlias = tuple[str, list[Tensor], list[int], list[float]]
-"""The key of a call, its arrays, integers and floats. Not a named tuple: Dynamo would guard its class in every call."""
 
 
 def trace_call(
@@ -71,15 +63,13 @@ def trace_call(
         spec: the other fields of the spec as JSON without brackets (`variants.spec_text`).
         device: the device that operands are moved to.
     """
-    if torch.compiler.is_compiling():
-        key, arrays, integers, floats = traced_by_dynamo(score_mod, mask_mod, spec)
-        return key, [operand(array, device) for array in arrays], integers, floats
-    with tracing():
-        score, mask = _trace(score_mod, _SCORE_LEAVES), _trace(mask_mod, _MASK_LEAVES)
-    key, arrays, numbers = call_key(score, _name(score_mod, "score_mod"), mask, _name(mask_mod, "mask_mod"), spec)
-    integers = [number for number in numbers if not isinstance(number, float)]
-    floats = [number for number in numbers if isinstance(number, float)]
-    return key, [operand(array, device) for array in arrays], integers, floats
+    score, mask = _trace_functions(score_mod, mask_mod)
+    key, arrays, numbers = call_key(score, mask, spec)
+    integers: list[int] = []
+    floats: list[float] = []
+    for number in numbers:
+        (floats if isinstance(number, float) else integers).append(number)
+    return key, operands(arrays, device), integers, floats
 
 
 class TracedMask(NamedTuple):
@@ -91,44 +81,46 @@ class TracedMask(NamedTuple):
 
 def trace_mask_function(function: Callable[..., Any]) -> TracedMask:
     """Traces a mask function for a spec. Its numbers become constants."""
-    with tracing():
-        traced = _trace(function, _MASK_LEAVES)
-    assert traced is not None
+    _, mask = _trace_functions(None, function)
+    assert mask is not None
+    traced, _ = mask
     if traced.kind != "bool":
         raise SpecError(f"a mask function must return a boolean, got {traced.kind}: compare it, e.g. return x != 0")
     arrays, slots = distinct(traced.arrays)
-    return TracedMask(TextOfMask(name_of(function, "mask"), traced.text, traced.numbers, tuple(slots)), arrays)
+    return TracedMask(TextOfMask(name_of(function, "mask"), traced.text, traced.numbers, slots), arrays)
 
 
 def check_mask_function(function: Callable[..., Any]) -> None:
     """Raises SpecError if a mask function cannot be traced. Does nothing under torch.compile, which traces calls."""
     if not torch.compiler.is_compiling():
-        with tracing():
-            _trace(function, _MASK_LEAVES)
+        _trace_functions(None, function)
 
 
-def _name(function: Any, plain: str) -> str:
-    return function.name if isinstance(function, (Mask, Score)) else plain
+def _trace_functions(score_mod: Any, mask_mod: Any) -> tuple[NamedTrace | None, NamedTrace | None]:
+    """Returns the results of the functions for their leaves; None for None."""
+    grad_enabled = enter_tracing()
+    try:
+        score = None if score_mod is None else _trace(score_mod, _SCORE_LEAVES, "score_mod")
+        mask = None if mask_mod is None else _trace(mask_mod, _MASK_LEAVES, "mask_mod")
+    finally:
+        leave_tracing(grad_enabled)
+    return score, mask
 
 
-def _trace(function: Any, leaves: tuple[Traced, ...]) -> Traced | None:
-    """Returns the result of a function for its leaves; None for None."""
-    if function is None:
-        return None
-    return function(*leaves) if isinstance(function, (Mask, Score)) else _run(function, leaves)
-
-
-def _run(function: Any, leaves: tuple[Traced, ...]) -> Traced:
+def _trace(function: Any, leaves: tuple[Traced, ...], name: str) -> NamedTrace:
+    """Returns the result of a function for its leaves. name: that of a function without its own."""
+    if isinstance(function, (Mask, Score)):
+        return function(*leaves), function.name
     try:
         result = function(*leaves)
         if type(result) is Traced:
-            return result
+            return result, name
     except Exception:
         result = _run_with_stand_ins(function, leaves)
     if isinstance(result, (Mask, Score)):
         result = result(*leaves)
     try:
-        return lift(result)
+        return lift(result), name
     except SpecError as error:
         raise SpecError(f"{_kind_of(leaves)} function: {error}") from error
 
@@ -142,21 +134,3 @@ def _run_with_stand_ins(function: Any, leaves: tuple[Traced, ...]) -> Any:
 
 def _kind_of(leaves: tuple[Traced, ...]) -> str:
     return "mask" if leaves is _MASK_LEAVES else "score"
-
-
-_DIRECTLY_READ = frozenset(getattr(torch, name) for name in CAPTURES)
-
-
-@constant
-def is_read_as_it_stands(dtype: torch.dtype) -> bool:
-    """Whether kernels read arrays of a dtype without conversion."""
-    return dtype in _DIRECTLY_READ
-
-
-def operand(array: Any, device: torch.device) -> Tensor:
-    """Returns an array as a tensor that kernels can read."""
-    if not isinstance(array, torch.Tensor):
-        array = to_tensor(np.ascontiguousarray(BoundArray(array, "table").on_host()))
-    if is_read_as_it_stands(array.dtype) and array.ndim and array.device == device:
-        return array
-    return as_operand(array, dtype_read(dtype_of(array), "table"), device)

@@ -45,6 +45,18 @@ def is_variant(key: str) -> bool:
     return key.startswith("[")
 
 
+class _Chosen(NamedTuple):
+    """What runs the calls of some sizes and numbers.
+
+    Attributes:
+        found: the entry and the numbers.
+        axes: the axes whose lengths are further integers, each as the position of the array and the axis; or None.
+    """
+
+    found: _Found
+    axes: list[tuple[int, int]] | None
+
+
 class _Entry:
     """A spec of a key, in two versions: negative indices are clamped to 0, or count from the end if a call has any.
 
@@ -57,12 +69,12 @@ class _Entry:
         self.clamping = Registered(key, spec, None, **options)
         self._open = open_indices(spec, names)
 
-    def at(self, integers: list[int], floats: list[float], q: Any, k: Any, arrays: Sequence[Any]) -> _Found:
-        """Returns the entry that runs a call, and the numbers of the call."""
+    def at(self, integers: list[int], floats: list[float], q: Any, k: Any) -> _Chosen:
+        """Returns the version that runs a call, for the numbers that are operands in it."""
         if not self._open or not self._counts_from_the_end(integers, floats, q, k):
-            return self.clamping, integers, floats
-        lengths = {each.size: arrays[self._names.index(each.name)].shape[each.axis] for each in self._open}
-        return self._from_the_end, [*integers, *(lengths[name] for name in sorted(lengths))], floats
+            return _Chosen((self.clamping, integers, floats), None)
+        axes = sorted({each.size: (self._names.index(each.name), each.axis) for each in self._open}.items())
+        return _Chosen((self._from_the_end, integers, floats), [axis for _, axis in axes])
 
     @cached_property
     def _from_the_end(self) -> Registered:
@@ -88,28 +100,32 @@ class Variant:
         self._first: tuple[Numbers, Numbers] | None = None
         self._varying: tuple[int, ...] = ()
         self._entries: dict[tuple[int, ...], _Entry] = {}
-        self._by_call: dict[Any, _Found] = {}
+        self._by_call: dict[Any, _Chosen] = {}
 
     def at(self, integers: Sequence[int], floats: Sequence[float], q: Any, k: Any, arrays: Sequence[Any]) -> _Found:
         """Returns the entry for a call of (batch, heads, length, dim), and the numbers that are its operands."""
-        call = (q.shape, k.shape, *integers, *floats, *[array.shape for array in arrays])
-        found = self._by_call.get(call)
-        if found is None:
-            found = self._find(integers, floats, q, k, arrays)
+        call = (q.shape, k.shape, *integers, *floats)
+        chosen = self._by_call.get(call)
+        if chosen is None:
+            chosen = self._find(integers, floats, q, k)
             if len(self._by_call) >= _MAX_CALLS:
                 self._by_call.clear()
-            self._by_call[call] = found
-        return found
+            self._by_call[call] = chosen
+        found, axes = chosen
+        if axes is None:
+            return found
+        entry, operands, others = found
+        return entry, [*operands, *(arrays[position].shape[axis] for position, axis in axes)], others
 
-    def _find(self, integers: Sequence[int], floats: Sequence[float], q: Any, k: Any, arrays: Sequence[Any]) -> _Found:
+    def _find(self, integers: Sequence[int], floats: Sequence[float], q: Any, k: Any) -> _Chosen:
         numbers = (tuple(integers), tuple(floats))
         first = self._first
         if first == numbers:
-            return self._entry((), numbers).at([], [], q, k, arrays)
+            return self._entry((), numbers).at([], [], q, k)
         if first is None:
             with self._lock:
                 self._first = first = self._first or numbers
-            return self._find(integers, floats, q, k, arrays)
+            return self._find(integers, floats, q, k)
         values, before = [*integers, *floats], [*first[0], *first[1]]
         changed = {position for position, (new, old) in enumerate(zip(values, before, strict=True)) if new != old}
         varying = self._varying
@@ -124,7 +140,7 @@ class Variant:
         chosen = [position for position, operand in pairs if position == operand]
         entry = self._entry(tuple(number for pair in pairs for number in pair), numbers)
         integer_operands: list[Any] = [values[position] for position in chosen if position < count]
-        return entry.at(integer_operands, [values[position] for position in chosen if position >= count], q, k, arrays)
+        return entry.at(integer_operands, [values[position] for position in chosen if position >= count], q, k)
 
     @cached_property
     def general(self) -> Registered:

@@ -16,8 +16,8 @@ from flashgen.language.captures import Tensor as Captured
 from flashgen.language.masks import padding
 from flashgen.language.modifiers import Mask, trace_mask
 from flashgen.runtime.caching import Cache
-from flashgen.torch.tensors import Tensor, dtype_of
-from flashgen.torch.traced_functions import operand, trace_mask_function
+from flashgen.torch.tensors import Tensor, dtype_of, operands
+from flashgen.torch.traced_functions import trace_mask_function
 from flashgen.transformers.context import current_context, full_mask
 
 _MAX_CACHED_MASKS = 256
@@ -107,7 +107,7 @@ def attention_mask(
     else:
         padding_kind = None if attention_mask is None else _padding(attention_mask, kv_length, kv_offset, captures)
     mask, arrays = _traced_mask(mask_function, shift, padding_kind)
-    captures |= {name: operand(array, torch.device(device)) for name, array in arrays.items()}
+    captures |= zip(arrays, operands([*arrays.values()], torch.device(device)), strict=True)
     return ModelMask(mask, _copy_captures(captures), (q_length, kv_length))
 
 

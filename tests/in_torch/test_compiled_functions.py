@@ -289,3 +289,26 @@ def test_control_flow_on_tensor_values_breaks_the_graph_with_a_warning(
             assert torch.equal(run(*qkv_of_halves), attend(*qkv_of_halves))
     (warning,) = [str(each.message) for each in caught if "flashgen" in str(each.message)]
     assert "depends on the values of tensors" in warning
+
+
+def test_flashgen_itself_adds_no_more_guards_than_for_a_spec(qkv_of_halves: Any) -> None:
+    """Each guard takes host time in every call."""
+    table, ids = torch.randn(HEADS, 3 * LENGTH), torch.zeros(LENGTH, dtype=torch.int32)
+    score = lambda s, b, h, i, j: s + table[h, i - j + LENGTH]
+    mask = lambda b, h, i, j: (i >= j) & (ids[i] == ids[j])
+    spec = fg.AttentionSpec(DIM, score=score, mask=mask)
+    block_mask = ours.create_block_mask(mask, None, None, LENGTH, LENGTH)
+
+    def guards_on_flashgen(attend: Any) -> int:
+        found: list[str] = []
+
+        def keep_all(entries: Any) -> list[bool]:
+            found.extend(entry.name for entry in entries)
+            return [True] * len(entries)
+
+        compiled(attend, options={"guard_filter_fn": keep_all})(*qkv_of_halves)
+        return sum("__import_flashgen" in name for name in found)
+
+    by_spec = guards_on_flashgen(lambda q, k, v: ours.attention(spec, q, k, v))
+    by_functions = guards_on_flashgen(lambda q, k, v: ours.flex_attention(q, k, v, score, block_mask))
+    assert 0 < by_functions <= by_spec + 3

@@ -288,6 +288,14 @@ def test_negative_indices_count_from_the_end(name: str, q: Any, kv: Any) -> None
         assert_near(found, expected, "the gradient of the table", 0.05)
 
 
+def test_negative_indices_of_tables_of_several_sizes(q: Any, kv: Any) -> None:
+    """The calls differ in nothing else, and each counts from the end of its own table."""
+    for size in (2 * LENGTH, 3 * LENGTH, 2 * LENGTH, 4 * LENGTH):
+        table = torch.randn(size)
+        score = lambda s, b, h, i, j: s + table[i - j]  # noqa: B023
+        assert_near(ours.flex_attention(q, *kv, score), plain(q, *kv, score), f"the output of a table of {size}")
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64])
 def test_arrays_of_other_libraries(dtype: Any) -> None:
     """They cannot be indexed by traced values; stand-ins replace them at each call."""
@@ -388,13 +396,15 @@ def test_a_table_that_is_frozen_and_then_learned(q: Any, kv: Any) -> None:
     assert table.grad is None
 
 
-def test_a_nonlinear_backward_is_refused(q: Any, kv: Any) -> None:
+@pytest.mark.parametrize("name", ["clamp", "exp", "dtype", "no_such_method"])
+def test_a_nonlinear_backward_is_refused(name: str, q: Any, kv: Any) -> None:
     class Clipped(Scaled):
         @staticmethod
         def backward(ctx: Any, gradient: Any) -> Any:
-            return gradient.clamp(-1, 1)
+            attribute = getattr(gradient, name)
+            return attribute(-1, 1) if name == "clamp" else attribute()
 
-    with pytest.raises(SpecError, match="computes clamp of its gradient"):
+    with pytest.raises(SpecError, match=f"computes {name} of its gradient"):
         ours.flex_attention(q, *kv, score_mod=lambda s, b, h, i, j: Clipped.apply(s))
 
 
