@@ -306,8 +306,8 @@ MUTANTS = (
     Mutant(
         "tensor maps of varlen batches begin at the array",
         "flashgen/launch/tensor_map_writer.py",
-        "return replace(shape, rows_before=MAP_ROWS)",
-        "return shape",
+        "shapes[name] = replace(shape, rows_before=axes.rows_before)",
+        "shapes[name] = shape",
         ("tests/attention/test_ragged.py::test_sequences_of_one_token",),
     ),
     Mutant(
