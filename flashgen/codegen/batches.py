@@ -39,6 +39,7 @@ class DenseBatch:
 
     Attributes:
         is_varlen: Whether the templates emit the search for the sequence of a tile slot.
+        template: The template with the fragments of kernels that differ between batch layouts.
         grid_axes: The axes of grids with a block per tile, head and sequence, in words.
         lengths: What `len_q` and `len_k` are, in words.
         tile: What a query tile or a key tile is called, in words.
@@ -47,11 +48,17 @@ class DenseBatch:
     """
 
     is_varlen = False
+    template = "batch/dense.cuh.jinja"
     grid_axes = "x, y and z"
     lengths: ClassVar[Mapping[str, str]] = {"len_q": "queries", "len_k": "keys"}
     tile = "tile"
     scores = "batch * heads_q * len_q * len_k"
     outer_sizes: tuple[str, ...] = ("batch", "heads_q")
+
+    @property
+    def template_context(self) -> dict[str, Any]:
+        """The context of all templates: the fragments of the layout, and no search for a sequence unless added."""
+        return {"varlen": self.is_varlen, "batch_template": self.template, "sequences": ""}
 
     @property
     def lse(self) -> Field:
@@ -136,6 +143,7 @@ class VarlenBatch(DenseBatch):
     """Packed sequences of different lengths, which only the device knows. Tiles are numbered by slots (`varlen`)."""
 
     is_varlen = True
+    template = "batch/varlen.cuh.jinja"
     grid_axes = "x and y"
     lengths: ClassVar[Mapping[str, str]] = {
         "len_q": "maximum queries of a sequence",

@@ -130,7 +130,7 @@ def render_lists(spec: AttentionSpec, target: Target, plan: Tiles, direction: Di
         .render(struct=_STRUCT, variant=variant, position=False)
         .strip(),
         "bounds": _bounds(spec.mask.expression, direction),
-        "ragged": spec.is_varlen,
+        **batch_of(spec).template_context,
     }
     size = "kTileQ" if direction == "keys" else "kTileK"
     context |= batch_of(spec).sequences(_STRUCT, layout, size, of_keys=direction == "queries")

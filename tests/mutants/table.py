@@ -319,8 +319,8 @@ MUTANTS = (
     ),
     Mutant(
         "a sink counted for rows of no sequence",
-        "templates/mma_sync/softmax.cuh.jinja",
-        "static_cast<unsigned>({{ batch }}) < static_cast<unsigned>(arguments.batch) ?",
+        "templates/batch/varlen.cuh.jinja",
+        "static_cast<unsigned>({{ index }}) < static_cast<unsigned>(arguments.batch) ?",
         "true ?",
         ("tests/attention/test_sinks.py::test_every_family_on_the_emulator",),
     ),
