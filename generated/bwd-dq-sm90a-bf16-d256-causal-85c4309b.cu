@@ -431,11 +431,6 @@ __device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDqArguments
 // A work tile: kTileQ queries of one head of one batch.
 struct WorkTile { int first_query, head, batch; };
 
-__device__ __forceinline__ WorkTile work_tile_of_block() {
-  const int tile = gridDim.x - 1 - blockIdx.x;   // later queries attend to more keys, so the last tiles start first
-  return {tile * kTileQ, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
-}
-
 // Return the shared memory addresses of an iteration's stages.
 __device__ __forceinline__ unsigned keys_at(unsigned shared, int iteration) {
   return shared + kKeyOffset + iteration % kKeyStages * kKeyBytes;
@@ -642,8 +637,9 @@ attention_backward_dq_bf16_d256_causal_85c4309b(const __grid_constant__ Backward
   const Barriers barriers = {shared + kBarrierOffset};
   if (threadIdx.x == 0) barriers.init();
   __syncthreads();
+  // Later queries attend to more keys, so the last tiles start first.
+  const WorkTile work = {static_cast<int>(gridDim.x - 1 - blockIdx.x) * kTileQ, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
 
-  const WorkTile work = work_tile_of_block();
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // shows the compiler that a warp has one value
   if (warpgroup == kConsumers) {
     registers_decrease<24>();

@@ -192,12 +192,6 @@ struct WorkTile {
   int first_query, head, batch;
 };
 
-// Later queries attend to more keys, so the last tiles start first.
-__device__ __forceinline__ WorkTile work_tile_of_block() {
-  const int tile = gridDim.x - 1 - blockIdx.x;
-  return {tile * kTileQ, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
-}
-
 // Returns the KV head of a query head, head / heads_per_kv. A product with 2^31 / heads_per_kv, rounded up, is exact and,
 // unlike a division, leaves the result and the addresses computed from it in uniform registers.
 __device__ __forceinline__ int kv_head_of(int head, const BackwardDqArguments& arguments) {
@@ -464,7 +458,8 @@ __device__ __forceinline__ void epilogue(float (&d_queries)[kRowTiles][kHeadTile
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
 attention_backward_dq_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6007(const __grid_constant__ BackwardDqArguments arguments) {
-  const WorkTile work = work_tile_of_block();
+  // Later queries attend to more keys, so the last tiles start first.
+  const WorkTile work = {static_cast<int>(gridDim.x - 1 - blockIdx.x) * kTileQ, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
   const int warp_row = threadIdx.x / 32 / kSplit * kRowsPerWarp, part = threadIdx.x / 32 % kSplit;
   const int lane = threadIdx.x % 32;
   const Position position = {work.batch, work.head, work.first_query + warp_row + lane / 4,

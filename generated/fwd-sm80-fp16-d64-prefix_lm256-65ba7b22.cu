@@ -175,12 +175,6 @@ struct WorkTile {
   int first_query, head, batch;
 };
 
-// Later queries attend to more keys, so the last tiles start first.
-__device__ __forceinline__ WorkTile work_tile_of_block() {
-  const int tile = gridDim.x - 1 - blockIdx.x;
-  return {tile * kTileQ, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
-}
-
 // Returns the KV head of a query head, head / heads_per_kv. A product with 2^31 / heads_per_kv, rounded up, is exact and,
 // unlike a division, leaves the result and the addresses computed from it in uniform registers.
 __device__ __forceinline__ int kv_head_of(int head, const ForwardArguments& arguments) {
@@ -562,6 +556,7 @@ __device__ __forceinline__ void compute_work_tile(const WorkTile& work, const Fo
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
 attention_forward_fp16_d64_prefix_lm256_65ba7b22(const __grid_constant__ ForwardArguments arguments) {
-  const WorkTile work = work_tile_of_block();
+  // Later queries attend to more keys, so the last tiles start first.
+  const WorkTile work = {static_cast<int>(gridDim.x - 1 - blockIdx.x) * kTileQ, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
   compute_work_tile(work, arguments);
 }

@@ -58,7 +58,6 @@ constexpr float kMaxFoldedRowMax = 11629080.0f;   // its product with kScoreToLo
 constexpr int kHeadPanel = 64;    // columns of Q and K
 constexpr int kValuePanel = 64;   // columns of V and the output
 constexpr int kElementBytes = sizeof(Element);
-
 // Shared memory of a block, 180312 bytes, by offset:
 //        0  rows of warpgroups (Q, O), 3 x 32768 bytes
 //    98304  K, 2 x 20480 bytes

@@ -68,7 +68,6 @@ constexpr float kMaxFoldedRowMax = 93032640.0f;   // its product with kScoreToLo
 constexpr int kHeadPanel = 64;    // columns of Q and K
 constexpr int kValuePanel = 64;   // columns of V and the output
 constexpr int kElementBytes = sizeof(Element);
-
 // Shared memory of a block, 98392 bytes, by offset:
 //        0  rows of warpgroups (Q, O), 2 x 16384 bytes
 //    32768  K, 2 x 16384 bytes

@@ -121,6 +121,11 @@ RETIRED = {
     "made_once": "locked_cached_property",
     "taken_apart": "split_varlen_arguments",
     "refuse_ragged": "refuse_varlen",
+    "ragged %}": "varlen %}",
+    "ragged }}": "varlen }}",
+    'ragged else "': 'varlen else "',
+    "launched_too": "batch.launched_parameter",
+    "slot_of_block": "batch.begin",
     "_put_right": "_copy_if_misaligned",
     "_said": "a name that says what it holds",
 }

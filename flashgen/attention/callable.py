@@ -78,7 +78,8 @@ class Attention:
         kernels = forward_kernels(spec, target, plan=plan)
         self._kernels = {role: edits.apply(role, kernel) for role, kernel in kernels.items()}
         self._kernel = self._kernels["forward"]
-        own_plan = plan is None and not edits.touches_forward and not spec.is_varlen
+        self._by_sizes = spec.batch_layout.supports("plans by sizes")
+        own_plan = plan is None and not edits.touches_forward and self._by_sizes
         uses_tuned = own_plan and (engine.measures or tuned is not None)
         tuned_plans = TunedPlans(self._kernel, tuned) if uses_tuned else None
         with edits.named_in_errors():
@@ -208,7 +209,7 @@ class Attention:
         kernels, prebuild = self.backward_kernels, self._prebuild("backward")
         own_plan = self._given_backward_plan is None and not self._edits.touches_backward
         head_split = backward_family(self.target).head_split if own_plan and not self.deterministic else None
-        uses_tuned = own_plan and not self.spec.is_varlen and (self.engine.measures or self._tuned is not None)
+        uses_tuned = own_plan and self._by_sizes and (self.engine.measures or self._tuned is not None)
         tuned = TunedPlans(kernels["dkdv"], self._tuned) if uses_tuned else None
         with self._edits.named_in_errors():
             return BackwardPass(self.spec, kernels, self.engine, prebuild, head_split, tuned, self.deterministic)
@@ -395,7 +396,7 @@ class Attention:
         """
         wanted = _BOTH if return_lse else _OUTPUT
         given = _NOTHING if out is None else given_outputs(out, return_lse)
-        if seqused_k is not None and self.spec.is_varlen and not self.spec.page_size:
+        if seqused_k is not None and "seqused_k" in self.spec.sequence_arrays:
             captures["seqused_k"], seqused_k = seqused_k, None
         varlen, bounds, captured = split_varlen_arguments(self.spec, captures, q, k)
         inputs = {"q": q, "k": k, "v": v, **varlen}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from flashgen.codegen.sizes import Sizes
@@ -57,11 +57,11 @@ class Problem(Sizes):
 
     @property
     def rows_q(self) -> int:
-        return int(self.total_q if self.layout.is_varlen else self.len_q)
+        return int(self.layout.rows(self.len_q, self.total_q))
 
     @property
     def rows_k(self) -> int:
-        return int(self.total_k if self.layout.is_varlen else self.len_k)
+        return int(self.layout.rows(self.len_k, self.total_k))
 
     @property
     def is_empty(self) -> bool:
@@ -92,12 +92,13 @@ def problem_of(
     multiprocessors: of the GPU. bounds: the maximum lengths of a varlen batch. Raises ArgumentError if the spec does
     not take these arrays.
     """
-    sizes = checked_sizes(spec, views)
+    sizes = checked_sizes(spec, views, bounds)
+    for name in spec.batch_layout.sequence_arrays:
+        if name in views:
+            _check_contiguous(name, views[name])
     strides = {name: row_strides(spec, name, views[name]) for name in "qkv"}
     pages = (views["k"].shape[0], views["page_table"].strides[0]) if spec.page_size else (0, 0)
     scales = tuple(_scales(name, views[name], sizes) for name in _SCALES) if spec.kv_dtype else (0, 0)
-    if spec.is_varlen:
-        sizes = _varlen_sizes(sizes, views, bounds)
     others: Any = {"pages": pages[0], "table_pitch": pages[1], "scales": scales, "layout": spec.batch_layout}
     return Problem(**vars(sizes) | {"multiprocessors": multiprocessors}, strides=strides, **others)
 
@@ -112,19 +113,13 @@ def _scales(name: str, view: View, sizes: Sizes) -> int:
     return int(view.shape[0] > 1)
 
 
-def _varlen_sizes(rows: Sizes, views: Mapping[str, View], bounds: Bounds) -> Sizes:
-    """Returns the sizes of a varlen batch, whose lengths only the device knows. rows: its sizes as of one sequence."""
-    for name in BATCH_LAYOUTS["thd"].sequence_arrays:
-        if name in views:
-            _check_contiguous(name, views[name])
-    totals = rows.len_q, rows.len_k
-    len_q, len_k = (total if bound is None else min(bound, total) for bound, total in zip(bounds, totals, strict=True))
-    batch = checked_sequences(views)
-    return replace(rows, batch=batch, len_q=len_q, len_k=len_k, total_q=totals[0], total_k=totals[1])
+def _checked_sequences(spec: AttentionSpec, arrays: Mapping[str, Shaped], batch: int) -> int:
+    """Returns the number of sequences of a call. Raises ArgumentError if offsets and lengths do not fit.
 
-
-def checked_sequences(arrays: Mapping[str, Shaped]) -> int:
-    """Returns the number of sequences of a varlen batch. Raises ArgumentError if offsets and lengths do not fit."""
+    batch: the number of sequences by the shape of q, which is right unless arrays locate the sequences.
+    """
+    if not spec.sequence_arrays:
+        return batch
     _check_offsets("cu_seqlens_q", arrays["cu_seqlens_q"])
     batch = arrays["cu_seqlens_q"].shape[0] - 1
     if not 0 <= batch <= MAX_HEADS:
@@ -154,12 +149,15 @@ def _check_contiguous(name: str, view: View) -> None:
     check_aligned(name, view)
 
 
-def checked_sizes(spec: AttentionSpec, arrays: Mapping[str, Shaped]) -> Sizes:
-    """Returns the sizes of a call by the shapes of q, k and v. Raises ArgumentError if the spec does not take them."""
+def checked_sizes(spec: AttentionSpec, arrays: Mapping[str, Shaped], bounds: Bounds = NO_BOUNDS) -> Sizes:
+    """Returns the sizes of a call by the shapes of its arrays. Raises ArgumentError if the spec does not take them.
+
+    bounds: the maximum lengths of a varlen batch.
+    """
     shapes = {name: _shape(spec, name, arrays[name]) for name in "qkv"}
     (batch, heads_q, len_q, _), (_, heads_kv, len_k, _) = shapes["q"], shapes["k"]
+    sequences = _checked_sequences(spec, arrays, batch)
     if spec.page_size:
-        sequences = checked_sequences(arrays) if spec.is_varlen else batch
         len_k = check_pages(spec, arrays, sequences) * spec.page_size
     for name in "" if spec.page_size else "kv":
         if shapes[name][0] != batch:
@@ -182,7 +180,9 @@ def checked_sizes(spec: AttentionSpec, arrays: Mapping[str, Shaped]) -> Sizes:
         )
     if max(len_q, len_k) > LONGEST:
         raise ArgumentError(f"len_q {len_q} and len_k {len_k} must be at most {LONGEST}")
-    return Sizes(batch, heads_q, heads_kv, len_q, len_k)
+    rows = len_q, len_k
+    longest = (total if bound is None else min(bound, total) for bound, total in zip(bounds, rows, strict=True))
+    return Sizes(sequences, heads_q, heads_kv, *longest, total_q=len_q, total_k=len_k)
 
 
 def _shape(spec: AttentionSpec, name: str, view: Shaped) -> tuple[int, int, int, int]:

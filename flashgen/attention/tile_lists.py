@@ -106,6 +106,7 @@ class TileLister:
         self.tile = (kernel.plan.tile_q, kernel.plan.tile_k)
         self._runner = engine.runner(kernel, prebuild)
         self._captures = spec.mask.captures
+        self._keeps_lists = not self._captures and spec.batch_layout.supports("kept tile lists")
         self._blocks = _indexed_blocks(spec)
         self._cache: Cache[Hashable, TileLists] = Cache(_MAX_CACHED)
 
@@ -126,7 +127,7 @@ class TileLister:
         The cache is not used on a stream that is being captured, because lists and memory belong to the graph.
         operands: the arrays of the call; the arrays of lists in its own workspace are added.
         """
-        if self._captures or self.spec.is_varlen or self.engine.is_captured(place):
+        if not self._keeps_lists or self.engine.is_captured(place):
             prepared.workspace.take(operands, place.stream)
             self._launch(prepared.launch, operands, numbers, place)
             return {member: operands[name] for name, member in _MEMBERS.items()}

@@ -24,7 +24,7 @@ source_text          parses entry points, argument struct and constants from a k
 forward_kernel       contexts and records of the forward kernels of all families
 backward_kernels     the same for the backward, with its preprocess and postprocess kernels
 capture_gradient_kernels  the gradients of captured arrays and sinks from their sums
-batches              the batch layouts: members of argument structs, grids, workspaces
+batches              the batch layouts: members of argument structs, grids, workspaces, axes of tensor maps
 varlen               the additions for varlen kernels: how a CTA finds its sequence
 tile_list_kernel     the kernel that builds tile lists
 merge_kernel         the kernel of merge_states; append_kernel: that of append_kv

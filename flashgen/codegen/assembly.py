@@ -11,6 +11,7 @@ import sympy
 from flashgen.analysis.closed_forms.inequalities import K_FIRST, K_LAST, Q_FIRST, Q_LAST
 from flashgen.analysis.closed_forms.tile_ranges import TileRange
 from flashgen.codegen.arguments import ArgumentLayout
+from flashgen.codegen.batches import batch_of
 from flashgen.codegen.environment import environment, primitives_for, tidy
 from flashgen.codegen.expressions.derivative_text import ScoreGradient
 from flashgen.codegen.expressions.printer import statements
@@ -33,10 +34,14 @@ def assemble(template: str, context: Mapping[str, Any], target: Target, sizes: M
 
     Args:
         context: Variables of the template. Its "layouts" map a variable name to the shared-memory layout of which the
-            template inserts the constants under that name.
+            template inserts the constants under that name. Its "batch_template" becomes `batch`, the fragments of a
+            batch layout.
         sizes: Sizes for which the size-dependent primitives (wgmma) are written out.
     """
     body, primitives = environment().get_template(template), environment().get_template("primitives.cuh.jinja")
+    if "batch_template" in context:
+        fragments = environment().get_template(context["batch_template"])
+        context = {**context, "batch": fragments.make_module(dict(context))}
     layouts: Mapping[str, SharedMemoryLayout] = context.get("layouts", {})
     bare = body.render({**context, "primitives": "", **dict.fromkeys(layouts, "")})
     device, shared = primitives_for(bare, target, sizes)
@@ -83,7 +88,7 @@ def common_context(
     return {
         "spec": spec,
         "target": target,
-        "ragged": spec.is_varlen,
+        **batch_of(spec).template_context,
         "mixed": False,
         "struct": struct,
         "types": types.strip(),
@@ -147,13 +152,11 @@ def visited_tiles(
         counts_only: Whether the kernel only counts the tiles, so that it need not know which ones are FULL.
     """
     module: Any = environment().get_template("key_tiles.cuh.jinja").module
-    side = module.QUERIES if queries else module.KEYS
+    side, varlen = module.QUERIES if queries else module.KEYS, batch_of(spec).is_varlen
     if tiles is None:
-        return str(module.lists(struct, side, spec.is_varlen))
+        return str(module.lists(struct, side, varlen))
     texts = range_texts(tiles, {BATCH: _SEQUENCE, **ends})
-    return str(
-        module.ranges(texts, struct, is_masked(spec) and not counts_only, side, spec.is_varlen, any_size, semaphores)
-    )
+    return str(module.ranges(texts, struct, is_masked(spec) and not counts_only, side, varlen, any_size, semaphores))
 
 
 def longest_last(tiles: TileRange | None) -> bool:

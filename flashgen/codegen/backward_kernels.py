@@ -34,9 +34,9 @@ from flashgen.codegen.assembly import assemble, common_context, is_masked
 from flashgen.codegen.batches import batch_of
 from flashgen.codegen.costs import backward_cost
 from flashgen.codegen.header import backward_header
-from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, Workspace, entry_name, kernel_name
+from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace, entry_name, kernel_name
 from flashgen.codegen.shared_memory import NO_SHARED_MEMORY, SharedMemoryLayout
-from flashgen.codegen.sizes import Sizes
+from flashgen.codegen.sizes import Grid, Sizes
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import Variant, variant_of
 from flashgen.language.spec import AttentionSpec

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
-from flashgen.codegen.arguments import ArgumentLayout, Field
-from flashgen.codegen.rendered_kernel import Grid
-from flashgen.codegen.sizes import Sizes, ceil_div
-from flashgen.codegen.varlen import sequences_text, slots, varlen_fields
+from flashgen.codegen.arguments import QUERY_ARRAYS, ArgumentLayout, Field
+from flashgen.codegen.sizes import Grid, Sizes, ceil_div
+from flashgen.codegen.varlen import MAP_ROWS, sequences_text, slots, varlen_fields
 from flashgen.language.spec import AttentionSpec
 
 _VARLEN_COMMENTS = {
@@ -18,18 +18,69 @@ _VARLEN_COMMENTS = {
 }
 
 
+class MapAxes(NamedTuple):
+    """The axes of the tensor map of an array, without its columns.
+
+    Attributes:
+        sizes: The extents of the three axes.
+        strides: Which stride of the array each axis has: "row", "head", "batch" or "page".
+        rows: The rows of the array: of a sequence or a page, or of all sequences that are packed.
+        rows_before: The rows by which the map begins before the array.
+    """
+
+    sizes: tuple[Any, Any, Any]
+    strides: tuple[str, str, str]
+    rows: Any
+    rows_before: int = 0
+
+
 class DenseBatch:
     """A batch of sequences of equal length.
 
     Attributes:
         is_varlen: Whether the templates emit the search for the sequence of a tile slot.
-        lse: The member of the LSE.
+        template: The template with the fragments of kernels that differ between batch layouts.
+        grid_axes: The axes of grids with a block per tile, head and sequence, in words.
+        lengths: What `len_q` and `len_k` are, in words.
+        tile: What a query tile or a key tile is called, in words.
+        scores: The pairs of a query and a key over all sequences and heads, in words.
         outer_sizes: The members that count the sequences and query heads, for kernels without a search.
     """
 
     is_varlen = False
-    lse = Field("float*", "lse", comment="(batch, heads_q, len_q), or null")
+    template = "batch/dense.cuh.jinja"
+    grid_axes = "x, y and z"
+    lengths: ClassVar[Mapping[str, str]] = {"len_q": "queries", "len_k": "keys"}
+    tile = "tile"
+    scores = "batch * heads_q * len_q * len_k"
     outer_sizes: tuple[str, ...] = ("batch", "heads_q")
+
+    @property
+    def template_context(self) -> dict[str, Any]:
+        """The context of all templates: the fragments of the layout, and no search for a sequence unless added."""
+        return {"varlen": self.is_varlen, "batch_template": self.template, "sequences": ""}
+
+    @property
+    def lse(self) -> Field:
+        """The member of the LSE."""
+        return Field("float*", "lse", comment=f"({', '.join(self.row_axes('heads_q', 'q'))}), or null")
+
+    def axes(self, heads: str, side: str) -> tuple[str, ...]:
+        """Returns the axes of an array without its columns, by name. side: "q" or "k"."""
+        return "batch", heads, f"len_{side}"
+
+    def row_axes(self, heads: str, side: str) -> tuple[str, ...]:
+        """Returns the axes of an array that has a number for each row of each head, by name. side: "q" or "k"."""
+        return "batch", heads, f"len_{side}"
+
+    def grid_text(self, tile: str, heads: str) -> str:
+        """Returns the axes of the grid of a block per tile, head and sequence, in words."""
+        return f"({tile}, {heads}, batch)"
+
+    def map_axes(self, name: str, sizes: Sizes) -> MapAxes:
+        """Returns the axes of the tensor map of q, the output, k, v, or a gradient of them, by name."""
+        rows, heads = (sizes.len_q, sizes.heads_q) if name in QUERY_ARRAYS else (sizes.len_k, sizes.heads_kv)
+        return MapAxes((rows, heads, sizes.batch), ("row", "head", "batch"), rows)
 
     def fields(self, *sizes: str | Field, keys: bool = True) -> list[Field]:
         """Returns the members of `size_fields` and `search_fields`."""
@@ -37,7 +88,11 @@ class DenseBatch:
 
     def size_fields(self, *sizes: str | Field) -> list[Field]:
         """Returns the members for sizes, given by name or as they are, and for the number of query heads if needed."""
-        return _members("heads_q", *sizes)
+        return self.outer_fields("heads_q") + _members(*sizes)
+
+    def outer_fields(self, *sizes: str | Field) -> list[Field]:
+        """Returns members by which a kernel without a search numbers the heads and sequences of its tiles."""
+        return _members(*sizes)
 
     def search_fields(self, keys: bool = True) -> list[Field]:
         """Returns the members by which a kernel finds its sequence; without `keys` only those about the queries."""
@@ -63,6 +118,10 @@ class DenseBatch:
         """Returns the extent of the batch dimension of grids: 1 if sequences are packed."""
         return sizes.batch
 
+    def all_heads(self, heads: Any, sizes: Sizes) -> Any:
+        """Returns the heads that have tiles of their own: those of all sequences, or `heads` if they are packed."""
+        return sizes.batch * heads
+
     def query_grid(self, tile: int, sizes: Sizes) -> Grid:
         """Returns the grid of one block per query tile, query head and sequence."""
         return self.query_tiles(tile, sizes), sizes.heads_q, self.outer(sizes)
@@ -84,11 +143,32 @@ class VarlenBatch(DenseBatch):
     """Packed sequences of different lengths, which only the device knows. Tiles are numbered by slots (`varlen`)."""
 
     is_varlen = True
-    lse = Field("float*", "lse", comment="(heads_q, total_q), or null")
+    template = "batch/varlen.cuh.jinja"
+    grid_axes = "x and y"
+    lengths: ClassVar[Mapping[str, str]] = {
+        "len_q": "maximum queries of a sequence",
+        "len_k": "maximum keys of a sequence",
+    }
+    tile = "tile slot"
+    scores = "heads_q * (sum of len_q * len_k over the sequences)"
     outer_sizes = ()
 
-    def size_fields(self, *sizes: str | Field) -> list[Field]:
-        return _members(*sizes)
+    def axes(self, heads: str, side: str) -> tuple[str, ...]:
+        return f"total_{side}", heads
+
+    def row_axes(self, heads: str, side: str) -> tuple[str, ...]:
+        return heads, f"total_{side}"
+
+    def grid_text(self, tile: str, heads: str) -> str:
+        return f"({tile} of the packed sequences, {heads})"
+
+    def map_axes(self, name: str, sizes: Sizes) -> MapAxes:
+        """Returns the axes of a map whose rows have two axes: see templates/hopper/copies.cuh.jinja."""
+        rows, heads = (sizes.total_q, sizes.heads_q) if name in QUERY_ARRAYS else (sizes.total_k, sizes.heads_kv)
+        return MapAxes((MAP_ROWS, heads, rows + 1), ("row", "head", "row"), rows, MAP_ROWS)
+
+    def outer_fields(self, *sizes: str | Field) -> list[Field]:
+        return []
 
     def search_fields(self, keys: bool = True) -> list[Field]:
         return varlen_fields(keys)
@@ -110,6 +190,9 @@ class VarlenBatch(DenseBatch):
     def outer(self, sizes: Sizes) -> Any:
         return 1
 
+    def all_heads(self, heads: Any, sizes: Sizes) -> Any:
+        return heads
+
     def padded_rows(self, multiple: int, sizes: Sizes) -> Any:
         return slots(sizes.total_q, sizes, multiple) * multiple
 
@@ -127,3 +210,10 @@ _DENSE, _VARLEN = DenseBatch(), VarlenBatch()
 def batch_of(spec: AttentionSpec) -> DenseBatch:
     """Returns the batch layout of a spec's kernels."""
     return _VARLEN if spec.is_varlen else _DENSE
+
+
+def map_axes(spec: AttentionSpec, name: str, sizes: Sizes, pages: Any) -> MapAxes:
+    """Returns the axes of the tensor map of an array. pages: the number of pages, if k and v are paged."""
+    if spec.page_size and name not in QUERY_ARRAYS:
+        return MapAxes((spec.page_size, sizes.heads_kv, pages), ("row", "head", "page"), spec.page_size)
+    return batch_of(spec).map_axes(name, sizes)

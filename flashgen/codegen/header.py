@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Protocol
 
+from flashgen.codegen.batches import batch_of
 from flashgen.codegen.costs import Cost, forward_cost
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.targets import Target
@@ -14,8 +15,6 @@ _ONLINE_SOFTMAX = (  # names of the softmax state in the kernel and in the paper
     "online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): "
     "row_max is the paper's running maximum m, which may lag; sum is its row sum l"
 )
-_BLOCK_PER_TILE = "one block per (query tile, query head, batch), along x, y and z"
-_BLOCK_PER_SLOT = "one block per (query tile slot of the packed sequences, query head), along x and y"
 _DOES = {
     "preprocess": "Computes the base-2 LSE and D = rowsum(dO * O) - dLSE of each row.",
     "dkdv": "Computes dK and dV{}; a block iterates over the queries of a key tile.",
@@ -27,24 +26,16 @@ _DOES = {
     "sink": "Computes the gradient of the sinks from the LSE and D of each row.",
     "d_": "Converts the accumulated gradient of a captured array to its type.",
 }
-_GRIDS = {
-    "preprocess": "(group of rows, query head, batch)",
-    "dkdv": "(key tile, KV head, batch)",
-    "dkdv of a head split": "(key tile, query head, batch)",
-    "postprocess": "(query tile, query head, batch)",
-    "postprocess_dk": "(key tile, KV head, batch)",
-    "postprocess_dv": "(key tile, KV head, batch)",
-    "dq": "(query tile, query head, batch)",
-    "sink": "query head",
-    "d_": "256 elements of the array",
+_BLOCKS = {  # the tile and the head of a block; {tile} is what the batch layout calls a tile of a sequence
+    "preprocess": ("group of rows", "query head"),
+    "dkdv": ("key {tile}", "KV head"),
+    "dkdv of a head split": ("key {tile}", "query head"),
+    "postprocess": ("query tile", "query head"),
+    "postprocess_dk": ("key tile", "KV head"),
+    "postprocess_dv": ("key tile", "KV head"),
+    "dq": ("query {tile}", "query head"),
 }
-
-_VARLEN_GRIDS = {
-    "preprocess": "(group of rows of the packed sequences, query head)",
-    "dkdv": "(key tile slot of the packed sequences, KV head)",
-    "postprocess": "(query tile of the packed sequences, query head)",
-    "dq": "(query tile slot of the packed sequences, query head)",
-}
+_OTHER_GRIDS = {"sink": "query head", "d_": "256 elements of the array"}
 
 
 class BackwardPlan(Protocol):
@@ -69,7 +60,7 @@ def header(
     spec: AttentionSpec,
     target: Target,
     plan: Plan,
-    grid: str = _BLOCK_PER_TILE,
+    grid: str = "",
     beside: str = "",
     title: str = "attention forward",
     cost: Cost | None = None,
@@ -78,18 +69,20 @@ def header(
     """Returns the header comment of a forward kernel.
 
     Args:
+        grid: The grid in words; "" for one block per tile, head and sequence.
         beside: A further line about the algorithm, after the online softmax.
         cost: None selects `forward_cost`.
         options: Options of the `flashgen show` command, in addition to those of the plan.
     """
     cost = cost or forward_cost(spec)
-    grid = _BLOCK_PER_SLOT if spec.is_varlen and grid == _BLOCK_PER_TILE else grid
+    batch = batch_of(spec)
+    tiles = f"{batch.grid_text(f'query {batch.tile}', 'query head')}, along {batch.grid_axes}"
     method = [f"method   {_ONLINE_SOFTMAX}", *([f"         {beside}"] if beside else [])]
     return _comment(
         [f"flashgen: {title}, {spec.name}"],
         [*_facts(spec, target, target.family, "; heads_q a multiple of heads_kv"), f"plan     {plan.summary(spec)}"],
         [*method, *_costs(cost)],
-        grid,
+        grid or f"one block per {tiles}",
         f"{show_command(plan, spec)}{options} --target {target.name} {shlex.quote(spec.to_json())}",
     )
 
@@ -124,9 +117,18 @@ def backward_header(
         [f"flashgen: attention backward, {part}, {spec.name}", does],
         [*_facts(spec, target, target.backward_family), *divided],
         _costs(cost),
-        f"{per} {_VARLEN_GRIDS.get(kind, _GRIDS[kind]) if spec.is_varlen else _GRIDS[kind]}",
+        f"{per} {_grid_text(spec, kind)}",
         f"flashgen show --pass backward {which} --target {target.name} {shlex.quote(spec.to_json())}",
     )
+
+
+def _grid_text(spec: AttentionSpec, kind: str) -> str:
+    """Returns what a block of a backward kernel has one of, in words."""
+    if kind in _OTHER_GRIDS:
+        return _OTHER_GRIDS[kind]
+    tile, heads = _BLOCKS[kind]
+    batch = batch_of(spec)
+    return batch.grid_text(tile.format(tile=batch.tile), heads)
 
 
 def _costs(cost: Cost) -> list[str]:

@@ -10,12 +10,10 @@ from typing import Any, Literal
 from flashgen.codegen.arguments import ArgumentLayout
 from flashgen.codegen.costs import Cost
 from flashgen.codegen.shared_memory import SharedMemoryLayout
-from flashgen.codegen.sizes import Sizes
+from flashgen.codegen.sizes import Grid, Sizes
 from flashgen.codegen.targets import Target
 from flashgen.language.spec import AttentionSpec
 
-Grid = tuple[Any, Any, Any]
-"""Blocks along x, y and z: integers, or formulas of named sizes."""
 # What tile lists enumerate: "keys" lists the key tiles of each query tile, "queries" the query tiles of each key tile.
 Direction = Literal["keys", "queries"]
 

@@ -69,6 +69,10 @@ def reciprocal(divisor: Any) -> Any:
     return ceil_div(2**31, divisor)
 
 
+Grid = tuple[Any, Any, Any]
+"""Blocks along x, y and z: integers, or formulas of named sizes."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """The sizes that determine a launch.

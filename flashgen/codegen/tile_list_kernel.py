@@ -17,9 +17,9 @@ from flashgen.codegen.batches import batch_of
 from flashgen.codegen.environment import environment
 from flashgen.codegen.expressions.interval_text import interval_text
 from flashgen.codegen.expressions.printer import statements
-from flashgen.codegen.rendered_kernel import Direction, Grid, RenderedKernel, entry_name, kernel_name
+from flashgen.codegen.rendered_kernel import Direction, RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.shared_memory import slot_per_warp
-from flashgen.codegen.sizes import Sizes, ceil_div, maximum
+from flashgen.codegen.sizes import Grid, Sizes, ceil_div, maximum
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import WARP
 from flashgen.codegen.variant import Variant, captures_read, variant_of
@@ -94,10 +94,10 @@ def list_shape(spec: AttentionSpec, plan: Tiles, direction: Direction, sizes: Si
         rows, listed = batch.query_tiles(plan.tile_q, sizes), ceil_div(sizes.len_k, plan.tile_k)
     else:
         rows, listed = batch.key_tiles(plan.tile_k, sizes), ceil_div(sizes.len_q, plan.tile_q)
-    by_head, by_batch = depends_on_head(spec), depends_on_batch(spec) and not batch.is_varlen
+    by_head, by_batch = depends_on_head(spec), depends_on_batch(spec)
     batch_stride = sizes.heads_q * rows if by_head else rows
     strides = (batch_stride if by_batch else 0, rows if by_head else 0, 1)
-    return ListShape(sizes.batch if by_batch else 1, sizes.heads_q if by_head else 1, rows, listed, strides)
+    return ListShape(batch.outer(sizes) if by_batch else 1, sizes.heads_q if by_head else 1, rows, listed, strides)
 
 
 def list_layout(spec: AttentionSpec) -> ArgumentLayout:
@@ -130,7 +130,7 @@ def render_lists(spec: AttentionSpec, target: Target, plan: Tiles, direction: Di
         .render(struct=_STRUCT, variant=variant, position=False)
         .strip(),
         "bounds": _bounds(spec.mask.expression, direction),
-        "ragged": spec.is_varlen,
+        **batch_of(spec).template_context,
     }
     size = "kTileQ" if direction == "keys" else "kTileK"
     context |= batch_of(spec).sequences(_STRUCT, layout, size, of_keys=direction == "queries")

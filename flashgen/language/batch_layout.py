@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal, get_args
 
 Sizes4 = tuple[int, int, int, int]
 """Sizes or strides of the axes (batch, heads, length, dim), the order "bhsd"."""
+
+Feature = Literal["plans by sizes", "kept tile lists", "shards", "decode kernels", "contiguous 8-bit keys"]
+"""What some batch layouts do not support:
+
+plans by sizes         kernels that are selected or tuned for the lengths of a call
+kept tile lists        tile lists of a call that later calls of the same lengths use again
+shards                 `AttentionSpec.shard`
+decode kernels         the kernels of few queries over many keys, whose blocks have sequences of equal length
+contiguous 8-bit keys  a kv_dtype without pages
+"""
 
 
 @dataclass(frozen=True)
 class BatchLayout:
     """The order of the axes of q, k, v and the output, and what a call says about its sequences.
+
+    An instance of this class describes a dense batch: all sequences have the length of the arrays.
 
     Attributes:
         name: The value of `AttentionSpec.layout`.
@@ -20,34 +32,43 @@ class BatchLayout:
         is_varlen: Whether sequences of different lengths are packed along one axis. Only the device knows the lengths.
         sequence_arrays: The arrays of a call that locate the sequences.
         max_lengths: The numbers of a call that bound the lengths.
+        unsupported: The features that a batch of this layout does not have.
     """
 
     name: str
     axes: tuple[str, ...]
     heads_axis: int
     rows_axis: int
-    is_varlen: bool = False
-    sequence_arrays: tuple[str, ...] = ()
-    max_lengths: tuple[str, ...] = ()
+    is_varlen: ClassVar[bool] = False
+    sequence_arrays: ClassVar[tuple[str, ...]] = ()
+    max_lengths: ClassVar[tuple[str, ...]] = ()
+    unsupported: ClassVar[frozenset[Feature]] = frozenset()
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """The arguments of a call beside q, k and v. Captures of such a spec may not have these names."""
         return self.sequence_arrays + self.max_lengths
 
+    def supports(self, feature: Feature) -> bool:
+        """Returns whether batches of this layout have a feature."""
+        return feature not in self.unsupported
+
+    def rows(self, length: Any, total: Any) -> Any:
+        """Returns the rows of an array: the length of its sequences, or the total length of packed sequences."""
+        return length
+
     def to_bhsd(self, values: tuple[int, ...], batch: int = 0) -> Sizes4:
         """Converts sizes or strides in the order of the layout; `batch` is used where there is no batch axis."""
-        return (batch if self.is_varlen else values[0], values[self.heads_axis], values[self.rows_axis], values[-1])
+        return values[0], values[self.heads_axis], values[self.rows_axis], values[-1]
 
     def from_bhsd(self, values: Sizes4) -> tuple[int, ...]:
         """Converts sizes or strides to the order of the layout."""
         batch, *inner, dim = values
-        inner = inner if self.heads_axis < self.rows_axis else inner[::-1]
-        return (*inner, dim) if self.is_varlen else (batch, *inner, dim)
+        return (batch, *(inner if self.heads_axis < self.rows_axis else inner[::-1]), dim)
 
     def rows_shape(self, batch: int, heads: int, rows: int) -> tuple[int, ...]:
         """Returns the shape of the LSE, which has a number for each row of each head: heads before rows."""
-        return (heads, rows) if self.is_varlen else (batch, heads, rows)
+        return batch, heads, rows
 
     def lse_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the LSE of a q or an output of this shape."""
@@ -61,14 +82,34 @@ class BatchLayout:
         return array if self.heads_axis < self.rows_axis else array.swapaxes(-3, -2)
 
 
-_SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-_MAX_LENGTHS = ("max_seqlen_q", "max_seqlen_k")
-BATCH_LAYOUTS = {
+@dataclass(frozen=True)
+class VarlenLayout(BatchLayout):
+    """A varlen batch: its sequences are packed along the axis of rows, and only the device knows their lengths."""
+
+    is_varlen: ClassVar[bool] = True
+    sequence_arrays: ClassVar[tuple[str, ...]] = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+    max_lengths: ClassVar[tuple[str, ...]] = ("max_seqlen_q", "max_seqlen_k")
+    unsupported: ClassVar[frozenset[Feature]] = frozenset(get_args(Feature))
+
+    def rows(self, length: Any, total: Any) -> Any:
+        return total
+
+    def to_bhsd(self, values: tuple[int, ...], batch: int = 0) -> Sizes4:
+        return batch, values[self.heads_axis], values[self.rows_axis], values[-1]
+
+    def from_bhsd(self, values: Sizes4) -> tuple[int, ...]:
+        return super().from_bhsd(values)[1:]
+
+    def rows_shape(self, batch: int, heads: int, rows: int) -> tuple[int, ...]:
+        return heads, rows
+
+
+BATCH_LAYOUTS: dict[str, BatchLayout] = {
     layout.name: layout
     for layout in (
         BatchLayout("bhsd", ("batch", "heads", "length", "dim"), heads_axis=1, rows_axis=2),
         BatchLayout("bshd", ("batch", "length", "heads", "dim"), heads_axis=2, rows_axis=1),
-        BatchLayout("thd", ("tokens", "heads", "dim"), 1, 0, True, _SEQUENCES, _MAX_LENGTHS),
+        VarlenLayout("thd", ("tokens", "heads", "dim"), heads_axis=1, rows_axis=0),
     )
 }
 PAGES = BatchLayout("pages", ("pages", "page_size", "heads", "dim"), heads_axis=2, rows_axis=1)

@@ -202,6 +202,12 @@ class AttentionSpec:
         own = {"k": self.kv_element, "v": self.kv_element, "o": self.out_element}
         return own.get(name, self.grad_element if name in ("dq", "dk", "dv") else self.element)
 
+    @property
+    def sequence_arrays(self) -> tuple[str, ...]:
+        """The arrays of a call that locate its sequences in q, k and v. A page table locates the keys by itself."""
+        arrays = self.batch_layout.sequence_arrays
+        return tuple(name for name in arrays if name == "cu_seqlens_q") if self.page_size else arrays
+
     def array_layout(self, name: str) -> BatchLayout:
         """Returns the layout of q, k, v or the output; K and V may be in pages."""
         return PAGES if self.page_size and name in ("k", "v") else self.batch_layout
@@ -353,9 +359,11 @@ def _layout(value: Any) -> str:
 
 def _check_cache(values: dict[str, Any]) -> None:
     """Raises SpecError if page_size or kv_dtype cannot be combined with the other fields."""
-    if values["kv_dtype"] and BATCH_LAYOUTS[values["layout"]].is_varlen and not values["page_size"]:
+    layout = BATCH_LAYOUTS[values["layout"]]
+    if values["kv_dtype"] and not (values["page_size"] or layout.supports("contiguous 8-bit keys")):
         raise SpecError(
-            f"kv_dtype={values['kv_dtype']!r} is not supported for layout='thd' without pages: declare page_size=..."
+            f"kv_dtype={values['kv_dtype']!r} is not supported for layout={layout.name!r} without pages: declare "
+            "page_size=..."
         )
     for name in ("head_dim", "value_dim"):
         if values["kv_dtype"] and values[name] % CACHED_DIM:
@@ -381,12 +389,19 @@ def _shard_modifiers(values: dict[str, Any]) -> dict[str, Any]:
 
     Raises SpecError for layouts in which only the device knows the lengths.
     """
-    name = "layout" if BATCH_LAYOUTS[values["layout"]].is_varlen else "page_size"
-    if name == "layout" or values["page_size"]:
-        given = values[name]
-        raise SpecError(f"sharded=True is not supported with {name}={given!r}, whose lengths only the device knows")
+    if option := without_shards(values["layout"], values["page_size"]):
+        raise SpecError(
+            f"sharded=True is not supported with {option}={values[option]!r}, whose lengths only the device knows"
+        )
     score = values["score"]
     return {"mask": shard_mask(values["mask"]), "score": shard_score(score) if score else None}
+
+
+def without_shards(layout: str, page_size: int | None) -> str | None:
+    """Returns the field of a spec whose value rules out shards, "layout" or "page_size"; None if neither does."""
+    if not BATCH_LAYOUTS[layout].supports("shards"):
+        return "layout"
+    return "page_size" if page_size else None
 
 
 def _page_size(value: Any) -> int:

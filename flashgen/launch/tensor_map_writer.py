@@ -9,9 +9,9 @@ from operator import itemgetter
 from typing import Any, Self
 
 from flashgen.codegen.arguments import QUERY_ARRAYS, VALUE_WIDE, ArgumentLayout
+from flashgen.codegen.batches import MapAxes, map_axes
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes
-from flashgen.codegen.varlen import MAP_ROWS
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.argument_writer import Addresses, ArgumentWriter, Value
 from flashgen.runtime.caching import Cache
@@ -92,15 +92,14 @@ def map_shapes(
     """
     packed, shapes = kernel.plan.packed_heads > 1, {}
     for name, box in kernel.boxes.items():
-        if spec.is_varlen and (name in QUERY_ARRAYS or not spec.page_size):
-            shapes[name] = _varlen_shape(spec, kernel, sizes, name, strides[name])
-            continue
-        extents, steps = _map_axes(spec, sizes, name, strides[name], pages)
+        axes = map_axes(spec, name, sizes, pages)
+        extents, steps = _extents(spec, axes, name, strides[name])
         if len(box) == _PANEL_BOX_RANK:
             shapes[name] = panel_map_shape(name, spec.element_of(name).name, extents, steps, box)
             continue
         argument, dtype = "out" if name == "o" else name, spec.element_of(name).name
-        shapes[name] = map_shape(argument, dtype, extents, steps, box, packed and name in QUERY_ARRAYS)
+        shape = map_shape(argument, dtype, extents, steps, box, packed and name in QUERY_ARRAYS)
+        shapes[name] = replace(shape, rows_before=axes.rows_before)
     return shapes
 
 
@@ -113,38 +112,21 @@ def head_panels(
 ) -> dict[str, int]:
     """Returns struct members: the panels from one head to the next, of arrays with several panels in one copy."""
     return {
-        f"{name}_head_panels": panels_between_heads(name, *_map_axes(spec, sizes, name, strides[name], pages), box)
+        f"{name}_head_panels": panels_between_heads(
+            name, *_extents(spec, map_axes(spec, name, sizes, pages), name, strides[name]), box
+        )
         for name, box in kernel.boxes.items()
         if len(box) == _PANEL_BOX_RANK
     }
 
 
-def _map_axes(
-    spec: AttentionSpec, sizes: Sizes, name: str, strides: tuple[int, int, int], pages: int
+def _extents(
+    spec: AttentionSpec, axes: MapAxes, name: str, strides: tuple[int, int, int]
 ) -> tuple[tuple[int, int, int, int], tuple[int, int, int]]:
-    """Returns the sizes (columns, rows, heads, sequences or pages) of an array, and the strides of the last three."""
-    columns = spec.value_dim if name in VALUE_WIDE else spec.head_dim
-    rows, heads, outermost = _extents(spec, sizes, name, pages)
-    outer, head, row = strides if rows and outermost else (columns,) * 3  # an empty array may have invalid strides
-    return (columns, rows, heads, outermost), (row, head, outer)
-
-
-def _extents(spec: AttentionSpec, sizes: Sizes, name: str, pages: int) -> tuple[int, int, int]:
-    """Returns (rows, heads, sequences or pages) of an array."""
-    if name in QUERY_ARRAYS:
-        return sizes.len_q, sizes.heads_q, sizes.batch
-    return (spec.page_size, sizes.heads_kv, pages) if spec.page_size else (sizes.len_k, sizes.heads_kv, sizes.batch)
-
-
-def _varlen_shape(
-    spec: AttentionSpec, kernel: RenderedKernel, sizes: Sizes, name: str, strides: tuple[int, int, int]
-) -> MapShape:
-    """Returns the map of a varlen array, with its rows along two axes: see templates/hopper/copies.cuh.jinja."""
-    columns = spec.value_dim if name in VALUE_WIDE else spec.head_dim
-    rows, heads = (sizes.total_q, sizes.heads_q) if name in QUERY_ARRAYS else (sizes.total_k, sizes.heads_kv)
-    _, head, row = strides
-    if rows <= 1:  # arrays of at most one row may have invalid strides
-        row, head = columns * heads, head if rows else columns
-    argument, sizes_of_map = "out" if name == "o" else name, (columns, MAP_ROWS, heads, rows + 1)
-    shape = map_shape(argument, spec.element_of(name).name, sizes_of_map, (row, head, row), kernel.boxes[name])
-    return replace(shape, rows_before=MAP_ROWS)
+    """Returns the extents of the axes of a map, and the strides of the last three of them."""
+    columns, heads = spec.value_dim if name in VALUE_WIDE else spec.head_dim, axes.sizes[1]
+    outer, head, row = strides if axes.rows and axes.sizes[2] else (columns,) * 3  # an empty array may have any strides
+    row = columns * heads if axes.rows == 1 else row  # as may the only row
+    by_name = {"row": row, "head": head, "batch": outer, "page": outer}
+    first, second, third = (by_name[stride] for stride in axes.strides)
+    return (columns, *axes.sizes), (first, second, third)

@@ -11,7 +11,7 @@ from flashgen.analysis.intervals.evaluation import EMPTY, FULL, PARTIAL
 from flashgen.errors import ArgumentError
 from flashgen.language.masks import full
 from flashgen.language.operations import INDICES, KEY, LEN_K, LEN_Q, QUERY
-from flashgen.language.spec import AttentionSpec
+from flashgen.language.spec import AttentionSpec, without_shards
 from flashgen.ranks.blocks import Block, Step, joined_ranges
 from flashgen.ranks.classes import Rectangle, ScoreMatrix, classify, depends_on_distance_only, trim
 from flashgen.ranks.halo import Halo, build_halos
@@ -255,7 +255,7 @@ def plan_of(
     """
     if scheme not in SCHEMES:
         raise ArgumentError(f"scheme={scheme!r} must be one of {', '.join(SCHEMES)}")
-    if spec.is_varlen or spec.of_cache or spec.sharded:
+    if without_shards(spec.layout, spec.page_size) or spec.kv_dtype or spec.sharded:
         raise ArgumentError(f"{spec!r}: give a spec without layout 'thd', pages, 8-bit keys and sharded=True")
     heads = {"ulysses": ranks, "ulysses_ring": heads}.get(scheme, 1)
     if ranks % heads:

@@ -32,6 +32,7 @@ from flashgen.reference.elementwise import HeadTiles
 from flashgen.reference.gradients import Cotangents, Gradients, GradientSums, prepare_cotangents
 from flashgen.reference.inputs import Array, Problem, prepare
 from flashgen.reference.oracle import round_to, row_blocks, softmax
+from flashgen.reference.pages import Cache
 from flashgen.reference.varlen import varlen_gradients, varlen_sequences
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def _call_gradients(
 ) -> Gradients:
     """Returns the gradients of a call. for_problem computes those of one problem; options: seed, offset, captures."""
     if spec.is_varlen:
-        return varlen_gradients(qkv, varlen_sequences(spec, *qkv, *options), *cotangents, for_problem)
+        return varlen_gradients(qkv, varlen_sequences(spec, qkv, Cache(), *options), *cotangents, for_problem)
     problem = prepare(spec, *qkv, *options)
     return for_problem(problem, prepare_cotangents(problem, *cotangents))
 

@@ -105,8 +105,7 @@ def prepare_for_papers(
     spec: AttentionSpec, q: Any, k: Any, v: Any, seed: int | None, offset: int, captures: Mapping[str, Any]
 ) -> Problem:
     """Does the same as `prepare` for the papers' algorithms. Raises ArgumentError also for varlen batches and sinks."""
-    if spec.is_varlen or spec.sink:
-        what = "layout='thd'" if spec.is_varlen else "sink"
+    if what := "layout='thd'" if spec.is_varlen else "sink" if spec.sink else "":
         raise ArgumentError(f"{what} is not in the papers' algorithms; use flashgen.reference.attention")
     return prepare(spec, q, k, v, seed, offset, captures)
 

@@ -18,8 +18,8 @@ from numpy.typing import ArrayLike
 from flashgen.dtypes import numpy_dtype
 from flashgen.reference.elementwise import HeadTiles
 from flashgen.reference.inputs import Array, Problem
-from flashgen.reference.pages import Cache, build_problems, check_varlen
-from flashgen.reference.varlen import paged_sequences, varlen_outputs, varlen_sequences
+from flashgen.reference.pages import Cache, build_problems
+from flashgen.reference.varlen import varlen_outputs, varlen_sequences
 
 if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
@@ -71,13 +71,9 @@ def _call_outputs(
     captures: Mapping[str, Any],
 ) -> tuple[Array, Array]:
     """Returns the output and LSE of a call. for_problem computes them for one problem."""
-    if spec.is_mixed:
-        paged = paged_sequences(spec, arrays, cache, seed, offset, captures)
-        return varlen_outputs(spec, arrays[0], paged, for_problem)
     if spec.is_varlen:
-        check_varlen(cache)
-        given = {**captures, "seqused_k": cache.seqused_k}
-        return varlen_outputs(spec, arrays[0], varlen_sequences(spec, *arrays, seed, offset, given), for_problem)
+        sequences = varlen_sequences(spec, arrays, cache, seed, offset, captures)
+        return varlen_outputs(spec, arrays[0], sequences, for_problem)
     problems = build_problems(spec, arrays, cache, seed, offset, captures)
     results = [for_problem(problem) for problem in problems]
     out, lse = (np.concatenate(each) for each in zip(*results, strict=True))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from flashgen.errors import ArgumentError
 from flashgen.reference.gradients import Cotangents, Gradients
 from flashgen.reference.inputs import Array, Problem, floats, prepare
-from flashgen.reference.pages import Cache, build_problems
+from flashgen.reference.pages import Cache, build_problems, check_varlen
 
 if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
@@ -28,9 +28,27 @@ class Sequence:
 
 
 def varlen_sequences(
+    spec: AttentionSpec,
+    arrays: tuple[Any, Any, Any],
+    cache: Cache,
+    seed: int | None,
+    offset: int,
+    given: Mapping[str, Any],
+) -> Iterator[Sequence]:
+    """Yields the sequences of a varlen batch, whose keys and values may be in pages.
+
+    given: by name, the captures and the offsets and lengths of sequences. Raises ArgumentError if they do not fit.
+    """
+    if spec.page_size:
+        return _paged_sequences(spec, arrays, cache, seed, offset, given)
+    check_varlen(cache)
+    return _packed_sequences(spec, *arrays, seed, offset, {"seqused_k": cache.seqused_k, **given})
+
+
+def _packed_sequences(
     spec: AttentionSpec, q: Any, k: Any, v: Any, seed: int | None, offset: int, given: Mapping[str, Any]
 ) -> Iterator[Sequence]:
-    """Yields the sequences of a varlen batch. given: by name, the captures and the offsets and lengths of sequences.
+    """Yields the sequences of a varlen batch with packed keys and values.
 
     Raises ArgumentError if offsets are missing, decrease, or leave the arrays. cu_seqlens_k may be missing only if k
     has as many tokens as q.
@@ -59,7 +77,7 @@ def varlen_sequences(
         yield Sequence(replace(prepare(plain, *arrays, seed, offset, captures), first_batch=number), queries, keys)
 
 
-def paged_sequences(
+def _paged_sequences(
     spec: AttentionSpec,
     arrays: tuple[Any, Any, Any],
     cache: Cache,

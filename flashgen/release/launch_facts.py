@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashgen.codegen.arguments import QUERY_ARRAYS, VALUE_WIDE, ArgumentLayout, member_name
+from flashgen.codegen.batches import batch_of, map_axes
 from flashgen.codegen.formula_text import MEANINGS, cpp, described
 from flashgen.codegen.merge_kernel import MAX_PARTIALS
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import NAMED_SIZES, SIZE_NAMES
 from flashgen.codegen.stages import struct_values
-from flashgen.codegen.varlen import MAP_ROWS
 from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 
@@ -114,22 +114,24 @@ def _arguments(
 
 def _member_meanings(spec: AttentionSpec) -> dict[str, str]:
     """Returns the meanings of members that have no comment at their declaration."""
-    head, value = spec.head_dim, spec.value_dim
+    head, value, batch = spec.head_dim, spec.value_dim, batch_of(spec)
     rows = {"q": "queries", "k": "keys", "v": "values", "o": "output"}
     rows |= {f"d{name}": f"gradient of {name}" for name in "qkv"} | {"d_o": "gradient of the output"}
     meanings = {f"{name}_strides": f"strides of {name}" for name in rows}
     for name, what in rows.items():
-        heads, length = ("heads_kv", "len_k") if name[-1] in "kv" else ("heads_q", "len_q")
-        meanings[name] = f"{what}, (batch, {heads}, {length}, {value if name[-1] in 'vo' else head})"
+        rows_of = ("heads_kv", "k") if name[-1] in "kv" else ("heads_q", "q")
+        meanings[name] = f"{what}, {_axes(*batch.axes(*rows_of), value if name[-1] in 'vo' else head)}"
         meanings[f"{name}_map"] = f"CUtensorMap of {name}: see maps"
-    meanings["lse"] = "log-sum-exp of each row, (batch, heads_q, len_q), or null if it is not needed"
+    lse = _axes(*batch.row_axes("heads_q", "q"))
+    meanings["lse"] = f"log-sum-exp of each row, {lse}, or null if it is not needed"
     meanings["d_lse"] = "gradient of lse, or null"
-    meanings["dq_accum"] = f"dq accumulator, float32, (batch, heads_q, rows, padded head_dim), {_UNSPECIFIED_ORDER}"
+    accumulator = _axes(*batch.workspace_shape(NAMED_SIZES, "rows"), "padded head_dim")
+    meanings["dq_accum"] = f"dq accumulator, float32, {accumulator}, {_UNSPECIFIED_ORDER}"
     for name, dim in (("dk", "head_dim"), ("dv", "value_dim")):
         shape = f"(batch, heads_kv, keys, padded {dim})"
         meanings[f"{name}_sums"] = f"{name} accumulator over query heads, float32, {shape}, {_UNSPECIFIED_ORDER}"
     meanings["part_sums"] = f"partial dk and dv of split key tiles, float32, {_UNSPECIFIED_ORDER}"
-    meanings["statistics"] = "base-2 LSE and D of each row, (batch, heads_q, rows, 2)"
+    meanings["statistics"] = f"base-2 LSE and D of each row, {_axes(*batch.workspace_shape(NAMED_SIZES, 'rows', 2))}"
     meanings |= {"tile_counts": "tiles of each list", "tile_offsets": "start of each list in tile_entries"}
     meanings |= {"tile_entries": "tile << 1 | 1 if no element is masked", "list_strides": "strides between lists"}
     meanings |= {"counts": "tiles of each list, written", "offsets": "start of each list in entries"}
@@ -138,7 +140,7 @@ def _member_meanings(spec: AttentionSpec) -> dict[str, str]:
     meanings |= {"seed_low": "low half of the dropout seed", "seed_high": "high half of the dropout seed"}
     meanings |= {"offset": "offset of the dropout counter"}
     meanings |= {name: MEANINGS[name] for name in (*SIZE_NAMES, "heads_per_kv", "count")}
-    meanings |= _varlen_meanings(rows, head, value) if spec.is_varlen else {}
+    meanings |= batch.lengths
     if spec.page_size:
         of_page = f"(pages, {spec.page_size}, heads_kv"
         meanings |= {"k": f"pages of keys, {of_page}, {head})", "v": f"pages of values, {of_page}, {value})"}
@@ -148,16 +150,9 @@ def _member_meanings(spec: AttentionSpec) -> dict[str, str]:
     return meanings
 
 
-def _varlen_meanings(rows: Mapping[str, str], head: int, value: int) -> dict[str, str]:
-    """Returns the meanings of members that differ for varlen batches. rows: the arrays of rows and what they hold."""
-    meanings = {name: f"maximum {MEANINGS[name]} of a sequence" for name in ("len_q", "len_k")}
-    for name, what in rows.items():
-        heads, total = ("heads_kv", "total_k") if name[-1] in "kv" else ("heads_q", "total_q")
-        meanings[name] = f"{what}, ({total}, {heads}, {value if name[-1] in 'vo' else head})"
-    meanings["lse"] = "log-sum-exp of each row, (heads_q, total_q), or null if it is not needed"
-    meanings["dq_accum"] = f"dq accumulator, float32, (heads_q, rows, padded head_dim), {_UNSPECIFIED_ORDER}"
-    meanings["statistics"] = "base-2 LSE and D of each row, (heads_q, rows, 2)"
-    return meanings
+def _axes(*axes: Any) -> str:
+    """Returns the axes of an array in words, such as "(batch, heads_q, rows, 2)"."""
+    return f"({', '.join(map(cpp, axes))})"
 
 
 def _capture_meanings(capture: Capture) -> dict[str, str]:
@@ -184,7 +179,6 @@ def _map(name: str, kernel: RenderedKernel, spec: AttentionSpec) -> dict[str, An
     All maps have element strides of 1, no interleaving, and zeros outside of the array.
     """
     columns = spec.value_dim if name in VALUE_WIDE else spec.head_dim
-    rows, heads = ("len_q", "heads_q") if name in QUERY_ARRAYS else ("len_k", "heads_kv")
     box = kernel.boxes[name]
     if spec.page_size and len(box) == len(_PANEL_STRIDES):
         panel, group, joined, _ = box
@@ -197,25 +191,14 @@ def _map(name: str, kernel: RenderedKernel, spec: AttentionSpec) -> dict[str, An
             "strides": list(_PANEL_STRIDES),
         }
     box = (*box, 1, 1, 1)[:4]
-    if spec.page_size and name not in QUERY_ARRAYS:
-        return {
-            **_map_facts(name, spec, box),
-            "sizes": [str(columns), str(spec.page_size), heads, "pages"],
-            "strides": ["row", "head", "page"],
-        }
-    if spec.is_varlen:
-        total = "total_q" if name in QUERY_ARRAYS else "total_k"
-        return {
-            **_map_facts(name, spec, box),
-            "sizes": [str(columns), str(MAP_ROWS), heads, f"{total} + 1"],
-            "strides": ["row", "head", "row"],
-            "rows_before": MAP_ROWS,
-        }
+    axes = map_axes(spec, name, NAMED_SIZES, "pages")
     packed = kernel.plan.packed_heads > 1 and name in QUERY_ARRAYS
+    order = (1, 0, 2) if packed else (0, 1, 2)
     return {
         **_map_facts(name, spec, box),
-        "sizes": [str(columns), heads, rows, "batch"] if packed else [str(columns), rows, heads, "batch"],
-        "strides": ["head", "row", "batch"] if packed else ["row", "head", "batch"],
+        "sizes": [str(columns), *(cpp(axes.sizes[axis]) for axis in order)],
+        "strides": [axes.strides[axis] for axis in order],
+        **({"rows_before": axes.rows_before} if axes.rows_before else {}),
     }
 
 

@@ -27,14 +27,12 @@ class CaptureInfo(NamedTuple):
 def call_arguments(spec: AttentionSpec) -> tuple[tuple[CaptureInfo, ...], tuple[CaptureInfo, ...]]:
     """Returns the arrays and the integers that calls take beside q, k, v and captures, such as cu_seqlens_q."""
     arrays: list[tuple[str, str, int]] = []
-    layout = spec.batch_layout
-    located = layout.sequence_arrays[:1] if spec.page_size else layout.sequence_arrays  # a page table locates keys
-    arrays += [(name, "int32", 1) for name in located]
+    arrays += [(name, "int32", 1) for name in spec.sequence_arrays]
     if spec.page_size:
         arrays += [("page_table", "int32", 2), ("seqused_k", "int32", 1)]
     if spec.kv_dtype:
         arrays += [("k_scale", "float32", 1), ("v_scale", "float32", 1)]
-    integers = layout.max_lengths or ("num_splits",)
+    integers = spec.batch_layout.max_lengths or ("num_splits",)
     return (
         tuple(CaptureInfo(name, dtype, ndim, False, dtype[:-2]) for name, dtype, ndim in arrays),
         tuple(CaptureInfo(name, "int32", 0, False, "int") for name in integers),
@@ -70,7 +68,7 @@ class Registered:
         self.dtype, self.dropout = getattr(torch, spec.dtype), bool(spec.dropout)
         self.out_dtype: torch.dtype = getattr(torch, spec.out_element.name)
         self.is_direct = not (self.emulate or self.takes_captures or self.dropout or spec.out_dtype)
-        self.keys_optional = spec.is_varlen and not spec.page_size
+        self.keys_optional = "cu_seqlens_k" in spec.sequence_arrays
         pages = f"page_size={spec.page_size}" if spec.page_size else None
         self.cache = pages or (f"kv_dtype={spec.kv_dtype!r}" if spec.kv_dtype else None)
         self._by_device: dict[int | None, Attention] = {}

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from flashgen.attention.problem import checked_sequences, checked_sizes
+from flashgen.attention.problem import checked_sizes
 from flashgen.dtypes import CAPTURES, numpy_dtype
 from flashgen.errors import ArgumentError, UnsupportedError
 from flashgen.language.bound import BoundArray, dtype_read
@@ -140,8 +140,6 @@ def _check_shapes(entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: 
     own = {each.name: tensor for each, tensor in zip(entry.own_arrays, captures[captured:], strict=False)}
     given = {name: _Shaped(tuple(x.shape), dtype_of(x)) for name, x in {"q": q, "k": k, "v": v, **own}.items()}
     checked_sizes(entry.spec, given)
-    if entry.spec.is_varlen:
-        checked_sequences(given)
 
 
 def refuse_gradients(entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor]) -> None:

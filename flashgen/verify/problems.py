@@ -79,7 +79,8 @@ def random_inputs(
     """
     random = np.random.default_rng(seed)
     dtype = numpy_dtype(spec.dtype)
-    ragged = offsets(shape, seed) if spec.is_varlen else {}
+    own = spec.batch_layout.arguments
+    ragged = {name: value for name, value in offsets(shape, seed).items() if name in own}
 
     def array(heads: int, of_keys: bool, dim: int) -> Array:
         axes = _axes(spec, shape, seed, heads, of_keys)
@@ -132,11 +133,9 @@ def rows_of(spec: AttentionSpec, shape: Shape, seed: int) -> tuple[int, ...]:
 
 def _axes(spec: AttentionSpec, shape: Shape, seed: int, heads: int, of_keys: bool) -> tuple[int, ...]:
     """Returns the shape of q, or of k and v if `of_keys`, without its last axis."""
-    if spec.is_varlen:
-        begins = offsets(shape, seed)["cu_seqlens_k" if of_keys else "cu_seqlens_q"]
-        return int(begins[-1]) + _OUTSIDE, heads
-    length = shape.len_k if of_keys else shape.len_q
-    return spec.batch_layout.from_bhsd((shape.batch, heads, length, 1))[:-1]
+    begins = offsets(shape, seed)["cu_seqlens_k" if of_keys else "cu_seqlens_q"]
+    rows = spec.batch_layout.rows(shape.len_k if of_keys else shape.len_q, int(begins[-1]) + _OUTSIDE)
+    return spec.batch_layout.from_bhsd((shape.batch, heads, rows, 1))[:-1]
 
 
 def replace_kv_dtype(spec: AttentionSpec) -> AttentionSpec:

@@ -126,7 +126,7 @@ FAULTS = [
         ("window's edge taken for full", "window", r"\(full_begin \+ kTileK - 1\) / kTileK, ", "full_begin / kTileK, "),
         ("keys of the partial tile not masked", "grouped heads", r"n % 2 >= left\)", "n % 2 > left)"),
         ("keys of another head", "grouped heads", r"kv_head_of\(work\.head, arguments\);", "work.head % 2;"),
-        ("a tile of queries processed twice", "one stage", r"gridDim\.x - 1 - blockIdx\.x;", "0;"),
+        ("a tile of queries processed twice", "one stage", r"gridDim\.x - 1 - blockIdx\.x\)", "0)"),
         ("scores taken for uniform", "distances", r"k_first - q_last", "k_first - q_first"),
         ("scores taken for uniform on Hopper", "hopper, distances", r"k_first - q_last", "k_first - q_first"),
         ("a score's head", "score", r"load_slopes\(arguments, h\)", "load_slopes(arguments, 0)"),

@@ -306,8 +306,8 @@ MUTANTS = (
     Mutant(
         "tensor maps of varlen batches begin at the array",
         "flashgen/launch/tensor_map_writer.py",
-        "return replace(shape, rows_before=MAP_ROWS)",
-        "return shape",
+        "shapes[name] = replace(shape, rows_before=axes.rows_before)",
+        "shapes[name] = shape",
         ("tests/attention/test_ragged.py::test_sequences_of_one_token",),
     ),
     Mutant(
@@ -319,8 +319,8 @@ MUTANTS = (
     ),
     Mutant(
         "a sink counted for rows of no sequence",
-        "templates/mma_sync/softmax.cuh.jinja",
-        "static_cast<unsigned>({{ batch }}) < static_cast<unsigned>(arguments.batch) ?",
+        "templates/batch/varlen.cuh.jinja",
+        "static_cast<unsigned>({{ index }}) < static_cast<unsigned>(arguments.batch) ?",
         "true ?",
         ("tests/attention/test_sinks.py::test_every_family_on_the_emulator",),
     ),

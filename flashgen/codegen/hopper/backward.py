@@ -45,6 +45,7 @@ from flashgen.codegen.hopper.backward_plans import (
     takes_two_steps,
 )
 from flashgen.codegen.hopper.backward_scheduler import padded_keys
+from flashgen.codegen.hopper.batch_traits import batch_traits
 from flashgen.codegen.hopper.plans import panel_columns
 from flashgen.codegen.hopper.queries_plans import HopperQueriesPlan, choose_hopper_queries_plan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan, choose_hopper_wide_plan, exchanged
@@ -175,7 +176,7 @@ def _pipeline_context(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: b
         "takes_two_steps": takes_two_steps(spec),
         "shares_registers": plan.shares_registers(spec),
         "prefetches_keys": plan.loads_early(dq_apart),
-        "recomputes_addresses": (plan.early_scores or spec.is_varlen) and not has_registers,
+        "recomputes_addresses": not has_registers and (plan.early_scores or not batch_traits(spec).spares_registers),
     }
 
 

@@ -13,6 +13,7 @@ from flashgen.analysis.derivatives import gathers
 from flashgen.codegen.demand import Weight, demand_of, is_clipped
 from flashgen.codegen.expressions.derivative_text import score_gradient
 from flashgen.codegen.hopper.barriers import key_barriers
+from flashgen.codegen.hopper.batch_traits import batch_traits
 from flashgen.codegen.hopper.plans import WARPGROUP, swizzled_columns
 from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.shared_memory import (
@@ -31,7 +32,6 @@ from flashgen.language.spec import AttentionSpec
 
 _ROWS = 64  # of a wgmma
 _DS_STAGES = 2  # tiles of dS: one is written while dQ is computed from the other
-_WORK_BYTES, _RAGGED_WORK_BYTES = 16, 48  # coordinates of a work tile
 _MAX_ACCUMULATORS = 224  # registers of a thread for accumulators and products in flight
 _CROWDED = 200  # accumulator registers above which a derivative of the score function does not fit
 _WARPS = 4  # of a warpgroup
@@ -109,7 +109,8 @@ class HopperBackwardPlan(Checked):
 
     def finishes(self, spec: AttentionSpec, dq_apart: bool) -> bool:
         """Whether idle warps convert the dQ accumulator. With `dq_apart` another kernel computes dQ without one."""
-        return not (self.finish_apart or spec.is_varlen or dq_apart or spec.head_dim % _two_panels(spec))
+        apart = self.finish_apart or dq_apart or spec.head_dim % _two_panels(spec)
+        return batch_traits(spec).converts_dq and not apart
 
     def head_columns(self, spec: AttentionSpec) -> int:
         """Returns the columns of a row of Q, K and dQ, padded so that each half consists of full panels."""
@@ -155,7 +156,7 @@ class HopperBackwardPlan(Checked):
         head, value = Extent("kHeadDimPadded", self.head_columns(spec)), value_extent(spec)
         element, kv_element = element_sizes(spec)
         stages, ds_stages = Extent("kStages", self.stages), Extent("kDsStages", _DS_STAGES)
-        work_bytes = literal(_RAGGED_WORK_BYTES if spec.is_varlen else _WORK_BYTES)
+        work_bytes = literal(batch_traits(spec).key_tile_bytes)
         barriers = key_barriers(stages, ds_stages, dq_apart)
         panels, own_parts = "a panel of 64 keys for each warpgroup", "the parts of the warps side by side"
         summed = (
@@ -201,7 +202,7 @@ class HopperBackwardPlan(Checked):
             )
         if self.tile_q not in (_ROWS, 2 * _ROWS) or self.stages < 2:
             return f"tile_q={self.tile_q} must be 64 or 128, and stages={self.stages} at least 2"
-        if self.heads_apart and spec.is_varlen:
+        if self.heads_apart and not batch_traits(spec).splits_heads:
             return "heads_apart=True: varlen batches have no kernel with one CTA per query head"
         if self.in_turns and (unordered := self._unordered(spec)):
             return f"in_turns=True: {unordered}"
@@ -218,7 +219,7 @@ class HopperBackwardPlan(Checked):
             return (
                 "CTAs of single query heads (heads_apart) accumulate dK and dV in any order: leave out one of the two"
             )
-        if spec.is_varlen:  # with decreasing offsets a CTA would wait for CTAs that do not exist
+        if not batch_traits(spec).orders_dq:
             return "CTAs of varlen batches add to dQ in any order"
         visited = query_range(spec.mask.expression)
         if visited is None or not visitors_are_contiguous(visited):
@@ -247,7 +248,7 @@ def choose_hopper_backward_plan(
     """
     demand, plain = demand_of(spec), _FULL if spec.mask.expression == sympy.true else _MASKED
     narrow = max(spec.head_dim, spec.value_dim) <= _NARROW_DIM and takes_two_steps(spec)
-    narrow &= demand.weight < Weight.HEAVY and not (spec.is_varlen and spec.score)
+    narrow &= demand.weight < Weight.HEAVY and (spec.score is None or batch_traits(spec).spares_registers)
     loads = demand.weight == Weight.HEAVY
     loads |= demand.weight == Weight.LOADING and not demand.mask_axes and (deterministic or _reads_many(spec))
     preferred: tuple[HopperBackwardPlan, ...] = (_HEAVY,) if loads else (plain, _FULL)

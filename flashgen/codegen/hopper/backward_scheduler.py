@@ -22,9 +22,10 @@ from flashgen.codegen.assembly import is_masked
 from flashgen.codegen.backward_kernels import PART_SEMAPHORE, Rows, row_values
 from flashgen.codegen.batches import batch_of
 from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
+from flashgen.codegen.hopper.batch_traits import batch_traits
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan
-from flashgen.codegen.rendered_kernel import Grid, Workspace
-from flashgen.codegen.sizes import Sizes, ceil_div, maximum, minimum
+from flashgen.codegen.rendered_kernel import Workspace
+from flashgen.codegen.sizes import Grid, Sizes, ceil_div, maximum, minimum
 from flashgen.codegen.tiling import padded
 from flashgen.language.spec import AttentionSpec
 
@@ -63,7 +64,7 @@ class TileSplit(NamedTuple):
 
 def rotates_start(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> bool:
     """Whether the work tiles of a head, which all have the same iterations, start at different query tiles."""
-    return not (dq_apart or plan.in_turns or is_masked(spec) or spec.is_varlen)
+    return batch_traits(spec).has_equal_tiles and not (dq_apart or plan.in_turns or is_masked(spec))
 
 
 def splits_tiles(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> bool:
@@ -77,7 +78,7 @@ def interleaves(spec: AttentionSpec, plan: HopperBackwardPlan) -> bool:
     It interleaves all tiles if they accumulate dQ in a fixed order, and the last tiles if masks make some of them
     longer than others.
     """
-    return plan.in_turns or (is_masked(spec) and not spec.is_varlen)
+    return plan.in_turns or (is_masked(spec) and batch_traits(spec).has_equal_tiles)
 
 
 def scheduler_context(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> SchedulerContext:
@@ -90,7 +91,7 @@ def scheduler_context(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: b
 
 def scheduler_fields(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> list[Field]:
     """Returns the struct members that the scheduler reads."""
-    fields = [_NEXT_TILE, _TILES, _TILES_OF_HEAD, *([] if spec.is_varlen else [_HEADS])]
+    fields = [_NEXT_TILE, _TILES, _TILES_OF_HEAD, *batch_of(spec).outer_fields(_HEADS)]
     fields += [_HEADS_AT_ONCE] if interleaves(spec, plan) else []
     return [*fields, *(_PARTS if splits_tiles(spec, plan, dq_apart) else ())]
 
@@ -159,7 +160,7 @@ def _grid(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, dq_apart: b
 def _values(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, dq_apart: bool, sizes: Sizes) -> dict[str, Any]:
     tiles, heads, _ = _tile_grid(spec, plan, sizes)
     values = row_values(rows, sizes) | {"tiles": _work_tiles(spec, plan, dq_apart, sizes), "tiles_k": tiles}
-    values |= {} if spec.is_varlen else {"heads": heads}
+    values |= {field.name: heads for field in batch_of(spec).outer_fields(_HEADS)}
     if interleaves(spec, plan):
         values["heads_at_once"] = ceil_div(sizes.multiprocessors, maximum(tiles, 1))
     if splits_tiles(spec, plan, dq_apart):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -60,6 +60,17 @@ def _mixed_columns(spec: AttentionSpec, plan: HopperMixedPlan, sizes: Sizes) -> 
     return choose_mixed_work_units(spec, plan.of_few, sizes)
 
 
+_CHOOSE: Mapping[type[Plan], Callable[[AttentionSpec, Target], Plan]] = {
+    HopperPlan: choose_hopper_plan,
+    HopperMixedPlan: choose_hopper_mixed_plan,
+}
+
+
+def _own_class(spec: AttentionSpec) -> type[Plan]:
+    """Returns the class of the plans of Hopper's own kernels that run a spec."""
+    return HopperMixedPlan if spec.is_mixed else HopperPlan
+
+
 class HopperForward(ForwardFamily):
     """Hopper's forward kernels. Where TMA cannot read the pages of a spec, its kernels are those of mma.sync."""
 
@@ -75,17 +86,15 @@ class HopperForward(ForwardFamily):
     def plan_classes(self, spec: AttentionSpec) -> tuple[type[Plan], ...]:
         if not spec.of_cache:
             return (HopperPlan, self.decode.plan)
-        return (HopperMixedPlan if spec.is_mixed else HopperPlan, *_MMA_SYNC.plan_classes(spec))
+        return (_own_class(spec), *_MMA_SYNC.plan_classes(spec))
 
     def default_plan(self, spec: AttentionSpec, target: Target) -> Plan:
-        if spec.of_cache and cache_problem(spec):
+        if cache_problem(spec):
             return _MMA_SYNC.default_plan(spec, target)
-        if spec.is_mixed:
-            return choose_hopper_mixed_plan(spec, target)
-        return choose_hopper_plan(spec, target)
+        return _CHOOSE[_own_class(spec)](spec, target)
 
     def candidates(self, spec: AttentionSpec, target: Target) -> Iterator[Plan]:
-        if spec.of_cache and (cache_problem(spec) or spec.is_mixed):
+        if cache_problem(spec) or _own_class(spec) is not HopperPlan:
             return _MMA_SYNC.candidates(spec, target)
         return every_hopper_plan(spec, target)
 

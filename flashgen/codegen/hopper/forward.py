@@ -19,16 +19,16 @@ from flashgen.codegen.assembly import (
     suffix_of,
 )
 from flashgen.codegen.batches import batch_of
-from flashgen.codegen.costs import forward_cost, prefill_cost
 from flashgen.codegen.expressions.function_text import DEVICE_NAMES, FunctionText, Names
 from flashgen.codegen.expressions.uniform_text import uniform_text
 from flashgen.codegen.forward_kernel import forward_context, forward_kernel, page_fields
 from flashgen.codegen.header import header
+from flashgen.codegen.hopper.forward_tiles import forward_tiles, head_groups
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.pages import GROUP_ROWS, box_keys, panels_joined
-from flashgen.codegen.hopper.plans import PROMPT_QUERIES, HopperPlan, panel_columns
+from flashgen.codegen.hopper.plans import HopperPlan, panel_columns
 from flashgen.codegen.hopper.smaller_tiles import smaller_option
-from flashgen.codegen.rendered_kernel import Grid, RenderedKernel
+from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes, maximum, minimum, reciprocal
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import padded
@@ -61,10 +61,7 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
         for name in "kv"
         if _joined(spec, name) > 1
     ]
-    if not spec.is_mixed:  # there the device counts the tiles of prefill sequences
-        what = "query tile slots" if spec.is_varlen else "query tiles"
-        fields.append(Field("int", "tiles", comment=f"{what} of all heads and batches"))
-        fields.append(Field("int", "tiles_q", comment=f"{what} of each {heads[:-1]}"))
+    fields += forward_tiles(spec).fields(spec, heads[:-1])
     fields.append(Field("int", "heads", comment=f"{heads if packed else 'query heads'} of all batches"))
     fields.append(Field("int", "section", comment=f"{heads} of a section, the tiles of which alternate"))
     fields += batch_of(spec).size_fields("len_q", "len_k")
@@ -81,16 +78,13 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     check_spec(spec, target)
     plan = plan or choose_hopper_plan(spec, target)
     plan.check(spec, target)
-    tiles, packed = visited_keys(spec), plan.packed_heads > 1
-    layout, longest_first = hopper_layout(spec, tiles is None, packed), longest_last(tiles)
+    keys, tiles, packed = visited_keys(spec), forward_tiles(spec), plan.packed_heads > 1
+    layout, longest_first = hopper_layout(spec, keys is None, packed), longest_last(keys)
     bounds = _tile_bounds(longest_first)
     producer_registers, consumer_registers = plan.warpgroup_registers(spec)
-    mixed = spec.is_mixed
-    cost = prefill_cost(spec) if mixed else forward_cost(spec)
-    details: dict[str, Any] = {"title": "attention forward of mixed batches, prompts", "cost": cost} if mixed else {}
-    details["options"] = smaller_option(plan, spec, target)
+    cost, option = tiles.cost(spec), smaller_option(plan, spec, target)
     context = forward_context(spec, target, plan, layout, "scores[n]", _device_names(plan), bounds) | {
-        "header": header(spec, target, plan, _GRID, _METHOD, **details),
+        "header": header(spec, target, plan, _GRID, _METHOD, tiles.title, cost, option),
         "own_tiles": key_range(spec.mask.expression) is not None and spec.mask.expression != sympy.true,
         "head_panel": panel_columns(spec.head_dim, spec.element),
         "value_panel": panel_columns(spec.value_dim, spec.element),
@@ -103,12 +97,11 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         "map_rows": MAP_ROWS,
         "suffix": suffix_of(spec),
         "page_size": spec.page_size,
-        "prompt_queries": PROMPT_QUERIES if mixed else 0,
+        "prompt_queries": tiles.prompt_queries,
         "box_keys": box_keys(spec, plan.tile_k),
         "joined": {name: _joined(spec, name) > 1 for name in "kv"},
     }
-    if not mixed:
-        context |= batch_of(spec).sequences(context["struct"], layout, "kTileQ")
+    context |= tiles.sequences(spec, context["struct"], layout)
     sizes = {"shared_forms": [(plan.tile_k, "false")], "register_forms": [(padded(spec.value_dim), "true")]}
     kernel = forward_kernel(
         spec,
@@ -117,39 +110,20 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         layout,
         assemble("hopper/forward.cu.jinja", context, target, sizes),
         boxes=_boxes(spec, plan),
-        grid=partial(_grid, spec, plan),
+        grid=partial(tiles.grid, spec, plan),
         values=partial(_values, spec, plan, longest_first),
-        counts=lambda sizes: sizes.multiprocessors < _tiles(spec, plan, sizes),
+        counts=lambda sizes: sizes.multiprocessors < tiles.count(spec, plan, sizes),
     )
-    name = kernel.name + details["options"].replace(" --", "-") + (f"-packed{plan.packed_heads}" if packed else "")
+    name = kernel.name + option.replace(" --", "-") + (f"-packed{plan.packed_heads}" if packed else "")
     return (replace(kernel, name=name, cost=cost),)
-
-
-def _head_groups(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Any:
-    """Returns the number of query heads, or packs of heads, of all sequences that have tiles of their own."""
-    heads = sizes.heads_q // plan.packed_heads if plan.packed_heads > 1 else sizes.heads_q
-    outer = batch_of(spec).outer(sizes)
-    return outer * heads if batch_of(spec).outer_sizes else heads
-
-
-def _grid(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Grid:
-    blocks = minimum(_tiles(spec, plan, sizes), sizes.multiprocessors)
-    return blocks if spec.is_mixed else maximum(blocks, 1), 1, 1
-
-
-def _tiles(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Any:
-    """Returns the number of tiles of queries; in a mixed batch the maximum for prompts, 0 if none can be a prompt."""
-    if spec.is_mixed:
-        return minimum(sizes.len_q // PROMPT_QUERIES, 1) * (sizes.total_q // PROMPT_QUERIES) * sizes.heads_q
-    return _head_groups(spec, plan, sizes) * batch_of(spec).query_tiles(plan.tile_q, sizes)
 
 
 def _values(spec: AttentionSpec, plan: HopperPlan, longest_first: bool, sizes: Sizes) -> dict[str, Any]:
     """Returns the values of struct members that are computed from the sizes."""
-    packed, heads = plan.packed_heads, _head_groups(spec, plan, sizes)
+    packed, heads = plan.packed_heads, head_groups(spec, plan, sizes)
     per_kv = sizes.heads_per_kv // packed if packed > 1 else sizes.heads_per_kv
     return {
-        "tiles": _tiles(spec, plan, sizes),
+        "tiles": forward_tiles(spec).count(spec, plan, sizes),
         "tiles_q": batch_of(spec).query_tiles(plan.tile_q, sizes),
         "heads": heads,
         "section": _section(spec, sizes, heads, per_kv) if longest_first else 1,

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from flashgen.codegen.demand import demand_of
 from flashgen.codegen.hopper.barriers import forward_barriers
+from flashgen.codegen.hopper.batch_traits import batch_traits
 from flashgen.codegen.hopper.pages import cache_problem
 from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.shared_memory import BYTE, INT, UINT4, Buffer, Extent, SharedMemoryLayout, literal, mbarriers
@@ -22,8 +23,6 @@ WARPGROUP = 128
 _ROWS = 64  # of a wgmma
 _DEPTH = 16
 _MAX_COLUMNS = 256  # of a wgmma, and rows of a TMA box
-_INDEX_BYTES = 8  # of the number of a tile, which the producer passes to the consumers
-_WORK_BYTES = 64  # of the coordinates of a tile, which the producer passes to the consumers in varlen batches
 _TARGET = TARGETS["sm_90a"]  # the target of this family and of its measured plans
 _MAX_SHARED = _TARGET.shared_per_block
 _SWIZZLED_ROWS = (128, 64, 32)  # bytes of a row of a box that TMA swizzles
@@ -186,7 +185,7 @@ class HopperPlan(Checked):
         of_rows = (Buffer("Query", "Q", (rows, head), element), Buffer("Output", "O", (rows, value), element))
         consumers, label = Extent("kConsumers", self.consumers), "rows of warpgroups"
         barriers = forward_barriers(stages, paged=bool(spec.page_size))
-        index_bytes = literal(_WORK_BYTES if spec.is_varlen else _INDEX_BYTES)
+        index_bytes = literal(batch_traits(spec).tile_bytes)
         return SharedMemoryLayout(
             (
                 Buffer("Rows", label, copies=consumers, parts=of_rows, union=not output_apart),
@@ -216,8 +215,8 @@ class HopperPlan(Checked):
             return f"consumers={self.consumers} must be 1, 2 or 3, and not 1 for taking turns"
         if not _DEPTH <= self.tile_k <= _MAX_COLUMNS or self.tile_k % (DROPOUT_COLUMNS if spec.dropout else _DEPTH):
             return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout, up to {_MAX_COLUMNS}"
-        if spec.is_varlen and self.packed_heads != 1:
-            return f"packed_heads={self.packed_heads} must be 1 with layout='thd'"
+        if self.packed_heads != 1 and not batch_traits(spec).packs_heads:
+            return f"packed_heads={self.packed_heads} must be 1 with layout={spec.layout!r}"
         if why := cache_problem(spec):
             return why
         if self.stages < 1:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flashgen.codegen.hopper.batch_traits import batch_traits
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.pages import has_small_pages
 from flashgen.codegen.hopper.plans import HopperPlan
@@ -30,7 +31,7 @@ def smaller_plan(spec: AttentionSpec, target: Target) -> HopperPlan | None:
 
     Masks with tile lists have other default plans, for whose tiles the lists are built in advance.
     """
-    if spec.is_varlen or spec.kv_dtype:
+    if spec.kv_dtype or not batch_traits(spec).has_smaller_tiles:
         return None
     return _SMALLER if choose_hopper_plan(spec, target) == _LARGER else None
 

@@ -24,8 +24,8 @@ from flashgen.codegen.mma_sync.stream_k import (
     work_unit_fields,
     work_unit_values,
 )
-from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, Workspace, entry_name, kernel_name
-from flashgen.codegen.sizes import Sizes
+from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace, entry_name, kernel_name
+from flashgen.codegen.sizes import Grid, Sizes
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import layout_of, variant_of
 from flashgen.errors import UnsupportedError
@@ -120,8 +120,8 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
         UnsupportedError: the target or the plan does not support the spec.
     """
     check_spec(spec, target)
-    if spec.is_varlen:
-        raise UnsupportedError("layout='thd': the decode kernel takes no varlen batches; take layout='bshd'")
+    if not spec.batch_layout.supports("decode kernels"):
+        raise UnsupportedError(f"layout={spec.layout!r}: the decode kernel takes no varlen batches; take layout='bshd'")
     plan = plan or choose_decode_plan(spec, target)
     plan.check(spec, target)
     layout = decode_layout(spec, demand_of(spec).listed, plan.scheduled)

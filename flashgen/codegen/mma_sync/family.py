@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from flashgen.codegen.family import BackwardFamily, DecodeFamily, ForwardFamily, Kernels, PlanKind
@@ -60,6 +60,20 @@ class MmaSyncDecode(DecodeFamily):
         return schedule_size(spec, plan, sizes)
 
 
+_CHOOSE: Mapping[type[Plan], Callable[[AttentionSpec, Target], Plan]] = {
+    ForwardPlan: choose_forward_plan,
+    DecodePlan: choose_decode_plan,
+    MixedPlan: choose_mixed_plan,
+}
+
+
+def _default_class(spec: AttentionSpec) -> type[Plan]:
+    """Returns the class of the default plan: the forward's, or of the only kernel that reads such keys and values."""
+    if spec.is_mixed:
+        return MixedPlan
+    return DecodePlan if spec.kv_dtype else ForwardPlan
+
+
 class MmaSyncForward(ForwardFamily):
     """Forward kernels by mma.sync. They also read pages; the decode and mixed kernels read 8-bit keys and values."""
 
@@ -72,19 +86,15 @@ class MmaSyncForward(ForwardFamily):
     decode = MmaSyncDecode()
 
     def plan_classes(self, spec: AttentionSpec) -> tuple[type[Plan], ...]:
-        if spec.is_mixed:
-            return (MixedPlan,)
-        return (DecodePlan,) if spec.kv_dtype else (ForwardPlan, DecodePlan)
+        default = _default_class(spec)
+        return (default, DecodePlan) if default is ForwardPlan else (default,)
 
     def default_plan(self, spec: AttentionSpec, target: Target) -> Plan:
-        if spec.is_mixed:
-            return choose_mixed_plan(spec, target)
-        return choose_decode_plan(spec, target) if spec.kv_dtype else choose_forward_plan(spec, target)
+        return _CHOOSE[_default_class(spec)](spec, target)
 
     def candidates(self, spec: AttentionSpec, target: Target) -> Iterator[Plan]:
         """Yields plans of the forward kernel: calls on 8-bit keys or mixed batches always run another kernel."""
-        runs_others = spec.of_cache and (spec.kv_dtype or spec.is_mixed)
-        return iter(()) if runs_others else every_forward_plan(spec, target)
+        return every_forward_plan(spec, target) if _default_class(spec) is ForwardPlan else iter(())
 
 
 class MmaSyncBackward(BackwardFamily):

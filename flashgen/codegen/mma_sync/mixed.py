@@ -24,8 +24,8 @@ from flashgen.codegen.mma_sync.decode_plans import MAX_STREAM_K_TILES, TILE_OVER
 from flashgen.codegen.mma_sync.mixed_plans import FEW, MixedPlan, choose_mixed_plan
 from flashgen.codegen.mma_sync.splits import head_groups, packed_heads
 from flashgen.codegen.mma_sync.stream_k import LAST_QUERY, arrival_counters, full_wave_work_units, partial_slots
-from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, entry_name, kernel_name
-from flashgen.codegen.sizes import Sizes, ceil_div
+from flashgen.codegen.rendered_kernel import RenderedKernel, entry_name, kernel_name
+from flashgen.codegen.sizes import Grid, Sizes, ceil_div
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import layout_of
 from flashgen.codegen.varlen import EXTRA_SEQUENCES

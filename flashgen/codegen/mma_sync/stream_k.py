@@ -29,9 +29,9 @@ from flashgen.codegen.assembly import ENDS_OF_TILES, assemble, visited_tiles
 from flashgen.codegen.environment import environment
 from flashgen.codegen.mma_sync.decode_plans import MAX_STREAM_K_TILES, TILE_OVERHEAD, DecodePlan, stream_k_tiles
 from flashgen.codegen.mma_sync.splits import choose_splits, head_groups, packed_heads, row_tiles
-from flashgen.codegen.rendered_kernel import Grid, RenderedKernel, entry_name, kernel_name
+from flashgen.codegen.rendered_kernel import RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.shared_memory import slot_per_warp
-from flashgen.codegen.sizes import Sizes
+from flashgen.codegen.sizes import Grid, Sizes
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import Variant, arrays_of
 from flashgen.codegen.visited import visited_keys

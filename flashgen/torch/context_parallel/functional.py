@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from flashgen.errors import ArgumentError
 from flashgen.language.batch_layout import BATCH_LAYOUTS
-from flashgen.language.spec import AttentionSpec
+from flashgen.language.spec import AttentionSpec, without_shards
 from flashgen.ranks import SCHEMES, Layout, Plan, Sizes, plan_of
 from flashgen.ranks.plan import replace_fields
 from flashgen.runtime.caching import Cache
@@ -86,7 +86,7 @@ def attention(
         raise ArgumentError(f"spec={spec!r}: give a flashgen.AttentionSpec")
     if scheme not in SCHEMES:
         raise ArgumentError(f"scheme={scheme!r} must be one of {', '.join(SCHEMES)}")
-    if spec.is_ragged or spec.page_size:
+    if without_shards(spec.layout, spec.page_size):
         spec.shard()  # raises the error that names the reason
     if spec.kv_dtype:
         raise ArgumentError(
