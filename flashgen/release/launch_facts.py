@@ -15,7 +15,7 @@ from flashgen.codegen.arguments import QUERY_ARRAYS, VALUE_WIDE, ArgumentLayout,
 from flashgen.codegen.formula_text import MEANINGS, cpp, described
 from flashgen.codegen.merge_kernel import MAX_PARTIALS
 from flashgen.codegen.rendered_kernel import RenderedKernel
-from flashgen.codegen.sizes import NAMED_SIZES, SIZE_NAMES
+from flashgen.codegen.sizes import NAMED_SIZES, SIZE_NAMES, Formula
 from flashgen.codegen.stages import struct_values
 from flashgen.codegen.varlen import MAP_ROWS
 from flashgen.language.operations import Capture
@@ -184,43 +184,29 @@ def _map(name: str, kernel: RenderedKernel, spec: AttentionSpec) -> dict[str, An
     All maps have element strides of 1, no interleaving, and zeros outside of the array.
     """
     columns = spec.value_dim if name in VALUE_WIDE else spec.head_dim
-    rows, heads = ("len_q", "heads_q") if name in QUERY_ARRAYS else ("len_k", "heads_kv")
-    box = kernel.boxes[name]
+    sizes, pages, box = NAMED_SIZES, Formula("pages"), kernel.boxes[name]
+    of_queries = name in QUERY_ARRAYS
+    rows, heads = (sizes.len_q, sizes.heads_q) if of_queries else (sizes.len_k, sizes.heads_kv)
     if spec.page_size and len(box) == len(_PANEL_STRIDES):
         panel, group, joined, _ = box
-        return {
-            **_map_facts(name, spec, (*box, 1)),
-            "sizes": [
-                *(str(panel), str(group), f"(heads_kv - 1) * {name}_head_panels + {joined}"),
-                *(str(spec.page_size // group), "pages"),
-            ],
-            "strides": list(_PANEL_STRIDES),
-        }
+        panels = (sizes.heads_kv - 1) * Formula(f"{name}_head_panels") + joined
+        extents: tuple[Any, ...] = (panel, group, panels, spec.page_size // group, pages)
+        return _map_facts(name, spec, (*box, 1), extents, _PANEL_STRIDES)
     box = (*box, 1, 1, 1)[:4]
-    if spec.page_size and name not in QUERY_ARRAYS:
-        return {
-            **_map_facts(name, spec, box),
-            "sizes": [str(columns), str(spec.page_size), heads, "pages"],
-            "strides": ["row", "head", "page"],
-        }
+    if spec.page_size and not of_queries:
+        return _map_facts(name, spec, box, (columns, spec.page_size, heads, pages), ("row", "head", "page"))
     if spec.is_varlen:
-        total = "total_q" if name in QUERY_ARRAYS else "total_k"
-        return {
-            **_map_facts(name, spec, box),
-            "sizes": [str(columns), str(MAP_ROWS), heads, f"{total} + 1"],
-            "strides": ["row", "head", "row"],
-            "rows_before": MAP_ROWS,
-        }
-    packed = kernel.plan.packed_heads > 1 and name in QUERY_ARRAYS
-    return {
-        **_map_facts(name, spec, box),
-        "sizes": [str(columns), heads, rows, "batch"] if packed else [str(columns), rows, heads, "batch"],
-        "strides": ["head", "row", "batch"] if packed else ["row", "head", "batch"],
-    }
+        extents = (columns, MAP_ROWS, heads, (sizes.total_q if of_queries else sizes.total_k) + 1)
+        return _map_facts(name, spec, box, extents, ("row", "head", "row")) | {"rows_before": MAP_ROWS}
+    if kernel.plan.packed_heads > 1 and of_queries:
+        return _map_facts(name, spec, box, (columns, heads, rows, sizes.batch), ("head", "row", "batch"))
+    return _map_facts(name, spec, box, (columns, rows, heads, sizes.batch), ("row", "head", "batch"))
 
 
-def _map_facts(name: str, spec: AttentionSpec, box: tuple[int, ...]) -> dict[str, Any]:
-    """Returns the facts of every map. A map of a varlen batch starts `rows_before` rows before the array's address."""
+def _map_facts(
+    name: str, spec: AttentionSpec, box: tuple[int, ...], extents: tuple[Any, ...], strides: tuple[str, ...]
+) -> dict[str, Any]:
+    """Returns the facts of a map. A map of a varlen batch starts `rows_before` rows before the array's address."""
     return {
         "member": f"{name}_map",
         "array": name,
@@ -228,4 +214,6 @@ def _map_facts(name: str, spec: AttentionSpec, box: tuple[int, ...]) -> dict[str
         "box": list(box),
         "swizzle_bytes": box[0] * spec.element_of(name).bytes,
         "l2_promotion_bytes": 256,
+        "sizes": [cpp(extent) for extent in extents],
+        "strides": list(strides),
     }
