@@ -141,11 +141,11 @@ def decode_cost(spec: AttentionSpec, tile_q: int, scheduled: bool = False) -> Co
         scheduled: Whether blocks share the keys of all sequences as stream-K work units, so that each block has at most
             two partial outputs.
     """
-    partial = 2 * _SUM * (spec.value_dim + 2)
+    partial, rows = 2 * _SUM * (spec.value_dim + 2), f"K and V are read once for each {tile_q} rows"
     if scheduled:
         of_units: Count = lambda work: 2 * partial * work.splits * work.heads_q * work.len_q
-        return _split_cost(spec, tile_q, of_units, _OF_WORK_UNITS)
-    return _split_cost(spec, tile_q, lambda work: partial * work.splits * _DENSE.queries(work), "if splits > 1")
+        return _split_cost(spec, of_units, f"{_OF_WORK_UNITS}; {rows}")
+    return _split_cost(spec, lambda work: partial * work.splits * _DENSE.queries(work), f"if splits > 1; {rows}")
 
 
 def mixed_cost(spec: AttentionSpec, tile_q: int, head_groups: Callable[[Sizes], Any]) -> Cost:
@@ -155,13 +155,13 @@ def mixed_cost(spec: AttentionSpec, tile_q: int, head_groups: Callable[[Sizes], 
         head_groups: Returns the groups of query heads that share tiles.
     """
     slot = 4 * _SUM * (spec.value_dim + 2) * tile_q  # of the two that a work unit writes, which are read once
-    cost = _split_cost(spec, tile_q, lambda work: slot * work.splits * head_groups(work), _OF_WORK_UNITS)
+    cost = _split_cost(spec, lambda work: slot * work.splits * head_groups(work), _OF_WORK_UNITS)
     return replace(cost, words={"total_k": "(sum of keys)"})
 
 
-def _split_cost(spec: AttentionSpec, tile_q: int, partials: Count, when: str) -> Cost:
+def _split_cost(spec: AttentionSpec, partials: Count, remark: str) -> Cost:
     """Returns the cost of a kernel whose blocks divide the keys of a row."""
-    keys, remark = _amounts(spec).keys, f"{when}; K and V are read once for each {tile_q} rows"
+    keys = _amounts(spec).keys
     return _attention_cost(spec, lambda work: keys(work) * work.visited, partials=partials, remark=remark)
 
 

@@ -16,7 +16,7 @@ from flashgen.codegen.batches import batch_of, map_axes
 from flashgen.codegen.formula_text import MEANINGS, cpp, described
 from flashgen.codegen.merge_kernel import MAX_PARTIALS
 from flashgen.codegen.rendered_kernel import RenderedKernel
-from flashgen.codegen.sizes import NAMED_SIZES, SIZE_NAMES
+from flashgen.codegen.sizes import NAMED_SIZES, SIZE_NAMES, Formula
 from flashgen.codegen.stages import struct_values
 from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
@@ -179,31 +179,25 @@ def _map(name: str, kernel: RenderedKernel, spec: AttentionSpec) -> dict[str, An
     All maps have element strides of 1, no interleaving, and zeros outside of the array.
     """
     columns = spec.value_dim if name in VALUE_WIDE else spec.head_dim
-    box = kernel.boxes[name]
+    box, pages = kernel.boxes[name], Formula("pages")
     if spec.page_size and len(box) == len(_PANEL_STRIDES):
         panel, group, joined, _ = box
-        return {
-            **_map_facts(name, spec, (*box, 1)),
-            "sizes": [
-                *(str(panel), str(group), f"(heads_kv - 1) * {name}_head_panels + {joined}"),
-                *(str(spec.page_size // group), "pages"),
-            ],
-            "strides": list(_PANEL_STRIDES),
-        }
+        panels = (NAMED_SIZES.heads_kv - 1) * Formula(f"{name}_head_panels") + joined
+        extents: tuple[Any, ...] = (panel, group, panels, spec.page_size // group, pages)
+        return _map_facts(name, spec, (*box, 1), extents, _PANEL_STRIDES)
     box = (*box, 1, 1, 1)[:4]
-    axes = map_axes(spec, name, NAMED_SIZES, "pages")
+    axes = map_axes(spec, name, NAMED_SIZES, pages)
     packed = kernel.plan.packed_heads > 1 and name in QUERY_ARRAYS
     order = (1, 0, 2) if packed else (0, 1, 2)
-    return {
-        **_map_facts(name, spec, box),
-        "sizes": [str(columns), *(cpp(axes.sizes[axis]) for axis in order)],
-        "strides": [axes.strides[axis] for axis in order],
-        **({"rows_before": axes.rows_before} if axes.rows_before else {}),
-    }
+    sizes, strides = (tuple(each[axis] for axis in order) for each in (axes.sizes, axes.strides))
+    facts = _map_facts(name, spec, box, (columns, *sizes), strides)
+    return facts | ({"rows_before": axes.rows_before} if axes.rows_before else {})
 
 
-def _map_facts(name: str, spec: AttentionSpec, box: tuple[int, ...]) -> dict[str, Any]:
-    """Returns the facts of every map. A map of a varlen batch starts `rows_before` rows before the array's address."""
+def _map_facts(
+    name: str, spec: AttentionSpec, box: tuple[int, ...], extents: tuple[Any, ...], strides: tuple[str, ...]
+) -> dict[str, Any]:
+    """Returns the facts of a map. A map of a varlen batch starts `rows_before` rows before the array's address."""
     return {
         "member": f"{name}_map",
         "array": name,
@@ -211,4 +205,6 @@ def _map_facts(name: str, spec: AttentionSpec, box: tuple[int, ...]) -> dict[str
         "box": list(box),
         "swizzle_bytes": box[0] * spec.element_of(name).bytes,
         "l2_promotion_bytes": 256,
+        "sizes": [cpp(extent) for extent in extents],
+        "strides": list(strides),
     }
