@@ -633,9 +633,10 @@ __device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
 }
 
 // Rounds P or dS to the fragments of a wgmma's A operand, one for each 16 columns.
-__device__ __forceinline__ void pack_scores(unsigned (&fragments)[kTileQ / 16][4], const float (&scores)[kTileQ / 2]) {
+__device__ __forceinline__ void pack_scores(unsigned (&fragments)[Scores::kPairs / 2][4],
+                                            const float (&scores)[Scores::kElements]) {
 #pragma unroll
-  for (int n = 0; n < kTileQ / 2; n += 2) {
+  for (int n = 0; n < Scores::kElements; n += 2) {
     fragments[n / 8][n / 2 % 4] = pack_bf16(scores[n], scores[n + 1]);
   }
 }

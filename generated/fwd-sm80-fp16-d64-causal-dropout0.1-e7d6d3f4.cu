@@ -56,8 +56,8 @@ constexpr int kKeyTiles = kTileK / 8;          // 8-column mma tiles of scores
 constexpr int kValueTiles = kValueDimPadded / 8;
 constexpr float kScoreToLog2 = 0.180336878f;   // scale * log2(e): probabilities are powers of 2
 constexpr float kMaxFoldedRowMax = 93032640.0f;   // its product with kScoreToLog2 is below 2^24
+constexpr unsigned kKeepThreshold = 230;   // a probability is kept where its random byte is below
 constexpr float kRescaleThreshold = 8.0f;      // in log2: by how much a row maximum may lag
-constexpr unsigned kKeepThreshold = 230;     // a probability is kept where its random byte is below
 
 constexpr int kElementBytes = sizeof(Element);
 
