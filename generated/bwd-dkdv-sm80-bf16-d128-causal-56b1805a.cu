@@ -172,6 +172,32 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
 
 #endif
 
+// A lane's fragment of an accumulator of kRowTiles x kColumnTiles tiles, each the 16 x 8 result of one mma. Of each tile it
+// holds four elements, two adjacent columns in each of two rows that are 8 apart (PTX ISA, "Matrix Fragments for mma.m16n8k16
+// with floating point type"). Its first element is in row lane / 4 and column lane % 4 * 2 of the accumulator. Coordinates
+// are relative to that element.
+template <int kRowTiles, int kColumnTiles>
+struct Fragment {
+  static constexpr int kRows = kRowTiles * 2;     // rows that have elements
+  static constexpr int kPairs = kColumnTiles;     // pairs of adjacent elements in each of these rows
+  static constexpr int kElements = kRows * kPairs * 2;
+  float tiles[kRowTiles][kColumnTiles][4];
+
+  __device__ __forceinline__ float& operator[](int n) { return tiles[n / 4 / kColumnTiles][n / 4 % kColumnTiles][n % 4]; }
+  __device__ __forceinline__ float operator[](int n) const { return tiles[n / 4 / kColumnTiles][n / 4 % kColumnTiles][n % 4]; }
+
+  // The row of element n, as an index of the fragment's rows and as a coordinate, and its column.
+  static __device__ constexpr int row_index(int n) { return n / 4 / kColumnTiles * 2 + n / 2 % 2; }
+  static __device__ constexpr int row(int n) { return row_offset(row_index(n)); }
+  static __device__ constexpr int column(int n) { return n / 4 % kColumnTiles * 8 + n % 2; }
+
+  // The coordinate of the fragment's row r, and the first element of pair j of this row.
+  static __device__ constexpr int row_offset(int r) { return r * 8; }
+  static __device__ constexpr int pair(int r, int j) { return (r / 2 * kColumnTiles + j) * 4 + r % 2 * 2; }
+};
+
+using Scores = Fragment<kRowTiles, kQueryTiles>;
+
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
 // The position of a lane's scores: batch, query head, the lane's first query and its first key within a tile.
@@ -286,8 +312,8 @@ __device__ __forceinline__ void load_statistics(unsigned tile, const float* sour
 }
 
 // product += A * B^T. A is the warp's rows of a tile in shared memory, at `rows`; B is another tile, at `columns`.
-template <int kDepth, int kColumnTiles>
-__device__ __forceinline__ void multiply_by_transpose(float (&product)[kRowTiles][kColumnTiles][4], unsigned rows,
+template <int kDepth, int kRowTiles, int kColumnTiles>
+__device__ __forceinline__ void multiply_by_transpose(Fragment<kRowTiles, kColumnTiles>& product, unsigned rows,
                                                       unsigned columns) {
   constexpr int kChunks = kDepth / 8;
 #pragma unroll
@@ -301,8 +327,8 @@ __device__ __forceinline__ void multiply_by_transpose(float (&product)[kRowTiles
       load_matrix_x4(b, block_by_rows<kChunks>(columns, j * 8, depth * 2));
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
-        mma_m16n8k16_bf16(product[i][j], a[i], b[0], b[1]);
-        mma_m16n8k16_bf16(product[i][j + 1], a[i], b[2], b[3]);
+        mma_m16n8k16_bf16(product.tiles[i][j], a[i], b[0], b[1]);
+        mma_m16n8k16_bf16(product.tiles[i][j + 1], a[i], b[2], b[3]);
       }
     }
   }
@@ -310,16 +336,16 @@ __device__ __forceinline__ void multiply_by_transpose(float (&product)[kRowTiles
 
 // product += A * B. A is in registers and rounded to the input's type; B is a tile in shared memory with kChunks chunks
 // per row, at `values`, from chunk first_chunk on.
-template <int kChunks, int kDepthTiles, int kWidthTiles>
-__device__ __forceinline__ void multiply_registers(float (&product)[kRowTiles][kWidthTiles][4],
-                                                   const float (&factor)[kRowTiles][kDepthTiles][4], unsigned values,
+template <int kChunks, int kRowTiles, int kDepthTiles, int kWidthTiles>
+__device__ __forceinline__ void multiply_registers(Fragment<kRowTiles, kWidthTiles>& product,
+                                                   const Fragment<kRowTiles, kDepthTiles>& factor, unsigned values,
                                                    int first_chunk = 0) {
 #pragma unroll
   for (int depth = 0; depth < kDepthTiles / 2; ++depth) {
     unsigned a[kRowTiles][4];
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
-      const float (&left)[4] = factor[i][depth * 2], (&right)[4] = factor[i][depth * 2 + 1];
+      const float (&left)[4] = factor.tiles[i][depth * 2], (&right)[4] = factor.tiles[i][depth * 2 + 1];
       a[i][0] = pack_bf16(left[0], left[1]);
       a[i][1] = pack_bf16(left[2], left[3]);
       a[i][2] = pack_bf16(right[0], right[1]);
@@ -331,8 +357,8 @@ __device__ __forceinline__ void multiply_registers(float (&product)[kRowTiles][k
       load_matrix_x4_transposed(b, block_by_columns<kChunks>(values, depth * 16, first_chunk + j));
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
-        mma_m16n8k16_bf16(product[i][j], a[i], b[0], b[1]);
-        mma_m16n8k16_bf16(product[i][j + 1], a[i], b[2], b[3]);
+        mma_m16n8k16_bf16(product.tiles[i][j], a[i], b[0], b[1]);
+        mma_m16n8k16_bf16(product.tiles[i][j + 1], a[i], b[2], b[3]);
       }
     }
   }
@@ -340,8 +366,8 @@ __device__ __forceinline__ void multiply_registers(float (&product)[kRowTiles][k
 
 // product += A * B over the kDepth elements of depth from `first` on. Both are tiles in shared memory: A is the warp's
 // rows, at `rows`, with kFactorChunks chunks per row; B has kChunks chunks per row, from chunk first_chunk on.
-template <int kDepth, int kFactorChunks, int kChunks, int kWidthTiles>
-__device__ __forceinline__ void multiply_shared(float (&product)[kRowTiles][kWidthTiles][4], unsigned rows,
+template <int kDepth, int kFactorChunks, int kChunks, int kRowTiles, int kWidthTiles>
+__device__ __forceinline__ void multiply_shared(Fragment<kRowTiles, kWidthTiles>& product, unsigned rows,
                                                 unsigned values, int first, int first_chunk) {
 #pragma unroll
   for (int depth = 0; depth < kDepth; depth += 16) {
@@ -356,8 +382,8 @@ __device__ __forceinline__ void multiply_shared(float (&product)[kRowTiles][kWid
       load_matrix_x4_transposed(b, block_by_columns<kChunks>(values, first + depth, first_chunk + j));
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
-        mma_m16n8k16_bf16(product[i][j], a[i], b[0], b[1]);
-        mma_m16n8k16_bf16(product[i][j + 1], a[i], b[2], b[3]);
+        mma_m16n8k16_bf16(product.tiles[i][j], a[i], b[0], b[1]);
+        mma_m16n8k16_bf16(product.tiles[i][j + 1], a[i], b[2], b[3]);
       }
     }
   }
@@ -365,8 +391,8 @@ __device__ __forceinline__ void multiply_shared(float (&product)[kRowTiles][kWid
 
 // gradient += A * B over the depth that the other warps with the same rows have computed: A is their parts of P or dS, at
 // `rows` in shared memory; B is a tile with kColumns columns.
-template <int kColumns, int kWidthTiles>
-__device__ __forceinline__ void multiply_other_parts(float (&gradient)[kRowTiles][kWidthTiles][4], unsigned rows,
+template <int kColumns, int kRowTiles, int kWidthTiles>
+__device__ __forceinline__ void multiply_other_parts(Fragment<kRowTiles, kWidthTiles>& gradient, unsigned rows,
                                                      unsigned tile, int part) {
 #pragma unroll
   for (int other = 1; other < kSplit; ++other) {
@@ -376,29 +402,27 @@ __device__ __forceinline__ void multiply_other_parts(float (&gradient)[kRowTiles
 }
 
 // Stores a warp's accumulators times a factor, rounded, to (first_row, first_chunk) of a tile with kChunks chunks per row.
-template <int kChunks, int kTiles>
-__device__ __forceinline__ void store_rounded(const float (&values)[kRowTiles][kTiles][4], float factor,
-                                              unsigned char* tile, int first_row, int first_chunk) {
+template <int kChunks, class Values>
+__device__ __forceinline__ void store_rounded(const Values& values, float factor, unsigned char* tile, int first_row,
+                                              int first_chunk) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
+  for (int r = 0; r < Values::kRows; ++r) {
+    const int row = first_row + Values::row_offset(r) + lane / 4;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = first_row + i * 16 + r * 8 + lane / 4;
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        *reinterpret_cast<unsigned*>(tile + tile_offset<kChunks>(row, first_chunk + j) + lane % 4 * 4) =
-            pack_bf16(values[i][j][2 * r] * factor, values[i][j][2 * r + 1] * factor);
-      }
+    for (int j = 0; j < Values::kPairs; ++j) {
+      const int n = Values::pair(r, j);
+      *reinterpret_cast<unsigned*>(tile + tile_offset<kChunks>(row, first_chunk + j) + lane % 4 * 4) =
+          pack_bf16(values[n] * factor, values[n + 1] * factor);
     }
   }
 }
 
 // ---- Score gradients ------------------------------------------------------------------------------------------------
 
-// Returns (LSE, D) of this lane's two queries in column tile j.
+// Returns (LSE, D) of the two queries of this lane's pairs j.
 __device__ __forceinline__ float4 statistics_of(const unsigned char* statistics, int j) {
-  const int query = threadIdx.x / 32 % kSplit * kQueriesPerWarp + j * 8 + threadIdx.x % 4 * 2;
+  const int query = threadIdx.x / 32 % kSplit * kQueriesPerWarp + Scores::column(Scores::pair(0, j)) + threadIdx.x % 4 * 2;
   return *reinterpret_cast<const float4*>(statistics + query * 8);
 }
 
@@ -417,39 +441,36 @@ __device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
 // Scores that fail `kTests` have a P and a dS of 0. If an LSE may be large, P is 1 wherever it differs from 1 by no
 // more than the rounding of the LSE.
 template <Tests kTests>
-__device__ __forceinline__ void recompute_p_and_ds(float (&probabilities)[kRowTiles][kQueryTiles][4],
-                                                   float (&d_scores)[kRowTiles][kQueryTiles][4],
+__device__ __forceinline__ void recompute_p_and_ds(Scores& probabilities,
+                                                   Scores& d_scores,
                                                    const unsigned char* statistics,
                                                    const Position& position, int first_query,
                                                    const BackwardDkdvArguments& arguments) {
 #pragma unroll
-  for (int j = 0; j < kQueryTiles; ++j) {
+  for (int j = 0; j < Scores::kPairs; ++j) {
     const float4 rows = statistics_of(statistics, j);
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int q = first_query + position.query + j * 8 + e % 2, k = position.key + i * 16 + e / 2 * 8;
-        const float lse = e % 2 ? rows.z : rows.x;
-        float exponent = fmaf(probabilities[i][j][e], kScoreToLog2, -lse);
-        if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
-        const float probability = exp2_approx(exponent);
-        float d_score = probability * (d_scores[i][j][e] - (e % 2 ? rows.w : rows.y));
-        const bool attended = kTests == Tests::kNone ||
-            (kTests == Tests::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
-        d_score = attended ? d_score : 0.0f;
-        probabilities[i][j][e] = attended ? probability : 0.0f;
-        d_scores[i][j][e] = d_score;
-      }
+    for (int m = 0; m < Scores::kRows * 2; ++m) {
+      const int n = Scores::pair(m / 2, j) + m % 2;
+      const int q = first_query + position.query + Scores::column(n), k = position.key + Scores::row(n);
+      const float lse = m % 2 ? rows.z : rows.x;
+      float exponent = fmaf(probabilities[n], kScoreToLog2, -lse);
+      if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
+      const float probability = exp2_approx(exponent);
+      float d_score = probability * (d_scores[n] - (m % 2 ? rows.w : rows.y));
+      const bool attended = kTests == Tests::kNone ||
+          (kTests == Tests::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
+      d_score = attended ? d_score : 0.0f;
+      probabilities[n] = attended ? probability : 0.0f;
+      d_scores[n] = d_score;
     }
   }
 }
 
 // Turns products into P, and dP into dS. full: no element of the tile is masked out.
 __device__ __forceinline__ void compute_score_gradients(
-    float (&probabilities)[kRowTiles][kQueryTiles][4], float (&d_scores)[kRowTiles][kQueryTiles][4],
-    const unsigned char* statistics, bool full, const WorkTile& work, const Position& position, int first_query,
-    const BackwardDkdvArguments& arguments) {
+    Scores& probabilities, Scores& d_scores, const unsigned char* statistics, bool full, const WorkTile& work,
+    const Position& position, int first_query, const BackwardDkdvArguments& arguments) {
   if (work.first_key + kTileK > arguments.len_k || has_large_lse(statistics)) {
     recompute_p_and_ds<Tests::kAll>(probabilities, d_scores, statistics, position, first_query, arguments);
   } else if (!full) {
@@ -522,7 +543,7 @@ __device__ __forceinline__ void store_rows(Element* matrix, long long row_stride
 
 // The epilogue of dK or dV: rounds it, stores it to shared memory at `tile` and from there to global memory.
 template <int kColumns, int kColumnsPadded, int kTiles>
-__device__ __forceinline__ void store_gradients(const float (&gradients)[kRowTiles][kTiles][4], float factor,
+__device__ __forceinline__ void store_gradients(const Fragment<kRowTiles, kTiles>& gradients, float factor,
                                                 unsigned char* tile, Element* matrix, const Strides& strides,
                                                 const WorkTile& work, int warp_row, int part, int row_count) {
   store_rounded<kColumnsPadded / 8>(gradients, factor, tile, warp_row, part * kTiles);
@@ -548,8 +569,8 @@ attention_backward_dkdv_bf16_d128_causal_56b1805a(const __grid_constant__ Backwa
   const unsigned d_scores_rows = d_scores_tile + warp_row * kTileQ * kElementBytes;
   const unsigned probability_rows = k_tile + kProbabilityOffset + warp_row * kTileQ * kElementBytes;
 
-  float d_keys[kRowTiles][kHeadTiles][4] = {};
-  float d_values[kRowTiles][kValueTiles][4] = {};
+  Fragment<kRowTiles, kHeadTiles> d_keys = {};
+  Fragment<kRowTiles, kValueTiles> d_values = {};
   load_keys_and_values(work, k_tile, v_tile, arguments);
 
   for (int member = 0; member < arguments.heads_per_kv; ++member) {
@@ -583,7 +604,7 @@ attention_backward_dkdv_bf16_d128_causal_56b1805a(const __grid_constant__ Backwa
       const unsigned q_rows = q_tile + part * kQueriesPerWarp * kHeadDimPadded * kElementBytes;
       const unsigned d_o_rows = d_o_tile + part * kQueriesPerWarp * kValueDimPadded * kElementBytes;
       const unsigned char* statistics = shared_memory + kStatisticsOffset + step % kStages * kStatisticsBytes;
-      float probabilities[kRowTiles][kQueryTiles][4] = {}, d_scores[kRowTiles][kQueryTiles][4] = {};
+      Scores probabilities = {}, d_scores = {};
       // Q and dO of this step have arrived, and every warp has finished the previous step.
       copy_async_wait<0>();
       __syncthreads();

@@ -42,7 +42,6 @@ constexpr int kConsumers = 2;   // consumer warpgroups, for P and dV and for dS 
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kTileK = 64;   // keys of a work tile. S and P are held transposed: a row is a key, a column a query
 constexpr int kTileQ = 64;   // queries of an iteration
-constexpr int kQueryTiles = kTileQ / 8;   // groups of 8 columns of S, of which a lane holds two columns each
 constexpr int kStages = 2;   // of the pipelines of Q and dO in shared memory
 constexpr int kExchangeStages = 2;   // of the pipeline by which one consumer warpgroup passes scores to the other
 constexpr float kScale = 0.0625f;
@@ -439,6 +438,28 @@ __device__ __forceinline__ void await_product(float (&product)[kCount]) {
   order_registers(product);
 }
 
+// A lane's fragment of an accumulator of wgmma with kColumns columns: an array of kElements floats. Of each group of 8 columns
+// it holds four elements, two adjacent columns in each of two rows that are 8 apart (PTX ISA, "Register Fragments for
+// wgmma.mma_async.m64nNk16"). Its first element is in row lane / 4 of the warp's 16 rows and in column lane % 4 * 2.
+// Coordinates are relative to that element.
+template <int kColumns>
+struct Fragment {
+  static constexpr int kRows = 2;                // rows that have elements
+  static constexpr int kPairs = kColumns / 8;    // pairs of adjacent elements in each of these rows
+  static constexpr int kElements = kRows * kPairs * 2;
+
+  // The row of element n, as an index of the fragment's rows and as a coordinate, and its column.
+  static __device__ constexpr int row_index(int n) { return n / 2 % 2; }
+  static __device__ constexpr int row(int n) { return row_offset(row_index(n)); }
+  static __device__ constexpr int column(int n) { return n / 4 * 8 + n % 2; }
+
+  // The coordinate of the fragment's row r, and the first element of pair j of this row.
+  static __device__ constexpr int row_offset(int r) { return r * 8; }
+  static __device__ constexpr int pair(int r, int j) { return j * 4 + r * 2; }
+};
+
+using Scores = Fragment<kTileQ>;
+
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
 // The position of a lane's scores: batch, query head, the lane's first query and its first key within a tile.
@@ -557,9 +578,9 @@ __device__ __forceinline__ void producer(const WorkTile& work, unsigned shared, 
 
 // ---- The consumers --------------------------------------------------------------------------------------------------
 
-// Returns the (LSE, D) pairs of the two queries of column group j whose scores this lane holds.
+// Returns (LSE, D) of the two queries of this lane's pairs j.
 __device__ __forceinline__ float4 statistics_of(const unsigned char* statistics, int j) {
-  return *reinterpret_cast<const float4*>(statistics + (j * 8 + threadIdx.x % 4 * 2) * 8);
+  return *reinterpret_cast<const float4*>(statistics + (Scores::column(Scores::pair(0, j)) + threadIdx.x % 4 * 2) * 8);
 }
 
 // Returns whether some query of a tile has a large LSE.
@@ -575,44 +596,47 @@ __device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
 // Recomputes P in place of the products Q * K^T. Scores that fail `kTests` have a P of 0. With kAll, P is
 // 1 wherever its exponent is positive, or below 0 by no more than the rounding error of a large LSE.
 template <Tests kTests>
-__device__ __forceinline__ void recompute_p(float (&scores)[kQueryTiles * 4],
+__device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
                                             const unsigned char* statistics, const Position& position,
                                             int first_query, const BackwardDkdvArguments& arguments) {
 #pragma unroll
-  for (int j = 0; j < kQueryTiles; ++j) {
+  for (int j = 0; j < Scores::kPairs; ++j) {
     const float4 rows = statistics_of(statistics, j);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int q = first_query + position.query + j * 8 + e % 2, k = position.key + e / 2 * 8;
-      const float lse = e % 2 ? rows.z : rows.x;
-      float exponent = fmaf(scores[j * 4 + e], kScoreToLog2, -lse);
+    for (int m = 0; m < Scores::kRows * 2; ++m) {
+      const int n = Scores::pair(m / 2, j) + m % 2;
+      const int q = first_query + position.query + Scores::column(n), k = position.key + Scores::row(n);
+      const float lse = m % 2 ? rows.z : rows.x;
+      float exponent = fmaf(scores[n], kScoreToLog2, -lse);
       if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
       const float probability = exp2_approx(exponent);
       const bool allowed = kTests == Tests::kNone ||
           (kTests == Tests::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
-      scores[j * 4 + e] = allowed ? probability : 0.0f;
+      scores[n] = allowed ? probability : 0.0f;
     }
   }
 }
 
 // Turns dP into dS = P * (dP - D) with D from the preprocess kernel.
-__device__ __forceinline__ void compute_ds(float (&d_scores)[kQueryTiles * 4],
-                                           const float (&probabilities)[kQueryTiles * 4],
+__device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
+                                           const float (&probabilities)[Scores::kElements],
                                            const unsigned char* statistics) {
 #pragma unroll
-  for (int j = 0; j < kQueryTiles; ++j) {
+  for (int j = 0; j < Scores::kPairs; ++j) {
     const float4 rows = statistics_of(statistics, j);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      d_scores[j * 4 + e] = probabilities[j * 4 + e] * (d_scores[j * 4 + e] - (e % 2 ? rows.w : rows.y));
+    for (int m = 0; m < Scores::kRows * 2; ++m) {
+      const int n = Scores::pair(m / 2, j) + m % 2;
+      d_scores[n] = probabilities[n] * (d_scores[n] - (m % 2 ? rows.w : rows.y));
     }
   }
 }
 
 // Rounds P or dS to the fragments of a wgmma's A operand, one for each 16 columns.
-__device__ __forceinline__ void pack_scores(unsigned (&fragments)[kTileQ / 16][4], const float (&scores)[kTileQ / 2]) {
+__device__ __forceinline__ void pack_scores(unsigned (&fragments)[Scores::kPairs / 2][4],
+                                            const float (&scores)[Scores::kElements]) {
 #pragma unroll
-  for (int n = 0; n < kTileQ / 2; n += 2) {
+  for (int n = 0; n < Scores::kElements; n += 2) {
     fragments[n / 8][n / 2 % 4] = pack_bf16(scores[n], scores[n + 1]);
   }
 }

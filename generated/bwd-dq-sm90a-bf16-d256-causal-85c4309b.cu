@@ -42,7 +42,6 @@ constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kPartQ = 64;   // queries of a warpgroup, one per row
 constexpr int kTileQ = kConsumers * kPartQ;   // queries of a work tile
 constexpr int kTileK = 64;   // keys of an iteration
-constexpr int kKeyTiles = kTileK / 8;   // groups of 8 columns of S, of which a lane holds two columns each
 constexpr int kKeyStages = 2;     // of the pipeline of K in shared memory
 constexpr int kValueStages = 1;   // of the pipeline of V
 constexpr float kScale = 0.0625f;
@@ -416,6 +415,28 @@ __device__ __forceinline__ void await_product(float (&product)[kCount]) {
   order_registers(product);
 }
 
+// A lane's fragment of an accumulator of wgmma with kColumns columns: an array of kElements floats. Of each group of 8 columns
+// it holds four elements, two adjacent columns in each of two rows that are 8 apart (PTX ISA, "Register Fragments for
+// wgmma.mma_async.m64nNk16"). Its first element is in row lane / 4 of the warp's 16 rows and in column lane % 4 * 2.
+// Coordinates are relative to that element.
+template <int kColumns>
+struct Fragment {
+  static constexpr int kRows = 2;                // rows that have elements
+  static constexpr int kPairs = kColumns / 8;    // pairs of adjacent elements in each of these rows
+  static constexpr int kElements = kRows * kPairs * 2;
+
+  // The row of element n, as an index of the fragment's rows and as a coordinate, and its column.
+  static __device__ constexpr int row_index(int n) { return n / 2 % 2; }
+  static __device__ constexpr int row(int n) { return row_offset(row_index(n)); }
+  static __device__ constexpr int column(int n) { return n / 4 * 8 + n % 2; }
+
+  // The coordinate of the fragment's row r, and the first element of pair j of this row.
+  static __device__ constexpr int row_offset(int r) { return r * 8; }
+  static __device__ constexpr int pair(int r, int j) { return j * 4 + r * 2; }
+};
+
+using Scores = Fragment<kTileK>;
+
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
 // The position of a lane's scores: batch, query head, the lane's first query and its first key within a tile.
@@ -494,76 +515,71 @@ __device__ __forceinline__ void producer(const WorkTile& work, unsigned shared, 
 // ---- The consumers --------------------------------------------------------------------------------------------------
 
 // Loads LSE (to the base 2) and D of the lane's rows.
-__device__ __forceinline__ void load_statistics(float2 (&rows)[2], const Position& position,
+__device__ __forceinline__ void load_statistics(float2 (&rows)[Scores::kRows], const Position& position,
                                                 const BackwardDqArguments& arguments) {
   const long long head = static_cast<long long>(position.batch) * arguments.heads_q + position.head;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int query = min(position.query + r * 8, arguments.rows - 1);
+  for (int r = 0; r < Scores::kRows; ++r) {
+    const int query = min(position.query + Scores::row_offset(r), arguments.rows - 1);
     rows[r] = *reinterpret_cast<const float2*>(arguments.statistics + (head * arguments.rows + query) * 2);
   }
 }
 
 // Returns whether some row of the warp has a large LSE.
-__device__ __forceinline__ bool has_large_lse(const float2 (&rows)[2]) {
+__device__ __forceinline__ bool has_large_lse(const float2 (&rows)[Scores::kRows]) {
   bool large = false;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) large |= fabsf(rows[r].x) > kLargeLse && fabsf(rows[r].x) < kNoLse;
+  for (int r = 0; r < Scores::kRows; ++r) large |= fabsf(rows[r].x) > kLargeLse && fabsf(rows[r].x) < kNoLse;
   return __any_sync(0xffffffffu, large);
 }
 
 // Recomputes P in place of the products Q * K^T. Scores that fail `kTests` have a P of 0. With kAll, P is
 // 1 wherever its exponent is positive, or below 0 by no more than the rounding error of a large LSE.
 template <Tests kTests>
-__device__ __forceinline__ void recompute_p(float (&scores)[kKeyTiles * 4],
-                                            const float2 (&rows)[2], const Position& position,
+__device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
+                                            const float2 (&rows)[Scores::kRows], const Position& position,
                                             int first_key, const BackwardDqArguments& arguments) {
 #pragma unroll
-  for (int j = 0; j < kKeyTiles; ++j) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int q = position.query + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
-      const float lse = rows[e / 2].x;
-      float exponent = fmaf(scores[j * 4 + e], kScoreToLog2, -lse);
-      if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
-      const float probability = exp2_approx(exponent);
-      const bool allowed = kTests == Tests::kNone ||
-          (kTests == Tests::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
-      scores[j * 4 + e] = allowed ? probability : 0.0f;
-    }
+  for (int n = 0; n < Scores::kElements; ++n) {
+    const int q = position.query + Scores::row(n), k = first_key + position.key + Scores::column(n);
+    const float lse = rows[Scores::row_index(n)].x;
+    float exponent = fmaf(scores[n], kScoreToLog2, -lse);
+    if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
+    const float probability = exp2_approx(exponent);
+    const bool allowed = kTests == Tests::kNone ||
+        (kTests == Tests::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
+    scores[n] = allowed ? probability : 0.0f;
   }
 }
 
 // Turns dP into dS = P * (dP - D) with D from the preprocess kernel.
-__device__ __forceinline__ void compute_ds(float (&d_scores)[kKeyTiles * 4],
-                                           const float (&probabilities)[kKeyTiles * 4],
-                                           const float2 (&rows)[2]) {
+__device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
+                                           const float (&probabilities)[Scores::kElements],
+                                           const float2 (&rows)[Scores::kRows]) {
 #pragma unroll
-  for (int j = 0; j < kKeyTiles; ++j) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      d_scores[j * 4 + e] = probabilities[j * 4 + e] * (d_scores[j * 4 + e] - (rows[e / 2].y));
-    }
+  for (int n = 0; n < Scores::kElements; ++n) {
+    d_scores[n] = probabilities[n] * (d_scores[n] - (rows[Scores::row_index(n)].y));
   }
 }
 
-// Rounds dS to the fragments of a wgmma's A operand, one for each 16 columns.
-__device__ __forceinline__ void pack_scores(unsigned (&fragments)[kTileK / 16][4], const float (&scores)[kTileK / 2]) {
+// Rounds P or dS to the fragments of a wgmma's A operand, one for each 16 columns.
+__device__ __forceinline__ void pack_scores(unsigned (&fragments)[Scores::kPairs / 2][4],
+                                            const float (&scores)[Scores::kElements]) {
 #pragma unroll
-  for (int n = 0; n < kTileK / 2; n += 2) {
+  for (int n = 0; n < Scores::kElements; n += 2) {
     fragments[n / 8][n / 2 % 4] = pack_bf16(scores[n], scores[n + 1]);
   }
 }
 
 // The epilogue: stores the dQ of a warpgroup, which overlays its Q in shared memory. Rows that attend to no key are 0,
 // whatever K holds. `rows` has the LSE and D of this lane's two rows.
-__device__ __forceinline__ void epilogue(float (&d_queries)[kHeadDimPadded / 2], const float2 (&rows)[2], int warpgroup,
+__device__ __forceinline__ void epilogue(float (&d_queries)[kHeadDimPadded / 2], const float2 (&rows)[Scores::kRows], int warpgroup,
                                          unsigned queries, int first_query, const WorkTile& work,
                                          const BackwardDqArguments& arguments) {
   named_barrier_sync(1 + warpgroup, 128);   // all warps of the warpgroup have read Q
 #pragma unroll
   for (int n = 0; n < kHeadDimPadded / 2; ++n) {
-    if (rows[n / 2 % 2].x == kNoLse) d_queries[n] = 0.0f;
+    if (rows[Fragment<kHeadDimPadded>::row_index(n)].x == kNoLse) d_queries[n] = 0.0f;
   }
   store_rows<kHeadDimPadded, kHeadPanel, kPartQ>(
       d_queries, kScale, queries + threadIdx.x / 32 % 4 * 16 * kHeadPanel * kElementBytes, arguments.dq_map,
@@ -581,7 +597,7 @@ __device__ __forceinline__ void consumer(const WorkTile& work, int warpgroup, un
   const Position position = {work.batch, work.head, first_query + lane / 4, lane % 4 * 2};
   float d_queries[kHeadDimPadded / 2] = {};
   float scores[kTileK / 2], d_scores[kTileK / 2];
-  float2 rows[2];
+  float2 rows[Scores::kRows];
   load_statistics(rows, position, arguments);
   const bool large_lse = has_large_lse(rows);
   const KeyTiles tiles = key_tiles_of(work, arguments);

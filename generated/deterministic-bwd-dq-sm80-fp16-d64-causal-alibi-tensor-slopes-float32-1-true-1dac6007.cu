@@ -162,6 +162,33 @@ __device__ __forceinline__ long long wide_product(int a, int b) {
 
 #endif
 
+// A lane's fragment of an accumulator of kRowTiles x kColumnTiles tiles, each the 16 x 8 result of one mma. Of each tile it
+// holds four elements, two adjacent columns in each of two rows that are 8 apart (PTX ISA, "Matrix Fragments for mma.m16n8k16
+// with floating point type"). Its first element is in row lane / 4 and column lane % 4 * 2 of the accumulator. Coordinates
+// are relative to that element.
+template <int kRowTiles, int kColumnTiles>
+struct Fragment {
+  static constexpr int kRows = kRowTiles * 2;     // rows that have elements
+  static constexpr int kPairs = kColumnTiles;     // pairs of adjacent elements in each of these rows
+  static constexpr int kElements = kRows * kPairs * 2;
+  float tiles[kRowTiles][kColumnTiles][4];
+
+  __device__ __forceinline__ float& operator[](int n) { return tiles[n / 4 / kColumnTiles][n / 4 % kColumnTiles][n % 4]; }
+  __device__ __forceinline__ float operator[](int n) const { return tiles[n / 4 / kColumnTiles][n / 4 % kColumnTiles][n % 4]; }
+
+  // The row of element n, as an index of the fragment's rows and as a coordinate, and its column.
+  static __device__ constexpr int row_index(int n) { return n / 4 / kColumnTiles * 2 + n / 2 % 2; }
+  static __device__ constexpr int row(int n) { return row_offset(row_index(n)); }
+  static __device__ constexpr int column(int n) { return n / 4 % kColumnTiles * 8 + n % 2; }
+
+  // The coordinate of the fragment's row r, and the first element of pair j of this row.
+  static __device__ constexpr int row_offset(int r) { return r * 8; }
+  static __device__ constexpr int pair(int r, int j) { return (r / 2 * kColumnTiles + j) * 4 + r % 2 * 2; }
+};
+
+using Scores = Fragment<kRowTiles, kKeyTiles>;
+using Gradient = Fragment<kRowTiles, kHeadTiles>;   // of dQ
+
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
 // The position of a lane's scores: batch, query head, the lane's first query and its first key within a tile.
@@ -279,8 +306,8 @@ __device__ __forceinline__ void load_tile(unsigned tile, const Element* matrix, 
 }
 
 // product += A * B^T. A is the warp's rows of a tile in shared memory, at `rows`; B is another tile, at `columns`.
-template <int kDepth, int kColumnTiles>
-__device__ __forceinline__ void multiply_by_transpose(float (&product)[kRowTiles][kColumnTiles][4], unsigned rows,
+template <int kDepth, int kRowTiles, int kColumnTiles>
+__device__ __forceinline__ void multiply_by_transpose(Fragment<kRowTiles, kColumnTiles>& product, unsigned rows,
                                                       unsigned columns) {
   constexpr int kChunks = kDepth / 8;
 #pragma unroll
@@ -294,8 +321,8 @@ __device__ __forceinline__ void multiply_by_transpose(float (&product)[kRowTiles
       load_matrix_x4(b, block_by_rows<kChunks>(columns, j * 8, depth * 2));
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
-        mma_m16n8k16_f16(product[i][j], a[i], b[0], b[1]);
-        mma_m16n8k16_f16(product[i][j + 1], a[i], b[2], b[3]);
+        mma_m16n8k16_f16(product.tiles[i][j], a[i], b[0], b[1]);
+        mma_m16n8k16_f16(product.tiles[i][j + 1], a[i], b[2], b[3]);
       }
     }
   }
@@ -303,16 +330,16 @@ __device__ __forceinline__ void multiply_by_transpose(float (&product)[kRowTiles
 
 // product += A * B. A is in registers and rounded to the input's type; B is a tile in shared memory with kChunks chunks
 // per row, at `values`, from chunk first_chunk on.
-template <int kChunks, int kDepthTiles, int kWidthTiles>
-__device__ __forceinline__ void multiply_registers(float (&product)[kRowTiles][kWidthTiles][4],
-                                                   const float (&factor)[kRowTiles][kDepthTiles][4], unsigned values,
+template <int kChunks, int kRowTiles, int kDepthTiles, int kWidthTiles>
+__device__ __forceinline__ void multiply_registers(Fragment<kRowTiles, kWidthTiles>& product,
+                                                   const Fragment<kRowTiles, kDepthTiles>& factor, unsigned values,
                                                    int first_chunk = 0) {
 #pragma unroll
   for (int depth = 0; depth < kDepthTiles / 2; ++depth) {
     unsigned a[kRowTiles][4];
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
-      const float (&left)[4] = factor[i][depth * 2], (&right)[4] = factor[i][depth * 2 + 1];
+      const float (&left)[4] = factor.tiles[i][depth * 2], (&right)[4] = factor.tiles[i][depth * 2 + 1];
       a[i][0] = pack_f16(left[0], left[1]);
       a[i][1] = pack_f16(left[2], left[3]);
       a[i][2] = pack_f16(right[0], right[1]);
@@ -324,28 +351,26 @@ __device__ __forceinline__ void multiply_registers(float (&product)[kRowTiles][k
       load_matrix_x4_transposed(b, block_by_columns<kChunks>(values, depth * 16, first_chunk + j));
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
-        mma_m16n8k16_f16(product[i][j], a[i], b[0], b[1]);
-        mma_m16n8k16_f16(product[i][j + 1], a[i], b[2], b[3]);
+        mma_m16n8k16_f16(product.tiles[i][j], a[i], b[0], b[1]);
+        mma_m16n8k16_f16(product.tiles[i][j + 1], a[i], b[2], b[3]);
       }
     }
   }
 }
 
 // Stores a warp's accumulators times a factor, rounded, to (first_row, first_chunk) of a tile with kChunks chunks per row.
-template <int kChunks, int kTiles>
-__device__ __forceinline__ void store_rounded(const float (&values)[kRowTiles][kTiles][4], float factor,
-                                              unsigned char* tile, int first_row, int first_chunk) {
+template <int kChunks, class Values>
+__device__ __forceinline__ void store_rounded(const Values& values, float factor, unsigned char* tile, int first_row,
+                                              int first_chunk) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
+  for (int r = 0; r < Values::kRows; ++r) {
+    const int row = first_row + Values::row_offset(r) + lane / 4;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = first_row + i * 16 + r * 8 + lane / 4;
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        *reinterpret_cast<unsigned*>(tile + tile_offset<kChunks>(row, first_chunk + j) + lane % 4 * 4) =
-            pack_f16(values[i][j][2 * r] * factor, values[i][j][2 * r + 1] * factor);
-      }
+    for (int j = 0; j < Values::kPairs; ++j) {
+      const int n = Values::pair(r, j);
+      *reinterpret_cast<unsigned*>(tile + tile_offset<kChunks>(row, first_chunk + j) + lane % 4 * 4) =
+          pack_f16(values[n] * factor, values[n + 1] * factor);
     }
   }
 }
@@ -353,27 +378,21 @@ __device__ __forceinline__ void store_rounded(const float (&values)[kRowTiles][k
 // ---- Score gradients ------------------------------------------------------------------------------------------------
 
 // Loads LSE (to the base 2) and D of the lane's rows.
-__device__ __forceinline__ void load_statistics(float2 (&rows)[kRowTiles][2], const Position& position,
+__device__ __forceinline__ void load_statistics(float2 (&rows)[Scores::kRows], const Position& position,
                                                 const BackwardDqArguments& arguments) {
   const long long head = static_cast<long long>(position.batch) * arguments.heads_q + position.head;
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int query = min(position.query + i * 16 + r * 8, arguments.rows - 1);
-      rows[i][r] = *reinterpret_cast<const float2*>(arguments.statistics + (head * arguments.rows + query) * 2);
-    }
+  for (int r = 0; r < Scores::kRows; ++r) {
+    const int query = min(position.query + Scores::row_offset(r), arguments.rows - 1);
+    rows[r] = *reinterpret_cast<const float2*>(arguments.statistics + (head * arguments.rows + query) * 2);
   }
 }
 
 // Returns whether some row of the warp has a large LSE.
-__device__ __forceinline__ bool has_large_lse(const float2 (&rows)[kRowTiles][2]) {
+__device__ __forceinline__ bool has_large_lse(const float2 (&rows)[Scores::kRows]) {
   bool large = false;
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) large |= fabsf(rows[i][r].x) > kLargeLse && fabsf(rows[i][r].x) < kNoLse;
-  }
+  for (int r = 0; r < Scores::kRows; ++r) large |= fabsf(rows[r].x) > kLargeLse && fabsf(rows[r].x) < kNoLse;
   return __any_sync(0xffffffffu, large);
 }
 
@@ -382,32 +401,26 @@ __device__ __forceinline__ bool has_large_lse(const float2 (&rows)[kRowTiles][2]
 // Scores that fail `kTests` have a P and a dS of 0. If an LSE may be large, P is 1 wherever it differs from 1 by no
 // more than the rounding of the LSE.
 template <Tests kTests>
-__device__ __forceinline__ void recompute_p_and_ds(float (&probabilities)[kRowTiles][kKeyTiles][4],
-                                                   float (&d_scores)[kRowTiles][kKeyTiles][4],
-                                                   const float2 (&rows)[kRowTiles][2],
+__device__ __forceinline__ void recompute_p_and_ds(Scores& probabilities,
+                                                   Scores& d_scores,
+                                                   const float2 (&rows)[Scores::kRows],
                                                    const Position& position, int first_key,
                                                    const BackwardDqArguments& arguments) {
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int j = 0; j < kKeyTiles; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int q = position.query + i * 16 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
-        const float product = probabilities[i][j][e];
-        const float score = score_mod(product * kScale, position.head, q, k, arguments);
-        const float lse = rows[i][e / 2].x;
-        float exponent = fmaf(score, kScoreToLog2, -lse);
-        if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
-        const float probability = exp2_approx(exponent);
-        float d_score = probability * (d_scores[i][j][e] - (rows[i][e / 2].y));
-        const bool attended = kTests == Tests::kNone ||
-            (kTests == Tests::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
-        d_score = attended ? d_score : 0.0f;
-        probabilities[i][j][e] = attended ? probability : 0.0f;
-        d_scores[i][j][e] = d_score;
-      }
-    }
+  for (int n = 0; n < Scores::kElements; ++n) {
+    const int q = position.query + Scores::row(n), k = first_key + position.key + Scores::column(n);
+    const float product = probabilities[n];
+    const float score = score_mod(product * kScale, position.head, q, k, arguments);
+    const float lse = rows[Scores::row_index(n)].x;
+    float exponent = fmaf(score, kScoreToLog2, -lse);
+    if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
+    const float probability = exp2_approx(exponent);
+    float d_score = probability * (d_scores[n] - (rows[Scores::row_index(n)].y));
+    const bool attended = kTests == Tests::kNone ||
+        (kTests == Tests::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
+    d_score = attended ? d_score : 0.0f;
+    probabilities[n] = attended ? probability : 0.0f;
+    d_scores[n] = d_score;
   }
 }
 
@@ -429,22 +442,20 @@ __device__ __forceinline__ void store_rows(Element* matrix, long long row_stride
 }
 
 // Sets rows that attend to no key to 0, whatever K holds.
-__device__ __forceinline__ void clear_empty_rows(float (&d_queries)[kRowTiles][kHeadTiles][4],
-                                                 const float2 (&rows)[kRowTiles][2]) {
+__device__ __forceinline__ void clear_empty_rows(Gradient& d_queries, const float2 (&rows)[Gradient::kRows]) {
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
+  for (int r = 0; r < Gradient::kRows; ++r) {
+    if (rows[r].x != kNoLse) continue;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (rows[i][r].x != kNoLse) continue;
-#pragma unroll
-      for (int j = 0; j < kHeadTiles; ++j) d_queries[i][j][2 * r] = d_queries[i][j][2 * r + 1] = 0.0f;
+    for (int j = 0; j < Gradient::kPairs; ++j) {
+      d_queries[Gradient::pair(r, j)] = d_queries[Gradient::pair(r, j) + 1] = 0.0f;
     }
   }
 }
 
 // The epilogue: stores dQ through shared memory. The rows of a warp overwrite its own rows of Q, which no other warp reads.
-__device__ __forceinline__ void epilogue(float (&d_queries)[kRowTiles][kHeadTiles][4], const float2 (&rows)[kRowTiles][2],
-                                         const WorkTile& work, int warp_row, int part, const BackwardDqArguments& arguments) {
+__device__ __forceinline__ void epilogue(Gradient& d_queries, const float2 (&rows)[Gradient::kRows], const WorkTile& work,
+                                         int warp_row, int part, const BackwardDqArguments& arguments) {
   clear_empty_rows(d_queries, rows);
   store_rounded<kHeadDimPadded / 8>(d_queries, kScale, shared_memory, warp_row, part * kHeadTiles);
   __syncwarp();
@@ -474,8 +485,8 @@ attention_backward_dq_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac600
   const unsigned q_rows = q_tile + warp_row * kHeadDimPadded * kElementBytes;
   const unsigned d_o_rows = q_tile + kOutputOffset + warp_row * kValueDimPadded * kElementBytes;
 
-  float d_queries[kRowTiles][kHeadTiles][4] = {};
-  float2 rows[kRowTiles][2];
+  Gradient d_queries = {};
+  float2 rows[Scores::kRows];
   load_statistics(rows, position, arguments);
   const bool large_lse = has_large_lse(rows);
   const KeyTiles tiles = key_tiles_of(work, arguments);
@@ -502,7 +513,7 @@ attention_backward_dq_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac600
     const unsigned values = q_tile + kValueOffset + step % kStages * kValueBytes;
     const unsigned key_rows = keys + part * kKeysPerWarp * kHeadDimPadded * kElementBytes;
     const unsigned value_rows = values + part * kKeysPerWarp * kValueDimPadded * kElementBytes;
-    float probabilities[kRowTiles][kKeyTiles][4] = {}, d_scores[kRowTiles][kKeyTiles][4] = {};
+    Scores probabilities = {}, d_scores = {};
     // K and V of this step have arrived, and every warp has finished the previous step.
     copy_async_wait<0>();
     __syncthreads();

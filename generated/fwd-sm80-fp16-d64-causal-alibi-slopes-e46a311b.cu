@@ -55,8 +55,8 @@ constexpr int kKeyTiles = kTileK / 8;          // 8-column mma tiles of scores
 constexpr int kValueTiles = kValueDimPadded / 8;
 constexpr float kScale = 0.125f;
 constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): probabilities are powers of 2
-constexpr float kRescaleThreshold = 8.0f;      // in log2: by how much a row maximum may lag
 constexpr float kMaxFoldedRowMax = 11629080.0f;   // its product with kScoreToLog2 is below 2^24
+constexpr float kRescaleThreshold = 8.0f;      // in log2: by how much a row maximum may lag
 
 constexpr int kElementBytes = sizeof(Element);
 
@@ -168,6 +168,33 @@ __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
+
+// A lane's fragment of an accumulator of kRowTiles x kColumnTiles tiles, each the 16 x 8 result of one mma. Of each tile it
+// holds four elements, two adjacent columns in each of two rows that are 8 apart (PTX ISA, "Matrix Fragments for mma.m16n8k16
+// with floating point type"). Its first element is in row lane / 4 and column lane % 4 * 2 of the accumulator. Coordinates
+// are relative to that element.
+template <int kRowTiles, int kColumnTiles>
+struct Fragment {
+  static constexpr int kRows = kRowTiles * 2;     // rows that have elements
+  static constexpr int kPairs = kColumnTiles;     // pairs of adjacent elements in each of these rows
+  static constexpr int kElements = kRows * kPairs * 2;
+  float tiles[kRowTiles][kColumnTiles][4];
+
+  __device__ __forceinline__ float& operator[](int n) { return tiles[n / 4 / kColumnTiles][n / 4 % kColumnTiles][n % 4]; }
+  __device__ __forceinline__ float operator[](int n) const { return tiles[n / 4 / kColumnTiles][n / 4 % kColumnTiles][n % 4]; }
+
+  // The row of element n, as an index of the fragment's rows and as a coordinate, and its column.
+  static __device__ constexpr int row_index(int n) { return n / 4 / kColumnTiles * 2 + n / 2 % 2; }
+  static __device__ constexpr int row(int n) { return row_offset(row_index(n)); }
+  static __device__ constexpr int column(int n) { return n / 4 % kColumnTiles * 8 + n % 2; }
+
+  // The coordinate of the fragment's row r, and the first element of pair j of this row.
+  static __device__ constexpr int row_offset(int r) { return r * 8; }
+  static __device__ constexpr int pair(int r, int j) { return (r / 2 * kColumnTiles + j) * 4 + r % 2 * 2; }
+};
+
+using Scores = Fragment<kRowTiles, kKeyTiles>;
+using Output = Fragment<kRowTiles, kValueTiles>;
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
@@ -286,8 +313,8 @@ __device__ __forceinline__ void load_tile(unsigned tile, const Element* matrix, 
 }
 
 // product += A * B^T. A is the warp's rows of a tile in shared memory, at `rows`; B is another tile, at `columns`.
-template <int kDepth, int kColumnTiles>
-__device__ __forceinline__ void multiply_by_transpose(float (&product)[kRowTiles][kColumnTiles][4], unsigned rows,
+template <int kDepth, int kRowTiles, int kColumnTiles>
+__device__ __forceinline__ void multiply_by_transpose(Fragment<kRowTiles, kColumnTiles>& product, unsigned rows,
                                                       unsigned columns) {
   constexpr int kChunks = kDepth / 8;
 #pragma unroll
@@ -301,8 +328,8 @@ __device__ __forceinline__ void multiply_by_transpose(float (&product)[kRowTiles
       load_matrix_x4(b, block_by_rows<kChunks>(columns, j * 8, depth * 2));
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
-        mma_m16n8k16_f16(product[i][j], a[i], b[0], b[1]);
-        mma_m16n8k16_f16(product[i][j + 1], a[i], b[2], b[3]);
+        mma_m16n8k16_f16(product.tiles[i][j], a[i], b[0], b[1]);
+        mma_m16n8k16_f16(product.tiles[i][j + 1], a[i], b[2], b[3]);
       }
     }
   }
@@ -310,16 +337,16 @@ __device__ __forceinline__ void multiply_by_transpose(float (&product)[kRowTiles
 
 // product += A * B. A is in registers and rounded to the input's type; B is a tile in shared memory with kChunks chunks
 // per row, at `values`, from chunk first_chunk on.
-template <int kChunks, int kDepthTiles, int kWidthTiles>
-__device__ __forceinline__ void multiply_registers(float (&product)[kRowTiles][kWidthTiles][4],
-                                                   const float (&factor)[kRowTiles][kDepthTiles][4], unsigned values,
+template <int kChunks, int kRowTiles, int kDepthTiles, int kWidthTiles>
+__device__ __forceinline__ void multiply_registers(Fragment<kRowTiles, kWidthTiles>& product,
+                                                   const Fragment<kRowTiles, kDepthTiles>& factor, unsigned values,
                                                    int first_chunk = 0) {
 #pragma unroll
   for (int depth = 0; depth < kDepthTiles / 2; ++depth) {
     unsigned a[kRowTiles][4];
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
-      const float (&left)[4] = factor[i][depth * 2], (&right)[4] = factor[i][depth * 2 + 1];
+      const float (&left)[4] = factor.tiles[i][depth * 2], (&right)[4] = factor.tiles[i][depth * 2 + 1];
       a[i][0] = pack_f16(left[0], left[1]);
       a[i][1] = pack_f16(left[2], left[3]);
       a[i][2] = pack_f16(right[0], right[1]);
@@ -331,8 +358,8 @@ __device__ __forceinline__ void multiply_registers(float (&product)[kRowTiles][k
       load_matrix_x4_transposed(b, block_by_columns<kChunks>(values, depth * 16, first_chunk + j));
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
-        mma_m16n8k16_f16(product[i][j], a[i], b[0], b[1]);
-        mma_m16n8k16_f16(product[i][j + 1], a[i], b[2], b[3]);
+        mma_m16n8k16_f16(product.tiles[i][j], a[i], b[0], b[1]);
+        mma_m16n8k16_f16(product.tiles[i][j + 1], a[i], b[2], b[3]);
       }
     }
   }
@@ -341,53 +368,49 @@ __device__ __forceinline__ void multiply_registers(float (&product)[kRowTiles][k
 // ---- Score, mask and softmax ----------------------------------------------------------------------------------------
 
 // Applies the score function to a tile of products.
-__device__ __forceinline__ void apply_score(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
-                                              int first_key, const ForwardArguments& arguments) {
+__device__ __forceinline__ void apply_score(Scores& scores, const Position& position, int first_key,
+                                            const ForwardArguments& arguments) {
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int n = 0; n < kKeyTiles * 4; ++n) {
-      const int j = n / 4, e = n % 4;
-      const int q = position.query + i * 16 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
-      scores[i][j][e] = score_mod(scores[i][j][e] * kScale, position.head, q, k, arguments);
-    }
+  for (int n = 0; n < Scores::kElements; ++n) {
+    const int q = position.query + Scores::row(n), k = first_key + position.key + Scores::column(n);
+    scores[n] = score_mod(scores[n] * kScale, position.head, q, k, arguments);
   }
 }
 
 // Applies the mask: sets the scores of masked-out keys to -inf.
-__device__ __forceinline__ void apply_mask(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
-                                            int first_key, const ForwardArguments& arguments) {
+__device__ __forceinline__ void apply_mask(Scores& scores, const Position& position, int first_key,
+                                           const ForwardArguments& arguments) {
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int n = 0; n < kKeyTiles * 4; ++n) {
-      const int j = n / 4, e = n % 4;
-      const int q = position.query + i * 16 + e / 2 * 8, k = first_key + position.key + j * 8 + e % 2;
-      scores[i][j][e] = mask_mod(q, k, arguments) ? scores[i][j][e] : minus_infinity();
-    }
+  for (int n = 0; n < Scores::kElements; ++n) {
+    const int q = position.query + Scores::row(n), k = first_key + position.key + Scores::column(n);
+    scores[n] = mask_mod(q, k, arguments) ? scores[n] : minus_infinity();
   }
 }
 
-// Sets the scores of keys beyond the last one to -inf. Only the last tile of a sequence may hold such keys, so they are
-// not a part of the mask.
-__device__ __forceinline__ void apply_seqlen_mask(float (&scores)[kRowTiles][kKeyTiles][4], const Position& position,
-                                                  int first_key, const ForwardArguments& arguments) {
-  const int left = arguments.len_k - first_key - position.key;   // keys from this lane's first one to the end
+// Sets the scores of keys beyond the last one to -inf, where `left` keys of the tile exist. Only the last tile of a sequence
+// may hold such keys, so they are not a part of the mask.
+__device__ __forceinline__ void apply_seqlen_mask(Scores& scores, const Position& position, int left) {
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int n = 0; n < kKeyTiles * 4; ++n) {
-      if (n / 4 * 8 + n % 2 >= left) scores[i][n / 4][n % 4] = minus_infinity();
-    }
+  for (int n = 0; n < Scores::kElements; ++n) {
+    if (Scores::column(n) >= left - position.key) scores[n] = minus_infinity();
   }
+}
+
+// Turns a step's tile of products into scores.
+__device__ __forceinline__ void apply_mods(Scores& scores, const Position& position,
+                                           const KeyTiles& tiles, int step, int first_key, const ForwardArguments& arguments) {
+  apply_score(scores, position, first_key, arguments);
+  if (!tiles.full(step)) apply_mask(scores, position, first_key, arguments);
+  if (first_key + kTileK > arguments.len_k) apply_seqlen_mask(scores, position, arguments.len_k - first_key);
 }
 
 // The running state of a row: the row maximum m, which may lag, and this lane's part of the row sum l of 2^(s - m).
 struct RowState {
   float row_max = minus_infinity(), sum = 0.0f;
 
-  // Whether the row maximum can be the offset in the fused multiply-add of an exponent: it is finite, as the row has seen a
-  // key, and the rounding error of its product is below 1.
+  // The offset that folds the row maximum into the fused multiply-add of an exponent. It can be used if the row maximum is
+  // finite, as the row has seen a key, and the rounding error of the product is below 1.
+  __device__ __forceinline__ float offset() const { return -row_max * kScoreToLog2; }
   __device__ __forceinline__ bool has_offset() const { return fabsf(row_max) < kMaxFoldedRowMax; }
 
   // Raises the row maximum, rescales the sum and returns the factor that rescales the output. A row without a key has nothing
@@ -403,68 +426,55 @@ struct RowState {
 
 // Subtracts the row maxima from the scores if they cannot be used as offsets. This is exact but takes one more operation
 // per score.
-__device__ __forceinline__ void subtract_row_max(float (&scores)[kRowTiles][kKeyTiles][4],
-                                                 const RowState (&rows)[kRowTiles][2]) {
+__device__ __forceinline__ void subtract_row_max(Scores& scores, const RowState (&rows)[Scores::kRows]) {
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int n = 0; n < kKeyTiles * 4; ++n) {
-      const float row_max = rows[i][n / 2 % 2].row_max;
-      scores[i][n / 4][n % 4] -= row_max == minus_infinity() ? 0.0f : row_max;
-    }
+  for (int n = 0; n < Scores::kElements; ++n) {
+    const float row_max = rows[Scores::row_index(n)].row_max;
+    scores[n] -= row_max == minus_infinity() ? 0.0f : row_max;
   }
 }
 
 // Turns a tile of scores into probabilities 2^(s - m) and adds them to the row sums. The row maxima are raised, and output
 // and sums rescaled, only if the scores of some row of the warp exceed its maximum by kRescaleThreshold. `steady` is whether
 // all row maxima of the warp can be used as offsets; while they cannot, every tile rescales.
-__device__ __forceinline__ void online_softmax(float (&scores)[kRowTiles][kKeyTiles][4],
-                                               float (&output)[kRowTiles][kValueTiles][4],
-                                               RowState (&rows)[kRowTiles][2], bool& steady) {
-  float maximum[kRowTiles][2];
+__device__ __forceinline__ void online_softmax(Scores& scores, Output& output, RowState (&rows)[Scores::kRows], bool& steady) {
+  float maximum[Scores::kRows];
   bool outgrown = false;
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
+  for (int r = 0; r < Scores::kRows; ++r) {
+    maximum[r] = fmaxf(scores[Scores::pair(r, 0)], scores[Scores::pair(r, 0) + 1]);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      maximum[i][r] = fmaxf(scores[i][0][2 * r], scores[i][0][2 * r + 1]);
-#pragma unroll
-      for (int j = 1; j < kKeyTiles; ++j) {
-        maximum[i][r] = fmaxf(maximum[i][r], fmaxf(scores[i][j][2 * r], scores[i][j][2 * r + 1]));
-      }
-      maximum[i][r] = quad_max(maximum[i][r]);
-      outgrown |= (maximum[i][r] - rows[i][r].row_max) * kScoreToLog2 > kRescaleThreshold;
+    for (int j = 1; j < Scores::kPairs; ++j) {
+      const int n = Scores::pair(r, j);
+      maximum[r] = fmaxf(maximum[r], fmaxf(scores[n], scores[n + 1]));
     }
+    maximum[r] = quad_max(maximum[r]);
+    outgrown |= (maximum[r] - rows[r].row_max) * kScoreToLog2 > kRescaleThreshold;
   }
   if (!steady || __any_sync(0xffffffffu, outgrown)) {
     bool all = true;
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
+    for (int r = 0; r < Scores::kRows; ++r) {
+      const float shrink = rows[r].update_row_max(maximum[r]);
+      all = all && rows[r].has_offset();
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float shrink = rows[i][r].update_row_max(maximum[i][r]);
-        all = all && rows[i][r].has_offset();
-#pragma unroll
-        for (int j = 0; j < kValueTiles; ++j) {
-          output[i][j][2 * r] *= shrink;
-          output[i][j][2 * r + 1] *= shrink;
-        }
+      for (int j = 0; j < Output::kPairs; ++j) {
+        output[Output::pair(r, j)] *= shrink;
+        output[Output::pair(r, j) + 1] *= shrink;
       }
     }
     steady = __all_sync(0xffffffffu, all);
     if (!steady) subtract_row_max(scores, rows);
   }
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
+  for (int r = 0; r < Scores::kRows; ++r) {
+    const float offset = steady ? rows[r].offset() : 0.0f;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float offset = steady ? -rows[i][r].row_max * kScoreToLog2 : 0.0f;
-#pragma unroll
-      for (int j = 0; j < kKeyTiles; ++j) {
-        scores[i][j][2 * r] = exp2_approx(fmaf(scores[i][j][2 * r], kScoreToLog2, offset));
-        scores[i][j][2 * r + 1] = exp2_approx(fmaf(scores[i][j][2 * r + 1], kScoreToLog2, offset));
-        rows[i][r].sum += scores[i][j][2 * r] + scores[i][j][2 * r + 1];
-      }
+    for (int j = 0; j < Scores::kPairs; ++j) {
+      const int n = Scores::pair(r, j);
+      scores[n] = exp2_approx(fmaf(scores[n], kScoreToLog2, offset));
+      scores[n + 1] = exp2_approx(fmaf(scores[n + 1], kScoreToLog2, offset));
+      rows[r].sum += scores[n] + scores[n + 1];
     }
   }
 }
@@ -488,47 +498,40 @@ __device__ __forceinline__ void store_rows(Element* matrix, long long row_stride
 
 // Divides this warp's rows of the output by the row sums, rounds them and stores them to shared memory. A row that attends
 // to no key is 0, whatever V holds.
-__device__ __forceinline__ void store_output_to_shared(const float (&output)[kRowTiles][kValueTiles][4],
-                                                       RowState (&rows)[kRowTiles][2], int warp_row) {
+__device__ __forceinline__ void store_output_to_shared(const Output& output, RowState (&rows)[Output::kRows],
+                                                       int warp_row) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
+  for (int r = 0; r < Output::kRows; ++r) {
+    rows[r].sum = quad_sum(rows[r].sum);
+    const float normalise = 1.0f / rows[r].sum;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      rows[i][r].sum = quad_sum(rows[i][r].sum);
-      const float normalise = 1.0f / rows[i][r].sum;
-#pragma unroll
-      for (int j = 0; j < kValueTiles; ++j) {
-        const int row = warp_row + i * 16 + r * 8 + lane / 4;
-        const unsigned pair = pack_f16(output[i][j][2 * r] * normalise, output[i][j][2 * r + 1] * normalise);
-        *reinterpret_cast<unsigned*>(shared_memory + tile_offset<kValueDimPadded / 8>(row, j) + lane % 4 * 4) =
-            rows[i][r].sum == 0.0f ? 0 : pair;
-      }
+    for (int j = 0; j < Output::kPairs; ++j) {
+      const int row = warp_row + Output::row_offset(r) + lane / 4, n = Output::pair(r, j);
+      const unsigned pair = pack_f16(output[n] * normalise, output[n + 1] * normalise);
+      *reinterpret_cast<unsigned*>(shared_memory + tile_offset<kValueDimPadded / 8>(row, j) + lane % 4 * 4) =
+          rows[r].sum == 0.0f ? 0 : pair;
     }
   }
 }
 
 // Stores the log-sum-exp of this lane's rows, to the base e; -inf for rows that attend to no key.
-__device__ __forceinline__ void store_lse(const RowState (&rows)[kRowTiles][2], const Position& position,
+__device__ __forceinline__ void store_lse(const RowState (&rows)[Output::kRows], const Position& position,
                                           const ForwardArguments& arguments) {
   const long long head = static_cast<long long>(position.batch) * arguments.heads_q + position.head;
   if (arguments.lse == nullptr || threadIdx.x % 4 != 0) return;
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int query = position.query + i * 16 + r * 8;
-      const float log2_sum = rows[i][r].row_max * kScoreToLog2 + log2_approx(rows[i][r].sum);
-      if (query >= arguments.len_q) continue;
-      arguments.lse[head * arguments.len_q + query] = rows[i][r].sum == 0.0f ? minus_infinity() : log2_sum * 0.69314718f;
-    }
+  for (int r = 0; r < Output::kRows; ++r) {
+    const int query = position.query + Output::row_offset(r);
+    const float log2_sum = rows[r].row_max * kScoreToLog2 + log2_approx(rows[r].sum);
+    if (query >= arguments.len_q) continue;
+    arguments.lse[head * arguments.len_q + query] = rows[r].sum == 0.0f ? minus_infinity() : log2_sum * 0.69314718f;
   }
 }
 
 // The epilogue: stores this warp's rows of the output, through shared memory, and their log-sum-exps.
-__device__ __forceinline__ void epilogue(const float (&output)[kRowTiles][kValueTiles][4], RowState (&rows)[kRowTiles][2],
-                                         const WorkTile& work, const Position& position, int warp_row,
-                                         const ForwardArguments& arguments) {
+__device__ __forceinline__ void epilogue(const Output& output, RowState (&rows)[Output::kRows], const WorkTile& work,
+                                         const Position& position, int warp_row, const ForwardArguments& arguments) {
   // The rows of a warp overwrite its own rows of Q, which no other warp reads.
   store_output_to_shared(output, rows, warp_row);
   store_lse(rows, position, arguments);
@@ -549,8 +552,8 @@ __device__ __forceinline__ void compute_work_tile(const WorkTile& work, const Fo
   const Element* v = arguments.v + work.batch * arguments.v_strides.batch + head_kv * arguments.v_strides.head;
   const unsigned q_tile = shared_address(shared_memory), k_tile = q_tile + kKeyOffset, v_tile = q_tile + kValueOffset;
   const unsigned q_rows = q_tile + warp_row * kHeadDimPadded * kElementBytes;
-  float output[kRowTiles][kValueTiles][4] = {};
-  RowState rows[kRowTiles][2];
+  Output output = {};
+  RowState rows[Scores::kRows];
   bool steady = false;   // whether the row maxima of the warp can be used as offsets
   const KeyTiles tiles = key_tiles_of(work, arguments);
   const auto load_keys = [&](int step) {
@@ -579,13 +582,10 @@ __device__ __forceinline__ void compute_work_tile(const WorkTile& work, const Fo
     }
     copy_async_commit();
 
-    float scores[kRowTiles][kKeyTiles][4] = {};
+    Scores scores = {};
     multiply_by_transpose<kHeadDimPadded>(scores, q_rows, k_tile + step % kStages * kKeyBytes);
-    apply_score(scores, position, first_key, arguments);
-    if (!tiles.full(step)) apply_mask(scores, position, first_key, arguments);
-    if (first_key + kTileK > arguments.len_k) apply_seqlen_mask(scores, position, first_key, arguments);
+    apply_mods(scores, position, tiles, step, first_key, arguments);
     online_softmax(scores, output, rows, steady);
-
     multiply_registers<kValueDimPadded / 8>(output, scores, v_tile + step % kStages * kValueBytes);
   }
   epilogue(output, rows, work, position, warp_row, arguments);

@@ -51,8 +51,8 @@ constexpr int kTileK = 80;   // keys per step
 constexpr int kStages = 2;   // of the pipelines of K and V tiles in shared memory
 constexpr float kScale = 0.0883883461f;
 constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): probabilities are powers of 2
-constexpr float kMaxLag = 8.0f;   // in log2: by how much a row maximum may lag
 constexpr float kMaxFoldedRowMax = 11629080.0f;   // its product with kScoreToLog2 is below 2^24
+constexpr float kRescaleThreshold = 8.0f;   // in log2: by how much a row maximum may lag
 
 // A tile is panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
 constexpr int kHeadPanel = 64;    // columns of Q and K
@@ -308,6 +308,29 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
+// A lane's fragment of an accumulator of wgmma with kColumns columns: an array of kElements floats. Of each group of 8 columns
+// it holds four elements, two adjacent columns in each of two rows that are 8 apart (PTX ISA, "Register Fragments for
+// wgmma.mma_async.m64nNk16"). Its first element is in row lane / 4 of the warp's 16 rows and in column lane % 4 * 2.
+// Coordinates are relative to that element.
+template <int kColumns>
+struct Fragment {
+  static constexpr int kRows = 2;                // rows that have elements
+  static constexpr int kPairs = kColumns / 8;    // pairs of adjacent elements in each of these rows
+  static constexpr int kElements = kRows * kPairs * 2;
+
+  // The row of element n, as an index of the fragment's rows and as a coordinate, and its column.
+  static __device__ constexpr int row_index(int n) { return n / 2 % 2; }
+  static __device__ constexpr int row(int n) { return row_offset(row_index(n)); }
+  static __device__ constexpr int column(int n) { return n / 4 * 8 + n % 2; }
+
+  // The coordinate of the fragment's row r, and the first element of pair j of this row.
+  static __device__ constexpr int row_offset(int r) { return r * 8; }
+  static __device__ constexpr int pair(int r, int j) { return j * 4 + r * 2; }
+};
+
+using Scores = Fragment<kTileK>;
+using Output = Fragment<kValueDimPadded>;
+
 // The addresses of a block's mbarriers. A pipeline's iteration uses stage iteration % stages, in phase iteration / stages % 2.
 struct Barriers {
   unsigned first;
@@ -448,56 +471,7 @@ __device__ __forceinline__ void await_product(float (&product)[kCount]) {
 // Multiplies the rows of the output by one factor each.
 __device__ __forceinline__ void rescale(float (&output)[kValueDimPadded / 2], const float (&factor)[2]) {
 #pragma unroll
-  for (int n = 0; n < kValueDimPadded / 2; ++n) output[n] *= factor[n / 2 % 2];
-}
-
-// Returns the largest score of row r, 0 or 1, of this lane's two rows.
-__device__ __forceinline__ float row_maximum(const float (&scores)[kTileK / 2], int r) {
-  float even = scores[2 * r], odd = scores[2 * r + 1];   // two independent chains
-#pragma unroll
-  for (int n = 2 * r + 4; n < kTileK / 2; n += 4) {
-    even = fmaxf(even, scores[n]);
-    odd = fmaxf(odd, scores[n + 1]);
-  }
-  return quad_max(fmaxf(even, odd));
-}
-
-// The running state of a row: the row maximum m, which may lag, and this lane's part of the row sum l of 2^(s - m).
-struct RowState {
-  float row_max = minus_infinity(), sum = 0.0f;
-
-  // The addend that folds the row maximum into the fused multiply-add of an exponent. It can be used if its rounding error is
-  // below 1, and not for a row without a key yet, where it is infinite.
-  __device__ __forceinline__ float offset() const { return -row_max * kScoreToLog2; }
-  __device__ __forceinline__ bool has_offset() const { return fabsf(row_max) < kMaxFoldedRowMax; }
-
-  // Raises the row maximum and returns the factor by which sum and output shrink. A row without a key yet has nothing to
-  // rescale; -inf - -inf would be NaN.
-  __device__ __forceinline__ float update_row_max(float maximum) {
-    const float old = row_max;
-    row_max = fmaxf(old, maximum);
-    const float shrink = row_max == minus_infinity() ? 1.0f : exp2_approx((old - row_max) * kScoreToLog2);
-    sum *= shrink;
-    return shrink;
-  }
-};
-
-// Subtracts the row maxima from the scores if the maxima are not steady: exact, at the price of one more operation per score.
-__device__ __forceinline__ void subtract_row_max(float (&scores)[kTileK / 2], const RowState (&rows)[2]) {
-#pragma unroll
-  for (int n = 0; n < kTileK / 2; ++n) {
-    const float row_max = rows[n / 2 % 2].row_max;
-    scores[n] -= row_max == minus_infinity() ? 0.0f : row_max;
-  }
-}
-
-// Rounds probabilities to the input's type, as the operand of P * V, 16 keys at a time.
-__device__ __forceinline__ void round_probabilities(unsigned (&operand)[kTileK / 16][4],
-                                                    const float (&probabilities)[kTileK / 2]) {
-#pragma unroll
-  for (int n = 0; n < kTileK / 2; n += 2) {
-    operand[n / 8][n / 2 % 4] = pack_bf16(probabilities[n], probabilities[n + 1]);
-  }
+  for (int n = 0; n < kValueDimPadded / 2; ++n) output[n] *= factor[Output::row_index(n)];
 }
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
@@ -601,60 +575,118 @@ __device__ __forceinline__ void producer(unsigned shared, const Barriers& barrie
 
 // ---- The consumers --------------------------------------------------------------------------------------------------
 
-// A lane holds the fragments of a wgmma accumulator: element n is in row n / 2 % 2 of the lane's two rows, which are 8 apart,
-// and in column n / 4 * 8 + n % 2 from the lane's first column.
+// Applies the score function to a tile of products.
+__device__ __forceinline__ void apply_score(float (&scores)[Scores::kElements], const Position& position, int first_key,
+                                            const ForwardArguments& arguments) {
+#pragma unroll
+  for (int n = 0; n < Scores::kElements; ++n) {
+    scores[n] = score_mod(scores[n], arguments);
+  }
+}
 
-// Applies the mask: sets scores of masked-out keys to -inf.
-__device__ __forceinline__ void apply_mask(float (&scores)[kTileK / 2], const Position& position, int first_key,
+// Applies the mask: sets the scores of masked-out keys to -inf.
+__device__ __forceinline__ void apply_mask(float (&scores)[Scores::kElements], const Position& position, int first_key,
                                            const ForwardArguments& arguments) {
 #pragma unroll
-  for (int n = 0; n < kTileK / 2; ++n) {
-    const int q = position.query + n / 2 % 2 * 8, k = first_key + position.key + n / 4 * 8 + n % 2;
+  for (int n = 0; n < Scores::kElements; ++n) {
+    const int q = position.query + Scores::row(n), k = first_key + position.key + Scores::column(n);
     scores[n] = mask_mod(q, k, arguments) ? scores[n] : minus_infinity();
   }
 }
 
-// Turns products into scores. Tiles that are not fully visible apply the mask; keys beyond the last one get -inf.
-__device__ __forceinline__ void apply_mods(float (&scores)[kTileK / 2], const Position& position,
-                                           const KeyTiles& tiles, int step, const ForwardArguments& arguments) {
-  const int first_key = tiles.first_key(step);
+// Sets the scores of keys beyond the last one to -inf, where `left` keys of the tile exist. Only the last tile of a sequence
+// may hold such keys, so they are not a part of the mask.
+__device__ __forceinline__ void apply_seqlen_mask(float (&scores)[Scores::kElements], const Position& position, int left) {
 #pragma unroll
-  for (int n = 0; n < kTileK / 2; ++n) {
-    scores[n] = score_mod(scores[n], arguments);
+  for (int n = 0; n < Scores::kElements; ++n) {
+    if (Scores::column(n) >= left - position.key) scores[n] = minus_infinity();
   }
+}
+
+// Turns a step's tile of products into scores.
+__device__ __forceinline__ void apply_mods(float (&scores)[Scores::kElements], const Position& position,
+                                           const KeyTiles& tiles, int step, int first_key, const ForwardArguments& arguments) {
+  apply_score(scores, position, first_key, arguments);
   if (!tiles.full(step)) apply_mask(scores, position, first_key, arguments);
-  if (const int left = arguments.len_k - first_key; left < kTileK) {
+  if (const int left = arguments.len_k - first_key; left < kTileK) apply_seqlen_mask(scores, position, left);
+}
+
+// The running state of a row: the row maximum m, which may lag, and this lane's part of the row sum l of 2^(s - m).
+struct RowState {
+  float row_max = minus_infinity(), sum = 0.0f;
+
+  // The offset that folds the row maximum into the fused multiply-add of an exponent. It can be used if the row maximum is
+  // finite, as the row has seen a key, and the rounding error of the product is below 1.
+  __device__ __forceinline__ float offset() const { return -row_max * kScoreToLog2; }
+  __device__ __forceinline__ bool has_offset() const { return fabsf(row_max) < kMaxFoldedRowMax; }
+
+  // Raises the row maximum, rescales the sum and returns the factor that rescales the output. A row without a key has nothing
+  // to rescale, and -inf - -inf would be NaN.
+  __device__ __forceinline__ float update_row_max(float maximum) {
+    const float old = row_max;
+    row_max = fmaxf(old, maximum);
+    const float shrink = row_max == minus_infinity() ? 1.0f : exp2_approx((old - row_max) * kScoreToLog2);
+    sum *= shrink;
+    return shrink;
+  }
+};
+
+// Returns the largest score of the lane's row r.
+__device__ __forceinline__ float row_maximum(const float (&scores)[Scores::kElements], int r) {
+  float even = scores[Scores::pair(r, 0)], odd = scores[Scores::pair(r, 0) + 1];   // two independent chains
 #pragma unroll
-    for (int n = 0; n < kTileK / 2; ++n) {
-      if (n / 4 * 8 + n % 2 >= left - position.key) scores[n] = minus_infinity();
-    }
+  for (int j = 1; j < Scores::kPairs; ++j) {
+    even = fmaxf(even, scores[Scores::pair(r, j)]);
+    odd = fmaxf(odd, scores[Scores::pair(r, j) + 1]);
+  }
+  return quad_max(fmaxf(even, odd));
+}
+
+// Subtracts the row maxima from the scores if they cannot be used as offsets. This is exact but takes one more operation
+// per score.
+__device__ __forceinline__ void subtract_row_max(float (&scores)[Scores::kElements], const RowState (&rows)[Scores::kRows]) {
+#pragma unroll
+  for (int n = 0; n < Scores::kElements; ++n) {
+    const float row_max = rows[Scores::row_index(n)].row_max;
+    scores[n] -= row_max == minus_infinity() ? 0.0f : row_max;
+  }
+}
+
+// Rounds probabilities to the input's type, as the operand of P * V, 16 keys at a time.
+__device__ __forceinline__ void round_probabilities(unsigned (&operand)[kTileK / 16][4],
+                                                    const float (&probabilities)[Scores::kElements]) {
+#pragma unroll
+  for (int n = 0; n < Scores::kElements; n += 2) {
+    operand[n / 8][n / 2 % 4] = pack_bf16(probabilities[n], probabilities[n + 1]);
   }
 }
 
 // Turns a tile of scores into probabilities 2^(s - m) and adds them to the row sums. Row maxima change only if some row of
-// the warp exceeds its own by kMaxLag: then the result is true, and the output must be multiplied by `shrink`. This runs
-// beside P * V, because score functions take long and their scores may grow from tile to tile.
-__device__ __forceinline__ bool softmax(float (&scores)[kTileK / 2], RowState (&rows)[2], float (&shrink)[2]) {
-  float maximum[2];
+// the warp exceeds its own by kRescaleThreshold: then the result is true, and the output must be multiplied by `shrink`.
+// This runs beside P * V, because score functions take long and their scores may grow from tile to tile.
+__device__ __forceinline__ bool softmax(float (&scores)[Scores::kElements], RowState (&rows)[Scores::kRows],
+                                        float (&shrink)[Scores::kRows]) {
+  float maximum[Scores::kRows];
   bool outgrown = false;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
+  for (int r = 0; r < Scores::kRows; ++r) {
     maximum[r] = row_maximum(scores, r);
-    outgrown |= (maximum[r] - rows[r].row_max) * kScoreToLog2 > kMaxLag;
+    outgrown |= (maximum[r] - rows[r].row_max) * kScoreToLog2 > kRescaleThreshold;
   }
   outgrown = __any_sync(0xffffffffu, outgrown);
   if (outgrown) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) shrink[r] = rows[r].update_row_max(maximum[r]);
+    for (int r = 0; r < Scores::kRows; ++r) shrink[r] = rows[r].update_row_max(maximum[r]);
   }
   const bool by_offsets = __all_sync(0xffffffffu, rows[0].has_offset() && rows[1].has_offset());
   if (!by_offsets) subtract_row_max(scores, rows);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
+  for (int r = 0; r < Scores::kRows; ++r) {
     const float offset = by_offsets ? rows[r].offset() : 0.0f;
     float even = 0.0f, odd = 0.0f;
 #pragma unroll
-    for (int n = 2 * r; n < kTileK / 2; n += 4) {
+    for (int j = 0; j < Scores::kPairs; ++j) {
+      const int n = Scores::pair(r, j);
       even += scores[n] = exp2_approx(fmaf(scores[n], kScoreToLog2, offset));
       odd += scores[n + 1] = exp2_approx(fmaf(scores[n + 1], kScoreToLog2, offset));
     }
@@ -684,7 +716,7 @@ __device__ __forceinline__ void epilogue(float (&output)[kValueDimPadded / 2], R
   if (arguments.lse == nullptr || threadIdx.x % 4 != 0) return;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int query = position.query + r * 8;
+    const int query = position.query + Output::row_offset(r);
     const long long head = static_cast<long long>(position.batch) * arguments.heads_q + position.head;
     if (query < 0 || query >= arguments.len_q) continue;
     const float log2_sum = rows[r].row_max * kScoreToLog2 + log2_approx(rows[r].sum);
@@ -724,8 +756,8 @@ __device__ __forceinline__ void consumer(int warpgroup, unsigned shared, const B
     const Position position = {work.batch, work.head, work.first_query + warp_row + lane / 4, lane % 4 * 2};
     float output[kValueDimPadded / 2] = {}, scores[kTileK / 2];
     unsigned probabilities[kTileK / 16][4];
-    RowState rows[2];
-    float shrink[2];
+    RowState rows[Scores::kRows];
+    float shrink[Scores::kRows];
 
     for (int step = 0; step < first; ++step) skip_step(iteration++, barriers);
     if (first < last) {
@@ -734,7 +766,7 @@ __device__ __forceinline__ void consumer(int warpgroup, unsigned shared, const B
       await_product<0>(scores);
       release(barriers.keys_empty(iteration));
       if (first + 1 == last) release(barriers.queries_empty());
-      apply_mods(scores, position, tiles, first, arguments);
+      apply_mods(scores, position, tiles, first, tiles.first_key(first), arguments);
       softmax(scores, rows, shrink);
       round_probabilities(probabilities, scores);
       for (int step = first + 1; step < last; ++step, ++iteration) {
@@ -745,7 +777,7 @@ __device__ __forceinline__ void consumer(int warpgroup, unsigned shared, const B
         await_product<1>(scores);
         release(barriers.keys_empty(iteration + 1));
         if (step + 1 == last) release(barriers.queries_empty());
-        apply_mods(scores, position, tiles, step, arguments);
+        apply_mods(scores, position, tiles, step, tiles.first_key(step), arguments);
         const bool outgrown = softmax(scores, rows, shrink);
         await_product<0>(output);
         release(barriers.values_empty(iteration));

@@ -61,8 +61,8 @@ constexpr int kTileQ = kConsumers * kPartQ;
 constexpr int kTileK = 128;   // keys per step
 constexpr int kStages = 2;   // of the pipelines of K and V tiles in shared memory
 constexpr float kScoreToLog2 = 0.180336878f;   // scale * log2(e): probabilities are powers of 2
-constexpr float kMaxLaneSum = 256.0f;   // the row maximum may lag while a lane's sum of a tile is at most this
 constexpr float kMaxFoldedRowMax = 93032640.0f;   // its product with kScoreToLog2 is below 2^24
+constexpr float kMaxLaneSum = 256.0f;   // the row maximum may lag while a lane's sum of a tile is at most this
 
 // A tile is panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
 constexpr int kHeadPanel = 64;    // columns of Q and K
@@ -326,6 +326,29 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
+// A lane's fragment of an accumulator of wgmma with kColumns columns: an array of kElements floats. Of each group of 8 columns
+// it holds four elements, two adjacent columns in each of two rows that are 8 apart (PTX ISA, "Register Fragments for
+// wgmma.mma_async.m64nNk16"). Its first element is in row lane / 4 of the warp's 16 rows and in column lane % 4 * 2.
+// Coordinates are relative to that element.
+template <int kColumns>
+struct Fragment {
+  static constexpr int kRows = 2;                // rows that have elements
+  static constexpr int kPairs = kColumns / 8;    // pairs of adjacent elements in each of these rows
+  static constexpr int kElements = kRows * kPairs * 2;
+
+  // The row of element n, as an index of the fragment's rows and as a coordinate, and its column.
+  static __device__ constexpr int row_index(int n) { return n / 2 % 2; }
+  static __device__ constexpr int row(int n) { return row_offset(row_index(n)); }
+  static __device__ constexpr int column(int n) { return n / 4 * 8 + n % 2; }
+
+  // The coordinate of the fragment's row r, and the first element of pair j of this row.
+  static __device__ constexpr int row_offset(int r) { return r * 8; }
+  static __device__ constexpr int pair(int r, int j) { return j * 4 + r * 2; }
+};
+
+using Scores = Fragment<kTileK>;
+using Output = Fragment<kValueDimPadded>;
+
 // The addresses of a block's mbarriers. A pipeline's iteration uses stage iteration % stages, in phase iteration / stages % 2.
 struct Barriers {
   unsigned first;
@@ -466,47 +489,7 @@ __device__ __forceinline__ void await_product(float (&product)[kCount]) {
 // Multiplies the rows of the output by one factor each.
 __device__ __forceinline__ void rescale(float (&output)[kValueDimPadded / 2], const float (&factor)[2]) {
 #pragma unroll
-  for (int n = 0; n < kValueDimPadded / 2; ++n) output[n] *= factor[n / 2 % 2];
-}
-
-// Returns the largest score of row r, 0 or 1, of this lane's two rows.
-__device__ __forceinline__ float row_maximum(const float (&scores)[kTileK / 2], int r) {
-  float even = scores[2 * r], odd = scores[2 * r + 1];   // two independent chains
-#pragma unroll
-  for (int n = 2 * r + 4; n < kTileK / 2; n += 4) {
-    even = fmaxf(even, scores[n]);
-    odd = fmaxf(odd, scores[n + 1]);
-  }
-  return quad_max(fmaxf(even, odd));
-}
-
-// The running state of a row: the row maximum m, which may lag, and this lane's part of the row sum l of 2^(s - m).
-struct RowState {
-  float row_max = minus_infinity(), sum = 0.0f;
-
-  // The addend that folds the row maximum into the fused multiply-add of an exponent. It can be used if its rounding error is
-  // below 1, and not for a row without a key yet, where it is infinite.
-  __device__ __forceinline__ float offset() const { return -row_max * kScoreToLog2; }
-  __device__ __forceinline__ bool has_offset() const { return fabsf(row_max) < kMaxFoldedRowMax; }
-
-  // Raises the row maximum and returns the factor by which sum and output shrink. A row without a key yet has nothing to
-  // rescale; -inf - -inf would be NaN.
-  __device__ __forceinline__ float update_row_max(float maximum) {
-    const float old = row_max;
-    row_max = fmaxf(old, maximum);
-    const float shrink = row_max == minus_infinity() ? 1.0f : exp2_approx((old - row_max) * kScoreToLog2);
-    sum *= shrink;
-    return shrink;
-  }
-};
-
-// Subtracts the row maxima from the scores if the maxima are not steady: exact, at the price of one more operation per score.
-__device__ __forceinline__ void subtract_row_max(float (&scores)[kTileK / 2], const RowState (&rows)[2]) {
-#pragma unroll
-  for (int n = 0; n < kTileK / 2; ++n) {
-    const float row_max = rows[n / 2 % 2].row_max;
-    scores[n] -= row_max == minus_infinity() ? 0.0f : row_max;
-  }
+  for (int n = 0; n < kValueDimPadded / 2; ++n) output[n] *= factor[Output::row_index(n)];
 }
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
@@ -604,40 +587,81 @@ __device__ __forceinline__ void producer(unsigned shared, const Barriers& barrie
 
 // ---- The consumers --------------------------------------------------------------------------------------------------
 
-// A lane holds the fragments of a wgmma accumulator: element n is in row n / 2 % 2 of the lane's two rows, which are 8 apart,
-// and in column n / 4 * 8 + n % 2 from the lane's first column.
-
-// Applies the mask: sets scores of masked-out keys to -inf.
-__device__ __forceinline__ void apply_mask(float (&scores)[kTileK / 2], const Position& position, int first_key,
+// Applies the mask: sets the scores of masked-out keys to -inf.
+__device__ __forceinline__ void apply_mask(float (&scores)[Scores::kElements], const Position& position, int first_key,
                                            const ForwardArguments& arguments) {
 #pragma unroll
-  for (int n = 0; n < kTileK / 2; ++n) {
-    const int q = position.query + n / 2 % 2 * 8, k = first_key + position.key + n / 4 * 8 + n % 2;
+  for (int n = 0; n < Scores::kElements; ++n) {
+    const int q = position.query + Scores::row(n), k = first_key + position.key + Scores::column(n);
     scores[n] = mask_mod(q, k, arguments) ? scores[n] : minus_infinity();
   }
 }
 
-// Turns products into scores. Tiles that are not fully visible apply the mask; keys beyond the last one get -inf.
-__device__ __forceinline__ void apply_mods(float (&scores)[kTileK / 2], const Position& position,
-                                           const KeyTiles& tiles, int step, const ForwardArguments& arguments) {
-  const int first_key = tiles.first_key(step);
-  if (!tiles.full(step)) apply_mask(scores, position, first_key, arguments);
-  if (const int left = arguments.len_k - first_key; left < kTileK) {
+// Sets the scores of keys beyond the last one to -inf, where `left` keys of the tile exist. Only the last tile of a sequence
+// may hold such keys, so they are not a part of the mask.
+__device__ __forceinline__ void apply_seqlen_mask(float (&scores)[Scores::kElements], const Position& position, int left) {
 #pragma unroll
-    for (int n = 0; n < kTileK / 2; ++n) {
-      if (n / 4 * 8 + n % 2 >= left - position.key) scores[n] = minus_infinity();
-    }
+  for (int n = 0; n < Scores::kElements; ++n) {
+    if (Scores::column(n) >= left - position.key) scores[n] = minus_infinity();
+  }
+}
+
+// Turns a step's tile of products into scores.
+__device__ __forceinline__ void apply_mods(float (&scores)[Scores::kElements], const Position& position,
+                                           const KeyTiles& tiles, int step, int first_key, const ForwardArguments& arguments) {
+  if (!tiles.full(step)) apply_mask(scores, position, first_key, arguments);
+  if (const int left = arguments.len_k - first_key; left < kTileK) apply_seqlen_mask(scores, position, left);
+}
+
+// The running state of a row: the row maximum m, which may lag, and this lane's part of the row sum l of 2^(s - m).
+struct RowState {
+  float row_max = minus_infinity(), sum = 0.0f;
+
+  // The offset that folds the row maximum into the fused multiply-add of an exponent. It can be used if the row maximum is
+  // finite, as the row has seen a key, and the rounding error of the product is below 1.
+  __device__ __forceinline__ float offset() const { return -row_max * kScoreToLog2; }
+  __device__ __forceinline__ bool has_offset() const { return fabsf(row_max) < kMaxFoldedRowMax; }
+
+  // Raises the row maximum, rescales the sum and returns the factor that rescales the output. A row without a key has nothing
+  // to rescale, and -inf - -inf would be NaN.
+  __device__ __forceinline__ float update_row_max(float maximum) {
+    const float old = row_max;
+    row_max = fmaxf(old, maximum);
+    const float shrink = row_max == minus_infinity() ? 1.0f : exp2_approx((old - row_max) * kScoreToLog2);
+    sum *= shrink;
+    return shrink;
+  }
+};
+
+// Returns the largest score of the lane's row r.
+__device__ __forceinline__ float row_maximum(const float (&scores)[Scores::kElements], int r) {
+  float even = scores[Scores::pair(r, 0)], odd = scores[Scores::pair(r, 0) + 1];   // two independent chains
+#pragma unroll
+  for (int j = 1; j < Scores::kPairs; ++j) {
+    even = fmaxf(even, scores[Scores::pair(r, j)]);
+    odd = fmaxf(odd, scores[Scores::pair(r, j) + 1]);
+  }
+  return quad_max(fmaxf(even, odd));
+}
+
+// Subtracts the row maxima from the scores if they cannot be used as offsets. This is exact but takes one more operation
+// per score.
+__device__ __forceinline__ void subtract_row_max(float (&scores)[Scores::kElements], const RowState (&rows)[Scores::kRows]) {
+#pragma unroll
+  for (int n = 0; n < Scores::kElements; ++n) {
+    const float row_max = rows[Scores::row_index(n)].row_max;
+    scores[n] -= row_max == minus_infinity() ? 0.0f : row_max;
   }
 }
 
 // Computes the probabilities 2^(s - m) of a tile of scores, rounded to the input's type, as the operand of P * V, 16 keys at a
 // time. `sums` receives this lane's part of their row sums. Returns whether a row exceeds its maximum by too much.
 __device__ __forceinline__ bool compute_p(unsigned (&probabilities)[kTileK / 16][4], float (&sums)[2],
-                                             const float (&scores)[kTileK / 2], const float (&offsets)[2]) {
+                                             const float (&scores)[Scores::kElements], const float (&offsets)[2]) {
   float even[2] = {}, odd[2] = {};   // two independent chains per row
 #pragma unroll
-  for (int n = 0; n < kTileK / 2; n += 2) {
-    const int r = n / 2 % 2;
+  for (int n = 0; n < Scores::kElements; n += 2) {
+    const int r = Scores::row_index(n);
     const float left = exp2_approx(fmaf(scores[n], kScoreToLog2, offsets[r]));
     const float right = exp2_approx(fmaf(scores[n + 1], kScoreToLog2, offsets[r]));
     even[r] += left;
@@ -651,12 +675,12 @@ __device__ __forceinline__ bool compute_p(unsigned (&probabilities)[kTileK / 16]
 
 // Raises row maxima that lag to the true maxima, and rescales output and row sums. Returns whether the maxima are steady: all
 // rows of the warp have offsets, and no maximum grew much.
-__device__ __forceinline__ bool update_row_maxima(RowState (&rows)[2], float (&output)[kValueDimPadded / 2],
-                                                 const float (&scores)[kTileK / 2]) {
-  float shrink[2];
+__device__ __forceinline__ bool update_row_maxima(RowState (&rows)[Scores::kRows], float (&output)[Output::kElements],
+                                                 const float (&scores)[Scores::kElements]) {
+  float shrink[Scores::kRows];
   bool steady = true;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
+  for (int r = 0; r < Scores::kRows; ++r) {
     const bool had_one = rows[r].row_max != minus_infinity();
     shrink[r] = rows[r].update_row_max(row_maximum(scores, r));
     steady &= rows[r].has_offset() && !(had_one && shrink[r] < 1.0f / kMaxLaneSum);
@@ -667,14 +691,15 @@ __device__ __forceinline__ bool update_row_maxima(RowState (&rows)[2], float (&o
 
 // Turns scores into probabilities. While row maxima are `steady`, those of earlier tiles are tried first: the row sums show
 // whether they are large enough, and they nearly always are. The first step of a work tile has none to try.
-__device__ __forceinline__ void softmax(unsigned (&probabilities)[kTileK / 16][4], float (&output)[kValueDimPadded / 2],
-                                        RowState (&rows)[2], bool& steady, float (&scores)[kTileK / 2]) {
+__device__ __forceinline__ void softmax(unsigned (&probabilities)[kTileK / 16][4], float (&output)[Output::kElements],
+                                        RowState (&rows)[Scores::kRows], bool& steady,
+                                        float (&scores)[Scores::kElements]) {
   float sums[2], offsets[2] = {rows[0].offset(), rows[1].offset()};
   if (!steady || __any_sync(0xffffffffu, compute_p(probabilities, sums, scores, offsets))) {
     steady = update_row_maxima(rows, output, scores);
     if (!steady) subtract_row_max(scores, rows);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) offsets[r] = steady ? rows[r].offset() : 0.0f;
+    for (int r = 0; r < Scores::kRows; ++r) offsets[r] = steady ? rows[r].offset() : 0.0f;
     compute_p(probabilities, sums, scores, offsets);
   }
   rows[0].sum += sums[0];
@@ -702,7 +727,7 @@ __device__ __forceinline__ void epilogue(float (&output)[kValueDimPadded / 2], R
   if (arguments.lse == nullptr || threadIdx.x % 4 != 0) return;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int query = position.query + r * 8;
+    const int query = position.query + Output::row_offset(r);
     const long long head = static_cast<long long>(position.batch) * arguments.heads_q + position.head;
     if (query >= arguments.len_q) continue;
     const float log2_sum = rows[r].row_max * kScoreToLog2 + log2_approx(rows[r].sum);
@@ -727,7 +752,7 @@ __device__ __forceinline__ void consumer(int warpgroup, unsigned shared, const B
     const Position position = {work.batch, work.head, work.first_query + warp_row + lane / 4, lane % 4 * 2};
     float output[kValueDimPadded / 2] = {}, scores[kTileK / 2];
     unsigned probabilities[kTileK / 16][4];
-    RowState rows[2];
+    RowState rows[Scores::kRows];
     bool steady = false;
 
     if (warpgroup == kConsumers - 1) ping_pong_arrive(warpgroup, tiles.count <= 1);   // warpgroup 0 starts
@@ -737,7 +762,7 @@ __device__ __forceinline__ void consumer(int warpgroup, unsigned shared, const B
       await_product<0>(scores);
       release(barriers.keys_empty(iteration));
       if (first + 1 == last) release(barriers.queries_empty());
-      apply_mods(scores, position, tiles, first, arguments);
+      apply_mods(scores, position, tiles, first, tiles.first_key(first), arguments);
       softmax(probabilities, output, rows, steady, scores);
       for (int step = first + 1; step < last; ++step, ++iteration) {
         mbarrier_wait(barriers.keys_full(iteration + 1), barriers.phase(iteration + 1));
@@ -749,7 +774,7 @@ __device__ __forceinline__ void consumer(int warpgroup, unsigned shared, const B
         await_product<1>(scores);
         release(barriers.keys_empty(iteration + 1));
         if (step + 1 == last) release(barriers.queries_empty());
-        apply_mods(scores, position, tiles, step, arguments);
+        apply_mods(scores, position, tiles, step, tiles.first_key(step), arguments);
         await_product<0>(output);
         release(barriers.values_empty(iteration));
         softmax(probabilities, output, rows, steady, scores);

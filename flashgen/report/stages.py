@@ -46,7 +46,7 @@ _FORWARD = (
     ("Q, K and V are loaded", "", ("producer", "load_tiles", "load_tile", "load_paged_tile", "load_stage")),
     ("Scores", _SCORES, ("start_scores", "multiply_by_transpose")),
     ("The score function", _MODIFIED, ("apply_score", "score_mod")),
-    ("The mask", _MASKED, ("apply_mask", "apply_mods")),
+    ("The mask", _MASKED, ("apply_mask",)),
     ("The online softmax", _SOFTMAX, ("online_softmax", "softmax")),
     ("Dropout", block(_P, _INTO, _P, _TIMES, over(name("Z"), row(number(1), _MINUS, name("p")))), ("apply_dropout",)),
     ("The output", _OUTPUT, ("start_output", "multiply_registers")),

@@ -79,7 +79,7 @@ def test_softcap_computes_tanh_once_and_has_the_scale_in_its_constant() -> None:
         "  return 30.0f * x0;\n"
         "}\n"
     )
-    assert gradient_of("softcap").call("scores[i][j][e]", "slope") == "score_mod(scores[i][j][e], arguments, slope)"
+    assert gradient_of("softcap").call("scores[n]", "slope") == "score_mod(scores[n], arguments, slope)"
 
 
 def test_a_slope_of_one_is_omitted() -> None:

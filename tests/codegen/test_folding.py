@@ -52,13 +52,13 @@ def test_softcap_applies_to_the_product() -> None:
     source = render_forward(fg.AttentionSpec(64, score=fg.softcap(20)), TARGETS["sm_80"]).source
     assert "score_mod(float product, const" in source
     assert "return 20.0f * tanh_approx(product * (kScale / 20.0f));" in source
-    assert "= score_mod(scores[i][j][e], arguments);" in source
+    assert "= score_mod(scores[n], arguments);" in source
 
 
 def test_functions_that_read_the_score_get_the_score() -> None:
     source = render_forward(fg.AttentionSpec(64, score=fg.alibi(8)), TARGETS["sm_80"]).source
     assert "score_mod(float score, int h" in source
-    assert "= score_mod(scores[i][j][e] * kScale, position.head, q, k, arguments);" in source
+    assert "= score_mod(scores[n] * kScale, position.head, q, k, arguments);" in source
 
 
 def test_a_repeated_product_is_stored_in_a_variable() -> None:

@@ -281,9 +281,9 @@ MUTANTS = (
     ),
     Mutant(
         "the backward ignores a seed in memory",
-        "templates/backward/recompute_dkdv.cuh.jinja",
-        "const uint2 key = arguments.seed ? __ldg(arguments.seed) : make_uint2(",
-        "const uint2 key = make_uint2(",
+        "templates/dropout.cuh.jinja",
+        "return arguments.seed ? __ldg(arguments.seed) : make_uint2(",
+        "return make_uint2(",
         ("tests/attention/test_calls.py::test_a_seed_in_memory",),
     ),
     Mutant(

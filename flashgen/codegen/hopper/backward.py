@@ -203,7 +203,6 @@ def _keys_context(
     struct = "BackwardDkdvArguments"
     context = {
         "plan": plan,
-        "by_wgmma": True,
         "divides_columns": divides_tiles(spec, plan.tile_q, QUERY),
         "uniform": uniform_text(spec),
         "gradient": score_gradient(spec),
@@ -301,7 +300,6 @@ def _dq(
     layout = layout_of(spec, fields, lists=tiles is None)
     context = {
         "plan": plan,
-        "by_wgmma": True,
         "mask_alone": _mask_alone(spec, deterministic),
         "deterministic": deterministic,
         "dq_apart": True,

@@ -179,7 +179,7 @@ def _device_names(plan: HopperPlan) -> Names:
     """Returns the emitted arguments of a score function. With packed heads the head may depend on the row."""
     if plan.packed_heads <= _LANE_ROWS:  # both rows of a lane, 8 apart, belong to one head
         return DEVICE_NAMES
-    return {**DEVICE_NAMES, HEAD: "position.head + n / 2 % 2 * 8"}
+    return {**DEVICE_NAMES, HEAD: "position.head + Scores::row(n)"}
 
 
 def _tile_bounds(longest_first: bool) -> dict[sympy.Symbol, str]:

@@ -87,7 +87,6 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
     layout = layout_of(spec, fields, lists=tiles is None)
     context = {
         "plan": plan,
-        "by_wgmma": False,
         "deterministic": deterministic,
         "dq_apart": deterministic,
         "vector_reductions": target.vector_reductions,
@@ -119,7 +118,6 @@ def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows,
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))
     context = {
         "plan": plan,
-        "by_wgmma": False,
         "deterministic": True,
         "dq_apart": True,
         "divides_columns": divides_tiles(spec, plan.tile_k),

@@ -43,9 +43,9 @@ _STREAM_K_METHOD = (
     "tile to arrive combines the partial outputs (Dao et al. 2023, Flash-Decoding)"
 )
 _STREAM_K_GRID = "one CTA per (work unit, group of heads), along x and y"
-_NAMES: Names = {**DEVICE_NAMES, HEAD: "position.head[i][e / 2]"}
+_NAMES: Names = {**DEVICE_NAMES, HEAD: "position.head_at(Scores::row_index(n))"}
 WIDENS = {"float8_e4m3fn": "e4m3", "int8": "int8"}
-_QUERY = "position.query[i][e / 2]"
+_QUERY = "position.query_at(Scores::row_index(n))"
 _SPLIT_FIELDS = [
     Field("int", "packed", comment="query heads that share a tile of rows"),
     Field("int", "rows", comment="of a group of such heads: queries x heads"),
@@ -127,7 +127,7 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
     layout = decode_layout(spec, demand_of(spec).listed, plan.scheduled)
     entry = entry_name("attention_decode", spec)
     common = forward_context(
-        spec, target, plan, layout, "scores[i][j][e]", _NAMES, LAST_QUERY, struct=_STRUCT, position=False
+        spec, target, plan, layout, "scores[n]", _NAMES, LAST_QUERY, struct=_STRUCT, position=False
     )
     cost = decode_cost(spec, plan.tile_q, plan.scheduled)
     grid, method = (_STREAM_K_GRID, _STREAM_K_METHOD) if plan.scheduled else (_GRID, _METHOD)

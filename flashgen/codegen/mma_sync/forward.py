@@ -38,7 +38,7 @@ def render_mma_sync(spec: AttentionSpec, target: Target, plan: ForwardPlan | Non
     plan = plan or choose_forward_plan(spec, target)
     plan.check(spec, target)
     layout = forward_layout(spec, demand_of(spec).listed)
-    context = forward_context(spec, target, plan, layout, "scores[i][j][e]")
+    context = forward_context(spec, target, plan, layout, "scores[n]")
     context |= {"header": header(spec, target, plan), "page_size": spec.page_size, "uniform": uniform_text(spec)}
     context |= batch_of(spec).sequences(context["struct"], layout, "kTileQ")
     source = assemble("mma_sync/forward.cu.jinja", context, target)

@@ -34,8 +34,8 @@ from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
 
 _STRUCT = "MixedArguments"
-_NAMES: Names = {**DEVICE_NAMES, HEAD: "position.head_at(i, e / 2)"}
-_QUERY = "position.query_at(i, e / 2)"
+_NAMES: Names = {**DEVICE_NAMES, HEAD: "position.head_at(Scores::row_index(n))"}
+_QUERY = "position.query_at(Scores::row_index(n))"
 _DECODE_METHOD = (
     "decode by stream-K work units, equal parts of the key tiles of all decode sequences (Osama et al. 2023); the last "
     "CTA of an output tile to arrive combines the partial outputs (Dao et al. 2023, Flash-Decoding)"
@@ -93,7 +93,7 @@ def render_mixed(spec: AttentionSpec, target: Target, plan: MixedPlan | None = N
         target,
         plan,
         layout,
-        "scores[i][j][e]",
+        "scores[n]",
         _NAMES,
         LAST_QUERY,
         struct=_STRUCT,
