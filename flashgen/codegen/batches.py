@@ -43,6 +43,7 @@ class DenseBatch:
         grid_axes: The axes of grids with a block per tile, head and sequence, in words.
         lengths: What `len_q` and `len_k` are, in words.
         tile: What a query tile or a key tile is called, in words.
+        scores: The pairs of a query and a key over all sequences and heads, in words.
         outer_sizes: The members that count the sequences and query heads, for kernels without a search.
     """
 
@@ -51,6 +52,7 @@ class DenseBatch:
     grid_axes = "x, y and z"
     lengths: ClassVar[Mapping[str, str]] = {"len_q": "queries", "len_k": "keys"}
     tile = "tile"
+    scores = "batch * heads_q * len_q * len_k"
     outer_sizes: tuple[str, ...] = ("batch", "heads_q")
 
     @property
@@ -148,6 +150,7 @@ class VarlenBatch(DenseBatch):
         "len_k": "maximum keys of a sequence",
     }
     tile = "tile slot"
+    scores = "heads_q * (sum of len_q * len_k over the sequences)"
     outer_sizes = ()
 
     def axes(self, heads: str, side: str) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from flashgen.codegen.batches import batch_of
 from flashgen.codegen.sizes import Sizes
 from flashgen.codegen.tiling import padded
 from flashgen.dtypes import DTYPES
@@ -86,15 +87,6 @@ def _in_words(scores: str, queries: str, keys: str, visited_keys: str = "") -> Q
     return Quantities(scores, queries, keys, visited_keys or f"{keys} * {_SHARE}", "elements")
 
 
-_WORDS = {
-    "dense": _in_words(
-        f"batch * heads_q * len_q * len_k * {_SHARE}", "batch * heads_q * len_q", "batch * heads_kv * len_k"
-    ),
-    "varlen": _in_words(
-        f"heads_q * (sum of len_q * len_k over the sequences) * {_SHARE}", "heads_q * total_q", "heads_kv * total_k"
-    ),
-}
-_MIXED = replace(_WORDS["varlen"], visited_keys=f"heads_kv * (sum of keys) * {_SHARE}")
 _PREFILL = _in_words(
     f"heads_q * (sum of len_q * len_k over the prefill sequences) * {_SHARE}",
     "heads_q * (queries of prefill sequences)",
@@ -103,7 +95,10 @@ _PREFILL = _in_words(
 
 
 def _words(spec: AttentionSpec) -> Quantities:
-    return _WORDS["varlen" if spec.is_varlen else "dense"]
+    """Returns the quantities of the calls of a spec, in words."""
+    batch = batch_of(spec)
+    queries, keys = (" * ".join(batch.row_axes(*rows)) for rows in (("heads_q", "q"), ("heads_kv", "k")))
+    return _in_words(f"{batch.scores} * {_SHARE}", queries, keys)
 
 
 def quantities(sizes: Sizes, share: float = 1.0) -> Quantities:
@@ -135,9 +130,9 @@ def decode_cost(spec: AttentionSpec, tile_q: int, scheduled: bool = False) -> Co
     if scheduled:
         partials = f"{2 * partial} * splits * heads_q * len_q for partial outputs of tiles of several work units"
     else:
-        partials = f"{partial} * splits * {_WORDS['dense'].queries} for partial outputs if splits > 1"
+        partials = f"{partial} * splits * {_words(spec).queries} for partial outputs if splits > 1"
     remark = f"+ {partials}; K and V are read once for each {tile_q} rows"
-    return Cost(Count.sum(scores=2 * width), hbm, _WORDS["dense"], remark)
+    return Cost(Count.sum(scores=2 * width), hbm, _words(spec), remark)
 
 
 def mixed_cost(spec: AttentionSpec, tile_q: int) -> Cost:
@@ -146,7 +141,8 @@ def mixed_cost(spec: AttentionSpec, tile_q: int) -> Cost:
     row, key = spec.element.bytes * width, spec.kv_element.bytes * width
     hbm = Count.sum(queries=row + _SUM, visited_keys=key)
     remark = f"+ {partial * tile_q} * splits * groups for partial outputs of tiles of several work units"
-    return Cost(Count.sum(scores=2 * width), hbm, _MIXED, remark)
+    words = replace(_words(spec), visited_keys=f"heads_kv * (sum of keys) * {_SHARE}")
+    return Cost(Count.sum(scores=2 * width), hbm, words, remark)
 
 
 def prefill_cost(spec: AttentionSpec) -> Cost:
@@ -177,7 +173,7 @@ def backward_cost(
     capture = next((each for each in spec.captures if role == f"d_{each.name}"), None)
     if capture is not None:
         each = (_FIXED_POINT if exact_sums else _SUM) + DTYPES[capture.dtype].bytes
-        words = replace(_WORDS["dense"], elements=f"elements of {capture.name}")
+        words = replace(_words(spec), elements=f"elements of {capture.name}")
         return Cost(None, Count.sum(elements=each), words)
     flops, hbm = _backward_counts(role, spec, dq_apart, columns or padded(spec.head_dim), finishes)
     return Cost(flops, hbm, _words(spec))
