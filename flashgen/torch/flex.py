@@ -174,9 +174,12 @@ def _mask_function(block_mask: Any, q_shape: torch.Size, k_shape: torch.Size) ->
             f"block_mask is for {len_q} queries and {len_k} keys; query has {q_shape[2]} and key {k_shape[2]}: "
             "create it for these lengths"
         )
-    if (batch != 1 and batch != q_shape[0]) or (heads != 1 and heads != q_shape[1]):
-        raise ArgumentError(
-            f"block_mask was created for B={batch}, H={heads}; query has a batch of {q_shape[0]} and {q_shape[1]} "
-            "heads: give these numbers, 1 or None"
-        )
+    if batch != 1 and batch != q_shape[0]:
+        raise _created_for("B", batch, q_shape[0])
+    if heads != 1 and heads != q_shape[1]:
+        raise _created_for("H", heads, q_shape[1])
     return block_mask.function
+
+
+def _created_for(name: str, size: int, given: int) -> ArgumentError:
+    return ArgumentError(f"block_mask was created for {name}={size}; query has {given}: give 1, None or {given}")
