@@ -22,7 +22,19 @@ _PLAN_KINDS: dict[type[Plan], PlanKind] = {
 
 def default_plan(spec: AttentionSpec, target: Target) -> Plan:
     """Returns the plan of the spec's forward kernel when none is given. UnsupportedError if the target has none."""
+    _check_dims(spec, target)
     return forward_family(target).default_plan(spec, target)
+
+
+def _check_dims(spec: AttentionSpec, target: Target) -> None:
+    """Raises UnsupportedError if the forward kernels of the target have fewer columns than the spec."""
+    max_dim = forward_family(target).max_dim
+    if spec.max_dim > max_dim:
+        others = [each for each in TARGETS.values() if forward_family(each).max_dim >= spec.max_dim]
+        same = next((each for each in others if each.compute_capability == target.compute_capability), others[0])
+        raise UnsupportedError(
+            f"{spec.widest}: forward kernels of {target.name} have up to {max_dim} columns; take target={same.name!r}"
+        )
 
 
 def decode_plan(spec: AttentionSpec, target: Target, workload: Workload) -> Plan | None:
@@ -106,6 +118,7 @@ def render_forward_kernels(spec: AttentionSpec, target: Target, plan: Plan | Non
     Raises UnsupportedError if the target or the plan cannot run the spec.
     """
     family = forward_family(target)
+    _check_dims(spec, target)
     if spec.of_cache:
         plan = plan or default_plan(spec, target)
         if type(plan) not in family.plan_classes(spec):
@@ -131,6 +144,8 @@ def render_backward_kernels(
     family = backward_family(target)
     if spec.of_cache:
         raise UnsupportedError(f"{_cache(spec)}: there is no backward of it; gather k and v, in {spec.dtype}")
+    if spec.max_dim > family.max_dim:
+        raise UnsupportedError(f"{spec.widest}: there is no backward of more than {family.max_dim} columns")
     if plan is not None and type(plan) not in family.plans:
         takers = [other for other in TARGETS.values() if type(plan) in backward_family(other).plans]
         raise _wrong_class("backward_plan", plan, target, family.plans, takers)

@@ -112,12 +112,14 @@ class ForwardFamily(ABC):
         plan_kinds: The classes of all plans that its targets run, with those of its decode kernels.
         decode: Its decode kernels.
         size_rules: Plans for calls of some sizes; None if one plan is used for all sizes.
+        max_dim: The maximum of head_dim and value_dim.
     """
 
     plan: type[Plan]
     plan_kinds: ClassVar[Mapping[type[Plan], PlanKind]]
     decode: DecodeFamily
     size_rules: SizeRules | None = None
+    max_dim: ClassVar[int]
 
     @abstractmethod
     def plan_classes(self, spec: AttentionSpec) -> tuple[type[Plan], ...]:
@@ -150,10 +152,12 @@ class BackwardFamily(ABC):
     Attributes:
         plans: The classes of plans of its main kernel.
         head_split: None if query heads that share a KV head always share thread blocks.
+        max_dim: The maximum of head_dim and value_dim.
     """
 
     plans: tuple[type[Any], ...]
     head_split: HeadSplit | None = None
+    max_dim: ClassVar[int] = 256
 
     @abstractmethod
     def candidates(self, spec: AttentionSpec, target: Target) -> Iterator[Any]:

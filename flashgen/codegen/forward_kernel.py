@@ -69,6 +69,7 @@ def forward_context(
         "score_call": variant.score.call(names) if variant.score else "",
         "divides_tiles": divides_tiles(spec, plan.tile_k),
         "uniform": None,
+        "split": False,
         "sink": f"load_{spec.sink.name}" if spec.sink else "",
         "sink_to_score": 1.0 if spec.score else 1 / spec.scale,
         "may_be_empty": variant.mask is not None or variant.score is not None,

@@ -8,6 +8,8 @@ from flashgen.language.spec import AttentionSpec
 
 WARP, MAX_THREADS = Target.threads_per_warp, Target.threads_per_block
 MMA_DEPTH = 16
+MAX_UNSPLIT = 256  # columns of the output that one warp, or warpgroup, holds
+MAX_SPLIT = 4  # warps that share the columns of wider outputs
 DROPOUT_COLUMNS = 32  # keys whose random numbers come from one call of the generator
 RESERVED_SHARED = max(target.reserved_shared_per_block for target in TARGETS.values())
 """Bytes of shared memory per block that plans leave to the system, on all targets; sm_75 itself reserves none."""
@@ -18,6 +20,15 @@ def padded(width: int) -> int:
     return -(-width // MMA_DEPTH) * MMA_DEPTH
 
 
+def padded_value(spec: AttentionSpec) -> int:
+    """Returns value_dim rounded up: elements of a row of V or O in shared memory.
+
+    If warps share the columns of the output, because rows are wide, each part of them is a multiple of an mma's depth.
+    """
+    parts = MAX_SPLIT if spec.max_dim > MAX_UNSPLIT else 1
+    return -(-spec.value_dim // (MMA_DEPTH * parts)) * MMA_DEPTH * parts
+
+
 def head_extent(spec: AttentionSpec) -> Extent:
     """Returns the columns of a row of Q or K in shared memory, with the name of their constant."""
     return Extent("kHeadDimPadded", padded(spec.head_dim))
@@ -25,7 +36,7 @@ def head_extent(spec: AttentionSpec) -> Extent:
 
 def value_extent(spec: AttentionSpec) -> Extent:
     """Returns the columns of a row of V or O in shared memory, with the name of their constant."""
-    return Extent("kValueDimPadded", padded(spec.value_dim))
+    return Extent("kValueDimPadded", padded_value(spec))
 
 
 def element_sizes(spec: AttentionSpec) -> tuple[Extent, Extent]:

@@ -25,6 +25,8 @@ from flashgen.language.serialize import fields_from_json, fields_to_json
 from flashgen.language.shards import SHARD_NUMBERS, shard_mask, shard_score
 
 MAX_NAME = 96
+MAX_DIM = 512
+"""The maximum of head_dim and value_dim. Kernels of some passes and targets take fewer columns, and say so."""
 MAX_PAGE_SIZE = 256
 TYPE_FIELDS = ("kv_dtype", "out_dtype", "grad_dtype")
 CACHED_DIM = 32  # head_dim and value_dim are multiples of this where k and v have 8 bits
@@ -37,10 +39,11 @@ class AttentionSpec:
     Specs are equal if their canonical JSON is equal.
 
     Args:
-        head_dim: Elements of a query or key vector, a multiple of 8 from 8 to 256.
+        head_dim: Elements of a query or key vector, a multiple of 8 from 8 to 512. Beyond 256 there is a forward by
+            mma.sync alone (targets other than sm_90a).
         dtype: "float16" or "bfloat16", the type of q, k, v and the output's gradient; also that of the output and of
             the other gradients, unless `out_dtype` and `grad_dtype` are given.
-        value_dim: Elements of a value vector, a multiple of 8 from 8 to 256. None means head_dim.
+        value_dim: Elements of a value vector, as for head_dim. None means head_dim.
         scale: Factor of q·k, applied before the score function. None means 1/sqrt(head_dim). Kernels without a score
             function assume that the largest q·k gives the largest score, so a spec with scale <= 0 and no score
             function gets the identity score function `unchanged`.
@@ -208,6 +211,17 @@ class AttentionSpec:
         arrays = self.batch_layout.sequence_arrays
         return tuple(name for name in arrays if name == "cu_seqlens_q") if self.page_size else arrays
 
+    @property
+    def max_dim(self) -> int:
+        """The larger of head_dim and value_dim."""
+        return max(self.head_dim, self.value_dim)
+
+    @property
+    def widest(self) -> str:
+        """The argument that is `max_dim`, for messages: "head_dim=512"."""
+        name = "head_dim" if self.head_dim >= self.value_dim else "value_dim"
+        return f"{name}={self.max_dim}"
+
     def array_layout(self, name: str) -> BatchLayout:
         """Returns the layout of q, k, v or the output; K and V may be in pages."""
         return PAGES if self.page_size and name in ("k", "v") else self.batch_layout
@@ -307,9 +321,9 @@ def _arrays_read(expression: Any, bound: Bound) -> Bound:
 
 def _dimension(value: Any, argument: str) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise SpecError(f"{argument}={value!r} must be an integer, a multiple of 8 from 8 to 256")
-    if not 1 <= value <= 256:
-        raise SpecError(f"{argument}={value} must be from 8 to 256")
+        raise SpecError(f"{argument}={value!r} must be an integer, a multiple of 8 from 8 to {MAX_DIM}")
+    if not 1 <= value <= MAX_DIM:
+        raise SpecError(f"{argument}={value} must be from 8 to {MAX_DIM}")
     if value % 8:
         raise SpecError(f"{argument}={value} must be a multiple of 8: {_padding_advice(int(value), argument)}")
     return int(value)

@@ -75,6 +75,7 @@ class HopperForward(ForwardFamily):
     """Hopper's forward kernels. Where TMA cannot read the pages of a spec, its kernels are those of mma.sync."""
 
     plan = HopperPlan
+    max_dim = 256
     plan_kinds: ClassVar[Mapping[type[Plan], PlanKind]] = {
         **_MMA_SYNC.plan_kinds,
         HopperPlan: PlanKind(render_hopper),

@@ -29,6 +29,7 @@ from flashgen.codegen.tile_list_kernel import depends_on_head
 from flashgen.codegen.tiling import (
     DROPOUT_COLUMNS,
     MAX_THREADS,
+    MAX_UNSPLIT,
     MMA_DEPTH,
     RESERVED_SHARED,
     WARP,
@@ -181,6 +182,8 @@ class DecodePlan(Checked):
             return f"tile_q={self.tile_q} must be a multiple of {MMA_ROWS}"
         if self.tile_k % MMA_DEPTH or (spec.dropout and self.tile_k % DROPOUT_COLUMNS):
             return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout"
+        if spec.max_dim > MAX_UNSPLIT:
+            return f"{spec.widest}: the warps of a decode kernel hold up to {MAX_UNSPLIT} columns of the output"
         if self.scheduled and not spec.page_size:
             return "scheduled=True needs a paged KV cache, whose lengths the device knows: declare page_size=..."
         return shared_memory_problem(self.shared_bytes(spec), target, "take fewer warps, keys or stages")
@@ -196,6 +199,8 @@ def decode_rows(spec: AttentionSpec) -> tuple[int, ...]:
 
 def decode_plans(spec: AttentionSpec, target: Target) -> tuple[DecodePlan, ...]:
     """Returns the plans that calls may use, in ascending order of rows; with pages then those with a schedule."""
+    if spec.max_dim > MAX_UNSPLIT:
+        return ()
     kinds = (False, True) if spec.page_size else (False,)
     few, *others = [choose_decode_plan(spec, target, rows, kind) for kind in kinds for rows in decode_rows(spec)]
     return few, *other_few_row_plans(spec, target), *others
@@ -280,6 +285,8 @@ def decode_plan_for(spec: AttentionSpec, target: Target, workload: Workload) -> 
     One output tile reads K and V once, at the bandwidth of global memory. Several read them several times, through L2.
     That is faster only while the larger tiles of the forward kernel are too few to fill the GPU.
     """
+    if spec.max_dim > MAX_UNSPLIT and not spec.kv_dtype:
+        return None
     if spec.of_cache:
         if spec.page_size and not spec.kv_dtype and _is_prompt(workload):
             return None

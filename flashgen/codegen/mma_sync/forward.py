@@ -40,6 +40,7 @@ def render_mma_sync(spec: AttentionSpec, target: Target, plan: ForwardPlan | Non
     layout = forward_layout(spec, demand_of(spec).listed)
     context = forward_context(spec, target, plan, layout, "scores[n]")
     context |= {"header": header(spec, target, plan), "page_size": spec.page_size, "uniform": uniform_text(spec)}
+    context |= {"split": plan.split > 1}
     context |= batch_of(spec).sequences(context["struct"], layout, "kTileQ")
     source = assemble("mma_sync/forward.cu.jinja", context, target)
     kernel = forward_kernel(

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import ClassVar, NamedTuple
 
 from flashgen.codegen.demand import Weight, demand_of, divides_tiles, is_power_of_2
 from flashgen.codegen.plan import Checked, shared_memory_problem
-from flashgen.codegen.shared_memory import Buffer, Extent, SharedMemoryLayout
+from flashgen.codegen.shared_memory import FLOAT, Buffer, Extent, SharedMemoryLayout
 from flashgen.codegen.targets import TARGETS, Target
 from flashgen.codegen.tiling import (
     DROPOUT_COLUMNS,
+    MAX_SPLIT,
     MAX_THREADS,
+    MAX_UNSPLIT,
     MMA_DEPTH,
     RESERVED_SHARED,
     WARP,
     element_sizes,
     head_extent,
     padded,
+    padded_value,
     value_extent,
 )
+from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
 MMA_ROWS = 16
@@ -34,11 +38,13 @@ class ForwardPlan(Checked):
     """The plan of the forward kernel.
 
     Attributes:
-        tile_q: queries of a tile. Each warp owns tile_q / warps of its rows.
+        tile_q: queries of a tile. Each warp owns tile_q * split / warps of its rows.
         tile_k: keys of a tile.
         warps: warps of a CTA.
         stages: stages of the pipelines of K and of V in shared memory.
         blocks: CTAs that should fit on an SM at once, which limits the registers of a thread.
+        split: warps that share the same rows. Each computes the scores of a part of the keys, and a part of the columns
+            of the output, for which it reads the probabilities of the others from shared memory.
     """
 
     tile_q: int
@@ -46,6 +52,7 @@ class ForwardPlan(Checked):
     warps: int
     stages: int = 1
     blocks: int = 1
+    split: int = 1
     packed_heads: ClassVar[int] = 1
 
     @property
@@ -63,11 +70,11 @@ class ForwardPlan(Checked):
     def registers(self, spec: AttentionSpec) -> int:
         """Estimates the registers of a thread: its float32 scores and output, and what the variant needs."""
         rows = self.tile_q // self.warps
-        return rows * (self.tile_k + padded(spec.value_dim)) // WARP + _REGISTER_LIMITS[demand_of(spec).weight].others
+        return rows * (self.tile_k + padded_value(spec)) // WARP + _REGISTER_LIMITS[demand_of(spec).weight].others
 
     def matrix_cycles(self, spec: AttentionSpec) -> float:
         """Estimates the cycles of a tile's products by an A100's tensor cores, or by shared memory reads if slower."""
-        width = padded(spec.head_dim) + padded(spec.value_dim)
+        width = padded(spec.head_dim) + padded_value(spec)
         shared_reads = self.warps * self.tile_k * width * spec.element.bytes / 128
         return max(self.tile_q * self.tile_k * width / _MODEL.multiply_adds_per_cycle, shared_reads)
 
@@ -76,13 +83,17 @@ class ForwardPlan(Checked):
 
     def summary(self, spec: AttentionSpec) -> str:
         """Returns the line that the kernel's header has about the plan."""
+        shared = f", {self.split} of which share rows" if self.split > 1 else ""
         return (
-            f"{self.tile_q} queries x {self.tile_k} keys, {self.warps} warps, {self.stages} stage(s) of K and V, "
-            f"{self.blocks} block(s) per multiprocessor, {self.shared_bytes(spec)} bytes of shared memory"
+            f"{self.tile_q} queries x {self.tile_k} keys, {self.warps} warps{shared}, {self.stages} stage(s) of K and "
+            f"V, {self.blocks} block(s) per multiprocessor, {self.shared_bytes(spec)} bytes of shared memory"
         )
 
     def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
-        """Returns the layout: Q, and the stages of K and of V. In the epilogue the output overlays them."""
+        """Returns the layout: Q, the stages of K and of V, and what warps with the same rows exchange.
+
+        In the epilogue the output overlays Q, K and V.
+        """
         element, kv_element = element_sizes(spec)
         queries, keys, stages = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k), self.stages
         head, value = head_extent(spec), value_extent(spec)
@@ -91,18 +102,32 @@ class ForwardPlan(Checked):
                 Buffer("Query", "Q", (queries, head), element),
                 Buffer("Key", "K", (keys, head), kv_element, copies=Extent("kStages", stages)),
                 Buffer("Value", "V", (keys, value), kv_element, copies=Extent("kStages", stages)),
+                *self._exchanged(queries, keys, element),
                 Buffer("Output", "O", (queries, value), element, overlays="Query"),
             )
+        )
+
+    def _exchanged(self, queries: Extent, keys: Extent, element: Extent) -> tuple[Buffer, ...]:
+        """Returns the buffers by which warps with the same rows exchange probabilities, row maxima and row sums."""
+        if self.split == 1:
+            return ()
+        parts = Extent("kSplit", self.split)
+        return (
+            Buffer("Probability", "P", (queries, keys), element),
+            Buffer("Row", "row maxima and sums", (parts, queries), FLOAT),
         )
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Returns why the plan is inconsistent or does not fit the spec or the target; None if it is valid."""
         if min(self.tile_q, self.tile_k, self.warps, self.blocks) < 1 or self.threads > MAX_THREADS:
             return f"its numbers must be positive, and its warps at most {MAX_THREADS // WARP}"
-        if self.tile_q % self.warps or self.tile_q // self.warps % MMA_ROWS:
-            return f"tile_q={self.tile_q} must be a multiple of 16 x warps={self.warps}"
-        if self.tile_k % MMA_DEPTH or (spec.dropout and self.tile_k % DROPOUT_COLUMNS):
-            return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout"
+        if self.warps % self.split or self.tile_q % (MMA_ROWS * self.warps // self.split):
+            return f"tile_q={self.tile_q} must be a multiple of 16 x warps={self.warps} / split={self.split}"
+        columns = (DROPOUT_COLUMNS if spec.dropout else MMA_DEPTH) * self.split
+        if self.tile_k % columns:
+            return f"tile_k={self.tile_k} must be a multiple of 16 x split={self.split}, of 32 x split with dropout"
+        if (self.split > 1) != (spec.max_dim > MAX_UNSPLIT) or self.split not in (1, 2, MAX_SPLIT):
+            return f"split={self.split} must be 1, or 2 or {MAX_SPLIT} if head_dim or value_dim is above {MAX_UNSPLIT}"
         if self.stages not in (1, 2):
             return f"stages={self.stages} must be 1 or 2"
         if self.stages == 2 and not target.asynchronous_copies:
@@ -124,6 +149,19 @@ _PREFERENCE = (
     (128, 64, 4, 1),
     (128, 32, 4, 1),
     (64, 32, 4, 1),
+)
+# (tile_q, tile_k, warps, stages, split) of specs of more than MAX_UNSPLIT columns, in order of preference.
+_WIDE_PREFERENCE = (
+    (64, 64, 8, 2, 2),
+    (64, 64, 8, 1, 2),
+    (64, 32, 8, 2, 2),
+    (64, 64, 16, 1, 4),
+    (64, 32, 8, 1, 2),
+    (32, 64, 4, 1, 2),
+    (32, 64, 8, 1, 4),
+    (32, 32, 4, 1, 2),
+    (16, 64, 2, 1, 2),
+    (16, 32, 2, 1, 2),
 )
 _MAX_BLOCKS = 2
 
@@ -166,7 +204,7 @@ def _accumulators(plan: ForwardPlan, spec: AttentionSpec) -> tuple[int, int]:
     """
     rows, head = plan.tile_q // plan.warps, padded(spec.head_dim)
     query = head if head < _REGISTER_HEAD_DIM else 0
-    return rows * plan.tile_k // WARP, rows * (plan.tile_k + padded(spec.value_dim) + query) // WARP
+    return rows * plan.tile_k // WARP, rows * (plan.tile_k + padded_value(spec) + query) // WARP
 
 
 def fitting_plans(spec: AttentionSpec, target: Target, warps: int = 0) -> list[ForwardPlan]:
@@ -176,33 +214,53 @@ def fitting_plans(spec: AttentionSpec, target: Target, warps: int = 0) -> list[F
         warps: warps of a CTA, each with as many rows as a warp of the preferred plans; 0 for the preferred number.
     """
     fitting = []
-    for tile_q, tile_k, own_warps, stages in _preferred(warps):
-        plan = ForwardPlan(tile_q, tile_k, own_warps, stages)
+    for tile_q, tile_k, own_warps, stages, split in _preferred(spec, warps):
+        plan = ForwardPlan(tile_q, tile_k, own_warps, stages, split=split)
         has_blocks = demand_of(spec).reads_blocks or spec.page_size or divides_tiles(spec, _WIDE_TILE)
         straddles_blocks = not is_power_of_2(tile_k) and has_blocks
         if plan.problem(spec, target) is None and not straddles_blocks:
             per_block = plan.shared_bytes(spec) + RESERVED_SHARED
-            blocks = min(
-                target.shared_per_multiprocessor // per_block, _WARPS_TO_HIDE_LATENCY // own_warps, _MAX_BLOCKS
-            )
+            own_blocks = _WARPS_TO_HIDE_LATENCY // own_warps
+            blocks = min(target.shared_per_multiprocessor // per_block, own_blocks, _MAX_BLOCKS)
             fitting.append(replace(plan, blocks=max(blocks, 1)))
     return sorted(fitting, key=lambda plan: plan.blocks * plan.warps < _WARPS_TO_HIDE_LATENCY)
 
 
-def _preferred(warps: int) -> list[tuple[int, int, int, int]]:
+def _preferred(spec: AttentionSpec, warps: int) -> list[tuple[int, int, int, int, int]]:
+    """Returns (tile_q, tile_k, warps, stages, split) of the preferred plans."""
+    if spec.max_dim > MAX_UNSPLIT:
+        return list(_WIDE_PREFERENCE)
     if not warps:
-        return list(_PREFERENCE)
+        return [(*row, 1) for row in _PREFERENCE]
     rows = [row for row in _PREFERENCE if row[2] == _PREFERENCE[0][2]]
-    return [(tile_q // own_warps * warps, tile_k, warps, stages) for tile_q, tile_k, own_warps, stages in rows]
+    return [(tile_q // own_warps * warps, tile_k, warps, stages, 1) for tile_q, tile_k, own_warps, stages in rows]
 
 
 def choose_forward_plan(spec: AttentionSpec, target: Target) -> ForwardPlan:
-    """Returns the default plan: the first preferred plan whose accumulators leave enough registers."""
+    """Returns the default plan: the first preferred plan whose accumulators leave enough registers.
+
+    Raises:
+        UnsupportedError: the target's shared memory holds no tiles of the spec's columns.
+    """
     candidates = fitting_plans(spec, target)
+    if not candidates:
+        raise UnsupportedError(
+            f"{spec.widest}: a block of {target.name} has {target.shared_per_block} bytes of shared memory, which hold "
+            f"tiles of up to {_max_dim(spec, target)} columns"
+        )
     for plan in candidates:
         if leaves_registers(plan, spec, target):
             return plan
     return min(candidates, key=lambda plan: _accumulators(plan, spec)[1])
+
+
+def _max_dim(spec: AttentionSpec, target: Target) -> int:
+    """Returns the maximum of head_dim and value_dim, if they are equal, for which some preferred plan fits."""
+    given = {each.name: getattr(spec, each.name) for each in fields(spec)}
+    sizes = range(MAX_UNSPLIT, spec.max_dim, 8)
+    return max(
+        dim for dim in sizes if fitting_plans(AttentionSpec(**{**given, "head_dim": dim, "value_dim": dim}), target)
+    )
 
 
 def leaves_registers(plan: ForwardPlan, spec: AttentionSpec, target: Target, more: int = 0) -> bool:
@@ -213,7 +271,7 @@ def leaves_registers(plan: ForwardPlan, spec: AttentionSpec, target: Target, mor
     """
     demand, (scores, accumulators) = demand_of(spec), _accumulators(plan, spec)
     limits = _REGISTER_LIMITS[demand.weight]
-    same_rows = padded(spec.head_dim) == padded(spec.value_dim)  # otherwise K and V need separate offsets
+    same_rows = padded(spec.head_dim) == padded_value(spec)  # otherwise K and V need separate offsets
     reads = demand.weight == Weight.PLAIN and demand.mask_axes  # a thread holds an array element through the mainloop
     lean = target.register_pressure == "low" and same_rows and not reads
     allowance = limits.lean if lean else limits.accumulators
@@ -228,11 +286,13 @@ def leaves_registers(plan: ForwardPlan, spec: AttentionSpec, target: Target, mor
 
 _TUNED_TILES = tuple(product((64, 128, 256), (32, 48, 64, 80, 96, 112, 128), (4, 8), (1, 2)))
 _TUNED_BLOCKS = (1, 2, 3)
+_TUNED_WIDE = tuple(product((32, 64), (32, 64), (4, 8, 16), (1, 2), (1,), (2, 4)))
 
 
 def every_forward_plan(spec: AttentionSpec, target: Target) -> Iterator[ForwardPlan]:
     """Yields the plans that tuning may choose from, including plans that do not fit their registers."""
-    for (tile_q, tile_k, warps, stages), blocks in product(_TUNED_TILES, _TUNED_BLOCKS):
-        plan = ForwardPlan(tile_q, tile_k, warps, stages, blocks)
-        if blocks * (plan.shared_bytes(spec) + RESERVED_SHARED) <= target.shared_per_multiprocessor:
+    narrow = ((*tile, blocks, 1) for tile, blocks in product(_TUNED_TILES, _TUNED_BLOCKS))
+    for sizes in _TUNED_WIDE if spec.max_dim > MAX_UNSPLIT else narrow:
+        plan = ForwardPlan(*sizes)
+        if plan.blocks * (plan.shared_bytes(spec) + RESERVED_SHARED) <= target.shared_per_multiprocessor:
             yield plan
