@@ -13,7 +13,7 @@ from flashgen.codegen.sizes import Sizes
 from flashgen.codegen.targets import TARGETS, Target
 from flashgen.codegen.workload import Workload
 from flashgen.errors import UnsupportedError
-from flashgen.language.spec import AttentionSpec
+from flashgen.language.spec import MAX_BACKWARD_DIM, AttentionSpec
 
 _PLAN_KINDS: dict[type[Plan], PlanKind] = {
     plan: kind for family in map(forward_family, TARGETS.values()) for plan, kind in family.plan_kinds.items()
@@ -144,8 +144,8 @@ def render_backward_kernels(
     family = backward_family(target)
     if spec.of_cache:
         raise UnsupportedError(f"{_cache(spec)}: there is no backward of it; gather k and v, in {spec.dtype}")
-    if spec.max_dim > family.max_dim:
-        raise UnsupportedError(f"{spec.widest}: there is no backward of more than {family.max_dim} columns")
+    if spec.max_dim > MAX_BACKWARD_DIM:
+        raise UnsupportedError(f"{spec.widest}: there is no backward of more than {MAX_BACKWARD_DIM} columns")
     if plan is not None and type(plan) not in family.plans:
         takers = [other for other in TARGETS.values() if type(plan) in backward_family(other).plans]
         raise _wrong_class("backward_plan", plan, target, family.plans, takers)

@@ -152,12 +152,10 @@ class BackwardFamily(ABC):
     Attributes:
         plans: The classes of plans of its main kernel.
         head_split: None if query heads that share a KV head always share thread blocks.
-        max_dim: The maximum of head_dim and value_dim.
     """
 
     plans: tuple[type[Any], ...]
     head_split: HeadSplit | None = None
-    max_dim: ClassVar[int] = 256
 
     @abstractmethod
     def candidates(self, spec: AttentionSpec, target: Target) -> Iterator[Any]:

@@ -153,9 +153,8 @@ _PREFERENCE = (
 # (tile_q, tile_k, warps, stages, split) of specs of more than MAX_UNSPLIT columns, in order of preference.
 _WIDE_PREFERENCE = (
     (64, 64, 8, 2, 2),
-    (64, 64, 8, 1, 2),
     (64, 32, 8, 2, 2),
-    (64, 64, 16, 1, 4),
+    (64, 64, 8, 1, 2),
     (64, 32, 8, 1, 2),
     (32, 64, 4, 1, 2),
     (32, 64, 8, 1, 4),
@@ -193,6 +192,7 @@ _REGISTER_LIMITS = {
 }
 # Dropout needs more registers if there are many scores, or if the score function or the mask is not plain.
 _ACCUMULATORS_WITH_DROPOUT, _SCORES_WITH_DROPOUT = 128, 32
+_SPLIT_ACCUMULATORS = 136  # if warps share rows: the addresses of what they exchange take registers
 _REGISTER_HEAD_DIM = 32  # below this the compiler keeps Q in registers
 _WIDE_TILE = 64  # keys: a mask that divides k by a multiple of this is cheaper if tiles do not straddle its blocks
 
@@ -279,6 +279,8 @@ def leaves_registers(plan: ForwardPlan, spec: AttentionSpec, target: Target, mor
     crowded = demand.drops and not demand.drops_alone
     if crowded and target.register_pressure == "high":
         max_scores = min(max_scores, _SCORES_WITH_DROPOUT)
+    if plan.split > 1:
+        allowance = min(allowance, _SPLIT_ACCUMULATORS)
     if crowded or (demand.drops and scores > _SCORES_WITH_DROPOUT):
         allowance = min(allowance, _ACCUMULATORS_WITH_DROPOUT)
     return accumulators <= allowance + more and scores <= max_scores
