@@ -42,6 +42,7 @@ FEATURES: dict[str, Callable[[], dict[str, Any]]] = {
     "sink": lambda: {"sink": fg.Tensor("sinks", "float32", 1, grad=True)},
     "value dim differs from head dim": lambda: {"value_dim": 64},
     "head dim 256": lambda: {"head_dim": 256},
+    "head dim 512": lambda: {"head_dim": 512},
     "output in float32": lambda: {"out_dtype": "float32"},
     "gradients in float32": lambda: {"grad_dtype": "float32"},
 }

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import torch
 
 from flashgen.errors import ArgumentError
+from flashgen.language.spec import MAX_DIM
 from flashgen.runtime.arrays import inverse, nesting
 from flashgen.torch.tensors import Tensor
 
-_MULTIPLE, _MAX_DIM = 8, 256  # of a spec's head_dim and value_dim
+_MULTIPLE = 8  # of a spec's head_dim and value_dim
 _DROPOUT_STEPS = 256
 
 
@@ -32,16 +33,16 @@ class Padded(NamedTuple):
 def padded_heads(q: Tensor, k: Tensor, v: Tensor) -> Padded:
     """Pads the last dimensions of q, k and v with zeros to multiples of 8. Padding copies a tensor.
 
-    Autograd removes the padding from gradients, and `cut_heads` from the output. Dimensions above 256 are not padded:
+    Autograd removes the padding from gradients, and `cut_heads` from the output. Dimensions above 512 are not padded:
     the spec refuses them. Raises ArgumentError if q and k differ in their last dimension.
     """
     head_dim, value_dim = q.shape[-1], v.shape[-1]
     if head_dim != k.shape[-1]:
         raise ArgumentError(f"query has a last dimension of {head_dim} and key of {k.shape[-1]}: give both the same")
     scale = None
-    if head_dim % _MULTIPLE and head_dim < _MAX_DIM:
+    if head_dim % _MULTIPLE and head_dim < MAX_DIM:
         q, k, scale = _padded(q), _padded(k), head_dim**-0.5
-    if value_dim % _MULTIPLE and value_dim < _MAX_DIM:
+    if value_dim % _MULTIPLE and value_dim < MAX_DIM:
         v = _padded(v)
     return Padded(q, k, v, head_dim, value_dim, scale)
 

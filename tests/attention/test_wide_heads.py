@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 
 import flashgen as fg
+from flashgen.errors import UnsupportedError
 from flashgen.verify import Case, verify
 from flashgen.verify.problems import Shape
 
@@ -33,3 +35,55 @@ def test_forward(name: str, target: str) -> None:
     shape = Shape(70, 70, 2, 4, 2) if name == "documents" else Shape(70, 150, 2, 4, 2)
     for result in verify([Case(fg.AttentionSpec(**SPECS[name]), shape)], target=target, emulate=True):
         assert result.ok, (result.problem, result.verdicts)
+
+
+@pytest.mark.parametrize("sanitize", ["address", "thread"])
+def test_races_and_overflows(sanitize: Any) -> None:
+    """One and two stages, two and four warps with the same rows, in several orders of threads and copies."""
+    for options in ({"mask": fg.causal()}, {"score": fg.softcap(20.0), "mask": fg.document("ids")}):
+        cases = [Case(fg.AttentionSpec(512, **options), Shape(70, 70, 1, 2, 1))]
+        for target in ("sm_80", "sm_90"):
+            for result in verify(cases, target=target, emulate=True, sanitize=sanitize, schedule_count=2):
+                assert result.ok, (result.problem, result.verdicts)
+
+
+@pytest.mark.gpu
+@pytest.mark.quick
+@pytest.mark.parametrize("name", SPECS)
+def test_on_a_gpu(name: str) -> None:
+    shape = Shape(600, 600, 2, 4, 2) if name == "documents" else Shape(600, 1000, 2, 4, 2)
+    for result in verify([Case(fg.AttentionSpec(**SPECS[name]), shape)], target="sm_90"):
+        assert result.ok, (result.problem, result.verdicts)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_default_plans_spill_no_registers(name: str) -> None:
+    for target in TARGETS:
+        if (name, target) != ("dropout", "sm_86"):
+            assert not fg.compile(fg.AttentionSpec(**SPECS[name]), target=target).resources.spills, target
+
+
+REFUSALS: Any = [
+    ({}, {"target": "sm_90a"}, "head_dim=512: forward kernels of sm_90a have up to 256 columns; take target='sm_90'"),
+    ({}, {"target": "sm_75"}, "head_dim=512: a block of sm_75 has 65536 bytes .* tiles of up to 384 columns"),
+    ({"dropout": 0.5}, {"target": "sm_86"}, "head_dim=512: a block of sm_86 .* tiles of up to 320 columns"),
+    ({"kv_dtype": "int8"}, {"target": "sm_80"}, "the warps of a decode kernel hold up to 256 columns"),
+    ({"page_size": 16, "layout": "thd"}, {"target": "sm_80"}, "the warps of a decode kernel hold up to 256 columns"),
+]
+
+
+@pytest.mark.parametrize(("options", "where", "message"), REFUSALS)
+def test_what_has_no_kernel_is_refused_by_name(options: Any, where: Any, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        fg.compile(fg.AttentionSpec(512, **options), **where)
+
+
+def test_calls_that_have_no_kernel_are_refused_by_name() -> None:
+    compiled = fg.compile(fg.AttentionSpec(512), target="sm_80", emulate=True)
+    q, k = np.ones((1, 1, 1, 512), "float16"), np.ones((1, 1, 300, 512), "float16")
+    assert np.array_equal(compiled(q, k, k), q), "few queries run in the forward kernel"
+    with pytest.raises(UnsupportedError, match="the warps of a decode kernel hold up to 256 columns"):
+        compiled(q, k, k, num_splits=2)
+    out, lse = compiled(q, k, k, return_lse=True)
+    with pytest.raises(UnsupportedError, match="head_dim=512: there is no backward of more than 256 columns"):
+        compiled.backward(q, q, k, k, out, lse)

@@ -200,6 +200,14 @@ def test_a_float32_output_and_its_gradients(qkv: Any) -> None:
     assert (meta.dtype, meta.shape) == (out.dtype, out.shape)
 
 
+def test_heads_of_512_columns_have_no_gradient() -> None:
+    wide = [torch.randn(1, 2, 40, 512).bfloat16() for _ in range(3)]
+    spec = fg.AttentionSpec(512, "bfloat16", mask=fg.causal())
+    plain.assert_close(attention(spec, *wide), plain.attention(*wide, mask=below)[0])
+    with pytest.raises(UnsupportedError, match="q requires a gradient, and a call with head_dim=512 has none"):
+        attention(spec, wide[0].requires_grad_(), *wide[1:])
+
+
 def test_gradients_of_another_dtype_are_refused(qkv: Any) -> None:
     with pytest.raises(UnsupportedError, match="grad_dtype='float32': in torch's autograd a gradient has the dtype of"):
         attention(fg.AttentionSpec(32, "bfloat16", grad_dtype="float32"), *qkv)

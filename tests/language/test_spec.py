@@ -76,7 +76,7 @@ def test_dtypes_by_all_their_names():
     ({"head_dim": 60}, "head_dim=60 must be a multiple of 8"), ({"head_dim": 0}, "head_dim"),
     ({"head_dim": 60}, r"pad q and k with zeros to 64, and give scale=60\*\*-0.5"),
     ({"value_dim": 20}, "pad v with zeros to 24, and slice the output"),
-    ({"head_dim": 264}, "head_dim=264 must be from 8 to 256"),
+    ({"head_dim": 520}, "head_dim=520 must be from 8 to 512"),
     ({"head_dim": -8}, "head_dim=-8 must be from 8"),
     ({"value_dim": "64"}, "value_dim='64' must be an integer"),
     ({"head_dim": 64.0}, "head_dim=64.0"), ({"head_dim": True}, "head_dim"),
