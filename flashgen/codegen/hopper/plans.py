@@ -175,15 +175,18 @@ class HopperPlan(Checked):
     def _shared_memory(self, spec: AttentionSpec, output_apart: bool, drawn_steps: int) -> SharedMemoryLayout:
         rows, keys, stages = literal(_ROWS), Extent("kTileK", self.tile_k), Extent("kStages", self.stages)
         head, value = head_extent(spec), value_extent(spec)
-        of_rows = (Buffer("Query", "Q", (rows, head)), Buffer("Output", "O", (rows, value)))
+        of_rows = (
+            Buffer("Query", "Q", (rows, head), member="queries"),
+            Buffer("Output", "O", (rows, value), member="output"),
+        )
         consumers, label = Extent("kConsumers", self.consumers), "rows of warpgroups"
         barriers = forward_barriers(stages, paged=bool(spec.page_size))
         index_bytes = literal(_WORK_BYTES if spec.is_varlen else _INDEX_BYTES)
         return SharedMemoryLayout(
             (
-                Buffer("Rows", label, copies=consumers, parts=of_rows, union=not output_apart),
-                Buffer("Key", "K", (keys, head), copies=stages),
-                Buffer("Value", "V", (keys, value), copies=stages, alignment=_SWIZZLE_BYTES),
+                Buffer("Rows", label, copies=consumers, parts=of_rows, union=not output_apart, index="warpgroup"),
+                Buffer("Key", "K", (keys, head), copies=stages, member="keys"),
+                Buffer("Value", "V", (keys, value), copies=stages, alignment=_SWIZZLE_BYTES, member="values"),
                 mbarriers(barriers),
                 Buffer("Index", "tile number", (index_bytes,), BYTE),
                 *(self._drawing(drawn_steps) if spec.dropout else ()),

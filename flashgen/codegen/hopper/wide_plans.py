@@ -90,10 +90,10 @@ class HopperWidePlan(Checked):
         label, element = ("P", ELEMENT) if exchanged(spec) == "probabilities" else (exchanged(spec), FLOAT)
         return SharedMemoryLayout(
             (
-                Buffer("Key", "K", (keys, head)),
-                Buffer("Value", "V", (keys, value)),
-                Buffer("Query", "Q", (queries, head), copies=stages),
-                Buffer("DOutput", "dO", (queries, value), copies=stages),
+                Buffer("Key", "K", (keys, head), member="keys"),
+                Buffer("Value", "V", (keys, value), member="values"),
+                Buffer("Query", "Q", (queries, head), copies=stages, member="queries"),
+                Buffer("DOutput", "dO", (queries, value), copies=stages, member="d_outputs"),
                 Buffer(
                     "Exchange",
                     label,
@@ -101,11 +101,12 @@ class HopperWidePlan(Checked):
                     element,
                     copies=exchange_stages,
                     note="in the order of the fragments",
+                    member="exchange",
                 ),
-                Buffer("Statistics", "L, D", (queries,), FLOAT2, copies=stages),
+                Buffer("Statistics", "L, D", (queries,), FLOAT2, copies=stages, member="statistics"),
                 mbarriers(barriers),
-                Buffer("KeyGradient", "dK", (keys, head), overlays="Key"),
-                Buffer("ValueGradient", "dV", (keys, value), overlays="Value"),
+                Buffer("KeyGradient", "dK", (keys, head), overlays="Key", member="dk"),
+                Buffer("ValueGradient", "dV", (keys, value), overlays="Value", member="dv"),
             ),
             barriers,
         )
