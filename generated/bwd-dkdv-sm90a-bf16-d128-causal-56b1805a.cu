@@ -116,6 +116,8 @@ constexpr int kDqOffset = kDsOffset + kDsStages * kDsBytes;
 constexpr int kStatisticsOffset = kDqOffset + kDqBytes;
 constexpr int kBarrierOffset = kStatisticsOffset + kStages * kStatisticsBytes;
 constexpr int kWorkTileOffset = kBarrierOffset + kBarrierBytes;
+constexpr int kKeyGradientOffset = kDqOffset;
+constexpr int kValueGradientOffset = kValueOffset;
 static_assert(kWorkTileOffset + 2 * kWorkTileBytes <= 231144, "the shared memory of the launch");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
@@ -429,49 +431,69 @@ __device__ __forceinline__ void quad_transpose(unsigned (&values)[4]) {
   }
 }
 
-// The addresses of a block's mbarriers. A pipeline's iteration uses stage iteration % stages, in phase iteration / stages % 2.
-struct Barriers {
-  unsigned first;
+// A position in a pipeline, whose iterations use its stages in shared memory in turn. CUTLASS's class of this name holds a stage
+// and a phase. This one counts iterations: one register holds it, also where several pipelines advance together.
+template <int kNumStages>
+struct PipelineState {
+  int iteration;
+
+  __device__ __forceinline__ int stage() const { return iteration % kNumStages; }
+
+  // The parity of the phase of the stage's full barrier that the consumer waits for. The producer waits for the other parity of
+  // the empty barrier, that of the previous phase.
+  __device__ __forceinline__ unsigned phase() const { return iteration / kNumStages & 1; }
+
+  __device__ __forceinline__ PipelineState operator+(int count) const { return {iteration + count}; }
+  __device__ __forceinline__ PipelineState& operator++() { return ++iteration, *this; }
+  __device__ __forceinline__ PipelineState operator++(int) { return {iteration++}; }
+};
+
+// The shared memory of a block. Its members return the addresses of buffers and mbarriers in the shared window, which have 32
+// bits, as TMA, wgmma and mbarriers take them. Pointers to arrays of a C++ struct would have 64, and take more instructions.
+struct SharedStorage {
+  unsigned base, barriers;   // the addresses of the buffers, and of the mbarriers
+
+  __device__ __forceinline__ unsigned keys() const { return base; }
+  __device__ __forceinline__ unsigned values() const { return base + kValueOffset; }
+  __device__ __forceinline__ unsigned queries(int stage) const { return base + (kQueryOffset + stage * kQueryBytes); }
+  __device__ __forceinline__ unsigned d_outputs(int stage) const { return base + (kDOutputOffset + stage * kDOutputBytes); }
+  __device__ __forceinline__ unsigned ds(int stage) const { return base + (kDsOffset + stage * kDsBytes); }
+  __device__ __forceinline__ unsigned dq() const { return base + kDqOffset; }
+  __device__ __forceinline__ unsigned statistics(int stage) const { return base + (kStatisticsOffset + stage * kStatisticsBytes); }
+  __device__ __forceinline__ unsigned dk() const { return base + kKeyGradientOffset; }
+  __device__ __forceinline__ unsigned dv() const { return base + kValueGradientOffset; }
 
   // A stage of Q and its row statistics has landed, and every consumer warp has released it. Then for dO.
-  __device__ __forceinline__ unsigned queries_full(int iteration) const { return first + iteration % kStages * 32; }
-  __device__ __forceinline__ unsigned queries_empty(int iteration) const { return first + 8 + iteration % kStages * 32; }
-  __device__ __forceinline__ unsigned d_outputs_full(int iteration) const { return first + 16 + iteration % kStages * 32; }
-  __device__ __forceinline__ unsigned d_outputs_empty(int iteration) const { return first + 24 + iteration % kStages * 32; }
-  static __device__ __forceinline__ unsigned phase(int iteration) { return iteration / kStages & 1; }
+  __device__ __forceinline__ unsigned queries_full(int stage) const { return barriers + stage * 32; }
+  __device__ __forceinline__ unsigned queries_empty(int stage) const { return barriers + 8 + stage * 32; }
+  __device__ __forceinline__ unsigned d_outputs_full(int stage) const { return barriers + 16 + stage * 32; }
+  __device__ __forceinline__ unsigned d_outputs_empty(int stage) const { return barriers + 24 + stage * 32; }
 
   // Every consumer warp has written its part of dS, and has read dS.
-  __device__ __forceinline__ unsigned ds_full(int iteration) const {
-    return first + kStages * 32 + iteration % kDsStages * 16;
-  }
-  __device__ __forceinline__ unsigned ds_empty(int iteration) const {
-    return first + kStages * 32 + 8 + iteration % kDsStages * 16;
-  }
-  static __device__ __forceinline__ unsigned ds_phase(int iteration) { return iteration / kDsStages & 1; }
+  __device__ __forceinline__ unsigned ds_full(int stage) const { return barriers + kStages * 32 + stage * 16; }
+  __device__ __forceinline__ unsigned ds_empty(int stage) const { return barriers + kStages * 32 + 8 + stage * 16; }
 
   // The dQ writer has read a tile of dQ from the buffer, which is free. There is one phase for each iteration.
-  __device__ __forceinline__ unsigned dq_empty() const { return first + kStages * 32 + kDsStages * 16; }
+  __device__ __forceinline__ unsigned dq_empty() const { return barriers + kStages * 32 + kDsStages * 16; }
 
   // Every consumer warp has written its part of a tile of dQ, in an even and in an odd iteration.
-  __device__ __forceinline__ unsigned dq_full(int iteration) const {
-    return first + kStages * 32 + kDsStages * 16 + 8 + iteration % 2 * 8;
-  }
-  static __device__ __forceinline__ unsigned dq_phase(int iteration) { return iteration / 2 & 1; }
+  __device__ __forceinline__ unsigned dq_full(int stage) const { return barriers + kStages * 32 + kDsStages * 16 + 8 + stage * 8; }
 
   // Every consumer warp has released K, and V. There is one phase for each work tile.
-  __device__ __forceinline__ unsigned keys_empty() const { return first + kStages * 32 + kDsStages * 16 + 24; }
-  __device__ __forceinline__ unsigned values_empty() const { return first + kStages * 32 + kDsStages * 16 + 32; }
+  __device__ __forceinline__ unsigned keys_empty() const { return barriers + kStages * 32 + kDsStages * 16 + 24; }
+  __device__ __forceinline__ unsigned values_empty() const { return barriers + kStages * 32 + kDsStages * 16 + 32; }
 
   // The producer has published a work tile, and all its readers are done with it.
-  __device__ __forceinline__ unsigned work_tile_full(int iteration) const {
-    return first + kStages * 32 + kDsStages * 16 + 40 + iteration % 2 * 16;
-  }
-  __device__ __forceinline__ unsigned work_tile_empty(int iteration) const {
-    return first + kStages * 32 + kDsStages * 16 + 48 + iteration % 2 * 16;
-  }
-  static __device__ __forceinline__ unsigned work_tile_phase(int iteration) { return iteration / 2 & 1; }
+  __device__ __forceinline__ unsigned work_tile_full(int stage) const { return barriers + kStages * 32 + kDsStages * 16 + 40 + stage * 16; }
+  __device__ __forceinline__ unsigned work_tile_empty(int stage) const { return barriers + kStages * 32 + kDsStages * 16 + 48 + stage * 16; }
 
-  __device__ __forceinline__ void init() const {
+  // Returns a pointer to what is at an address, for reads and writes by threads.
+  template <typename T>
+  __device__ __forceinline__ T* pointer(unsigned address) const {
+    return reinterpret_cast<T*>(shared_memory + static_cast<int>(address - base));
+  }
+
+  __device__ __forceinline__ void init_barriers() const {
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(queries_full(stage), 1);
       mbarrier_init(queries_empty(stage), kConsumers * 4);
@@ -638,8 +660,8 @@ __device__ __forceinline__ WorkTile work_tile_at(unsigned index, const BackwardD
 
 // Returns the slot in shared memory in which the producer publishes the work tiles of the CTA. There are two slots. A work
 // tile that begins before the first key is none: the CTA ends.
-__device__ __forceinline__ WorkTile& work_tile_slot(int tile_number) {
-  return reinterpret_cast<WorkTile*>(shared_memory + kWorkTileOffset)[tile_number % 2];
+__device__ __forceinline__ WorkTile& work_tile_slot(int stage) {
+  return reinterpret_cast<WorkTile*>(shared_memory + kWorkTileOffset)[stage];
 }
 
 // The query tiles that a key tile visits. Those from full_begin to full_end need no mask.
@@ -696,19 +718,6 @@ struct QueryIterator {
   }
 };
 
-// Return the shared memory addresses of an iteration's stages.
-__device__ __forceinline__ unsigned queries_at(unsigned shared, int iteration) {
-  return shared + kQueryOffset + iteration % kStages * kQueryBytes;
-}
-
-__device__ __forceinline__ unsigned d_outputs_at(unsigned shared, int iteration) {
-  return shared + kDOutputOffset + iteration % kStages * kDOutputBytes;
-}
-
-__device__ __forceinline__ unsigned ds_at(unsigned shared, int iteration) {
-  return shared + kDsOffset + iteration % kDsStages * kDsBytes;
-}
-
 // Returns the row of the workspaces at which the iterator's query tile begins.
 __device__ __forceinline__ long long first_row(const QueryIterator& iterator, const WorkTile& work,
                                                const BackwardDkdvArguments& arguments) {
@@ -720,45 +729,48 @@ __device__ __forceinline__ long long first_row(const QueryIterator& iterator, co
 
 // Loads a work tile: Q, the row statistics and dO of each iteration, and with the first iteration K and V, once the buffers
 // of the previous work tile are released.
-__device__ __forceinline__ void load_work_tile(const WorkTile& work, QueryIterator& iterator, int tile_number,
-                                               int& iteration, unsigned shared, const Barriers& barriers,
+__device__ __forceinline__ void load_work_tile(const WorkTile& work, QueryIterator& iterator, PipelineState<1> kv_state,
+                                               int& iteration, const SharedStorage& storage,
                                                const BackwardDkdvArguments& arguments) {
   for (bool first = true; !iterator.done(arguments); iterator.advance(work, arguments), ++iteration, first = false) {
-    const int head = iterator.head(work, arguments), stage = iteration % kStages;
-    mbarrier_wait(barriers.queries_empty(iteration), barriers.phase(iteration) ^ 1);
-    mbarrier_expect_bytes(barriers.queries_full(iteration), kQueryBytes + kStatisticsBytes + (first ? kKeyBytes : 0));
-    load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(queries_at(shared, iteration), arguments.q_map,
-                                                  barriers.queries_full(iteration), iterator.first_query(), head, work.batch);
-    bulk_load(shared + kStatisticsOffset + stage * kStatisticsBytes, arguments.statistics +
-              first_row(iterator, work, arguments) * 2, kStatisticsBytes, barriers.queries_full(iteration));
+    const PipelineState<kStages> state = {iteration};
+    const int head = iterator.head(work, arguments);
+    mbarrier_wait(storage.queries_empty(state.stage()), state.phase() ^ 1);
+    mbarrier_expect_bytes(storage.queries_full(state.stage()), kQueryBytes + kStatisticsBytes + (first ? kKeyBytes : 0));
+    load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(storage.queries(state.stage()), arguments.q_map,
+                                                  storage.queries_full(state.stage()), iterator.first_query(), head, work.batch);
+    bulk_load(storage.statistics(state.stage()), arguments.statistics + first_row(iterator, work, arguments) * 2,
+              kStatisticsBytes, storage.queries_full(state.stage()));
     if (first) {
-      mbarrier_wait(barriers.keys_empty(), tile_number & 1 ^ 1);
-      load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared, arguments.k_map, barriers.queries_full(iteration),
+      mbarrier_wait(storage.keys_empty(), kv_state.phase() ^ 1);
+      load_rows<kTileK, kHeadDimPadded, kHeadPanel>(storage.keys(), arguments.k_map, storage.queries_full(state.stage()),
                                                     work.first_key, work.head_kv, work.batch);
     }
-    mbarrier_wait(barriers.d_outputs_empty(iteration), barriers.phase(iteration) ^ 1);
-    mbarrier_expect_bytes(barriers.d_outputs_full(iteration), kDOutputBytes + (first ? kValueBytes : 0));
-    load_rows<kTileQ, kValueDimPadded, kValuePanel>(d_outputs_at(shared, iteration), arguments.d_o_map,
-          barriers.d_outputs_full(iteration), iterator.first_query(), head, work.batch);
+    mbarrier_wait(storage.d_outputs_empty(state.stage()), state.phase() ^ 1);
+    mbarrier_expect_bytes(storage.d_outputs_full(state.stage()), kDOutputBytes + (first ? kValueBytes : 0));
+    load_rows<kTileQ, kValueDimPadded, kValuePanel>(storage.d_outputs(state.stage()), arguments.d_o_map,
+          storage.d_outputs_full(state.stage()), iterator.first_query(), head, work.batch);
     if (first) {
-      mbarrier_wait(barriers.values_empty(), tile_number & 1 ^ 1);
-      load_rows<kTileK, kValueDimPadded, kValuePanel>(shared + kValueOffset, arguments.v_map, barriers.d_outputs_full(iteration),
-                                                      work.first_key, work.head_kv, work.batch);
+      mbarrier_wait(storage.values_empty(), kv_state.phase() ^ 1);
+      load_rows<kTileK, kValueDimPadded, kValuePanel>(storage.values(), arguments.v_map,
+            storage.d_outputs_full(state.stage()), work.first_key, work.head_kv, work.batch);
     }
   }
 }
 
 // The producer: takes work tiles until none is left, publishes each of them to the other warps, and loads it.
-__device__ __forceinline__ void producer(unsigned shared, const Barriers& barriers, const BackwardDkdvArguments& arguments) {
-  for (int tile_number = 0, iteration = 0;; ++tile_number) {
+__device__ __forceinline__ void producer(const SharedStorage& storage, const BackwardDkdvArguments& arguments) {
+  int iteration = 0;   // of the pipelines of Q and dO, through all work tiles
+  for (PipelineState<2> tile_state = {0};; ++tile_state) {
+    const PipelineState<1> kv_state = {tile_state.iteration};   // K and V have one stage
     // Fetches the next index that no other CTA has taken. Each CTA fetches one that is too large, and the last such increment
     // wraps the counter to 0, as it began.
     const unsigned index = atomicInc(arguments.next_tile, arguments.tiles + gridDim.x - 1);
-    mbarrier_wait(barriers.work_tile_empty(tile_number), barriers.work_tile_phase(tile_number) ^ 1);
-    WorkTile& work = work_tile_slot(tile_number);
+    mbarrier_wait(storage.work_tile_empty(tile_state.stage()), tile_state.phase() ^ 1);
+    WorkTile& work = work_tile_slot(tile_state.stage());
     if (index >= arguments.tiles) {
       work.first_key = -1;
-      mbarrier_arrive(barriers.work_tile_full(tile_number));
+      mbarrier_arrive(storage.work_tile_full(tile_state.stage()));
       return;
     }
     work = work_tile_at(index, arguments);
@@ -766,11 +778,11 @@ __device__ __forceinline__ void producer(unsigned shared, const Barriers& barrie
     if (iterator.done(arguments)) {
       // Consumers wait for no load of a work tile without iterations. It is published once they have released the previous
       // one: a barrier that completes two phases between two waits looks as if it had completed none.
-      mbarrier_wait(barriers.keys_empty(), tile_number & 1 ^ 1);
-      mbarrier_wait(barriers.values_empty(), tile_number & 1 ^ 1);
+      mbarrier_wait(storage.keys_empty(), kv_state.phase() ^ 1);
+      mbarrier_wait(storage.values_empty(), kv_state.phase() ^ 1);
     }
-    mbarrier_arrive(barriers.work_tile_full(tile_number));
-    load_work_tile(work, iterator, tile_number, iteration, shared, barriers, arguments);
+    mbarrier_arrive(storage.work_tile_full(tile_state.stage()));
+    load_work_tile(work, iterator, kv_state, iteration, storage, arguments);
   }
 }
 
@@ -785,47 +797,50 @@ __device__ __forceinline__ int warp_part_of_dq(int warpgroup) {
 // Releases dS of an iteration, and stores this warp's part of dQ to shared memory for the dQ writer. `has_stored`: the
 // buffer has held dQ of an earlier iteration of this work tile.
 __device__ __forceinline__ void store_dq(const float (&d_queries)[kDqColumns / 2], int warpgroup,
-                                         const Barriers& barriers, int iteration, bool has_stored) {
-  release(barriers.ds_empty(iteration));
-  if (has_stored) mbarrier_wait(barriers.dq_empty(), iteration & 1 ^ 1);
-  store_fragments<kDqColumns>(d_queries, shared_memory + kDqOffset + warp_part_of_dq(warpgroup) * kDqPartBytes);
+                                         const SharedStorage& storage, PipelineState<kDsStages> state, bool has_stored) {
+  const PipelineState<1> dq_state = {state.iteration};   // dQ has one stage
+  release(storage.ds_empty(state.stage()));
+  if (has_stored) mbarrier_wait(storage.dq_empty(), dq_state.phase() ^ 1);
+  store_fragments<kDqColumns>(
+      d_queries, storage.pointer<unsigned char>(storage.dq()) + warp_part_of_dq(warpgroup) * kDqPartBytes);
   fence_async_shared();
   __syncwarp();
-  release(barriers.dq_full(iteration));
+  release(storage.dq_full(state.iteration % 2));
 }
 
 // Adds the dQ of a work tile to the accumulator. The first CTA that reaches a tile of dQ stores instead, so that only the
 // semaphores need zeroing: a semaphore is 0 before that store, 1 during it and 2 after it. Others add in any order.
-__device__ __forceinline__ void accumulate_dq(const WorkTile& work, int& iteration, unsigned shared,
-                                              const Barriers& barriers, const BackwardDkdvArguments& arguments) {
-  for (QueryIterator iterator(work, arguments); !iterator.done(arguments); iterator.advance(work, arguments), ++iteration) {
+__device__ __forceinline__ void accumulate_dq(const WorkTile& work, PipelineState<2>& state,
+                                              const SharedStorage& storage, const BackwardDkdvArguments& arguments) {
+  for (QueryIterator iterator(work, arguments); !iterator.done(arguments); iterator.advance(work, arguments), ++state) {
     const long long row = first_row(iterator, work, arguments);
     unsigned* const semaphore = arguments.dq_semaphore + row / kTileQ;
     float* const accumulator = arguments.dq_accum + row * kHeadDimPadded;
     const bool is_stored = semaphore_test(semaphore, 2);   // true most of the time
-    mbarrier_wait(barriers.dq_full(iteration), barriers.dq_phase(iteration));
+    mbarrier_wait(storage.dq_full(state.stage()), state.phase());
     const bool is_first = !is_stored && atomicCAS(semaphore, 0u, 1u) == 0;
     if (!is_stored && !is_first) semaphore_wait(semaphore, 2);
-    if (is_first) bulk_store(accumulator, shared + kDqOffset, kDqBytes);
-    else bulk_reduce_add(accumulator, shared + kDqOffset, kDqBytes);
+    if (is_first) bulk_store(accumulator, storage.dq(), kDqBytes);
+    else bulk_reduce_add(accumulator, storage.dq(), kDqBytes);
     bulk_commit();
     bulk_wait_read<0>();
-    mbarrier_arrive(barriers.dq_empty());
+    mbarrier_arrive(storage.dq_empty());
     if (is_first) semaphore_release(semaphore, 1);
   }
 }
 
 // A dQ writer: one thread that adds the dQ of each work tile to the accumulator, and then counts the work tile as added for
 // the warps that convert the dQ of its head.
-__device__ __forceinline__ void dq_writer(unsigned shared, const Barriers& barriers,
+__device__ __forceinline__ void dq_writer(const SharedStorage& storage,
                                           const BackwardDkdvArguments& arguments) {
-  for (int tile_number = 0, iteration = 0;; ++tile_number) {
-    mbarrier_wait(barriers.work_tile_full(tile_number), barriers.work_tile_phase(tile_number));
-    const WorkTile& work = work_tile_slot(tile_number);   // stays in shared memory, as registers are few
+  PipelineState<2> dq_state = {0};   // of dQ's full barriers
+  for (PipelineState<2> tile_state = {0};; ++tile_state) {
+    mbarrier_wait(storage.work_tile_full(tile_state.stage()), tile_state.phase());
+    const WorkTile& work = work_tile_slot(tile_state.stage());   // stays in shared memory, as registers are few
     if (work.first_key < 0) return;
-    accumulate_dq(work, iteration, shared, barriers, arguments);
+    accumulate_dq(work, dq_state, storage, arguments);
     counter_add(arguments.dq_added + work.batch * arguments.heads + work.head_kv, 1);
-    mbarrier_arrive(barriers.work_tile_empty(tile_number));
+    mbarrier_arrive(storage.work_tile_empty(tile_state.stage()));
   }
 }
 
@@ -949,27 +964,29 @@ __device__ __forceinline__ void pack_scores(unsigned (&fragments)[Scores::kPairs
 }
 
 // Starts S^T = K * Q^T for the keys of a warpgroup. `has_waited`: the stage of Q has been waited for before.
-__device__ __forceinline__ void start_scores(float (&scores)[kTileQ / 2], int warpgroup, unsigned shared,
-                                             const Barriers& barriers, int iteration, bool has_waited) {
-  if (!has_waited) mbarrier_wait(barriers.queries_full(iteration), barriers.phase(iteration));
-  const unsigned keys = shared + warpgroup * kPartK * kHeadPanel * kElementBytes;   // the warpgroup's rows of each panel
-  start_product<kHeadDimPadded, kHeadPanel, kTileK, kTileQ>(scores, keys, queries_at(shared, iteration));
+__device__ __forceinline__ void start_scores(float (&scores)[kTileQ / 2], int warpgroup, const SharedStorage& storage,
+                                             PipelineState<kStages> state, bool has_waited) {
+  if (!has_waited) mbarrier_wait(storage.queries_full(state.stage()), state.phase());
+  // The warpgroup's rows of each panel.
+  const unsigned keys = storage.keys() + warpgroup * kPartK * kHeadPanel * kElementBytes;
+  start_product<kHeadDimPadded, kHeadPanel, kTileK, kTileQ>(scores, keys, storage.queries(state.stage()));
 }
 
 // Starts dP^T = V * dO^T for the keys of a warpgroup. `has_waited`: the stage of dO has been waited for before.
-__device__ __forceinline__ void start_dp(float (&d_scores)[kTileQ / 2], int warpgroup, unsigned shared,
-                                         const Barriers& barriers, int iteration, bool has_waited) {
-  if (!has_waited) mbarrier_wait(barriers.d_outputs_full(iteration), barriers.phase(iteration));
-  const unsigned values = shared + kValueOffset + warpgroup * kPartK * kValuePanel * kElementBytes;
-  start_product<kValueDimPadded, kValuePanel, kTileK, kTileQ>(d_scores, values, d_outputs_at(shared, iteration));
+__device__ __forceinline__ void start_dp(float (&d_scores)[kTileQ / 2], int warpgroup, const SharedStorage& storage,
+                                         PipelineState<kStages> state, bool has_waited) {
+  if (!has_waited) mbarrier_wait(storage.d_outputs_full(state.stage()), state.phase());
+  const unsigned values = storage.values() + warpgroup * kPartK * kValuePanel * kElementBytes;
+  start_product<kValueDimPadded, kValuePanel, kTileK, kTileQ>(d_scores, values, storage.d_outputs(state.stage()));
 }
 
 // Turns the scores into P while the wgmma of dP runs, and then dP into dS.
 __device__ __forceinline__ void compute_p_and_ds(float (&scores)[kTileQ / 2], float (&d_scores)[kTileQ / 2],
-                                                 const QueryIterator& iterator, int iteration, const WorkTile& work,
+                                                 const QueryIterator& iterator, const SharedStorage& storage,
+                                                 PipelineState<kStages> state, const WorkTile& work,
                                                  const Position& position, const BackwardDkdvArguments& arguments) {
   const int first_query = iterator.first_query();
-  const unsigned char* statistics = shared_memory + kStatisticsOffset + iteration % kStages * kStatisticsBytes;
+  const unsigned char* statistics = storage.pointer<unsigned char>(storage.statistics(state.stage()));
   if (work.first_key + kTileK > arguments.len_k || has_large_lse(statistics)) {
     recompute_p<Tests::kAll>(scores, statistics, position, first_query, arguments);
   } else if (!iterator.tiles.full(iterator.step)) {
@@ -983,19 +1000,19 @@ __device__ __forceinline__ void compute_p_and_ds(float (&scores)[kTileQ / 2], fl
 
 // Writes dS of this warp's 16 keys to its stage in shared memory, as an operand of dQ: a row for each query, and a panel of
 // 64 columns for the keys of each warpgroup.
-__device__ __forceinline__ void store_ds(const unsigned (&fragments)[kTileQ / 16][4], int warpgroup, unsigned shared,
-                                         const Barriers& barriers, int iteration) {
+__device__ __forceinline__ void store_ds(const unsigned (&fragments)[kTileQ / 16][4], int warpgroup,
+                                         const SharedStorage& storage, PipelineState<kDsStages> state) {
   const int lane = threadIdx.x % 32, chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
-  const unsigned row = lane / 16 * 8 + lane % 8, panel = ds_at(shared, iteration) + warpgroup * kTileQ * 128;
+  const unsigned row = lane / 16 * 8 + lane % 8, panel = storage.ds(state.stage()) + warpgroup * kTileQ * 128;
   const unsigned address = panel + row * 128 + (chunk ^ lane % 8) * 16;   // swizzled
-  mbarrier_wait(barriers.ds_empty(iteration), barriers.ds_phase(iteration) ^ 1);
+  mbarrier_wait(storage.ds_empty(state.stage()), state.phase() ^ 1);
 #pragma unroll
   for (int i = 0; i < kTileQ / 16; ++i) {
     store_matrix_x4_transposed(address + i * 16 * 128, fragments[i][0], fragments[i][1], fragments[i][2], fragments[i][3]);
   }
   fence_async_shared();
   __syncwarp();
-  release(barriers.ds_full(iteration));
+  release(storage.ds_full(state.stage()));
 }
 
 // Starts dQ = dS * K for the part of a tile of dQ that a warpgroup computes.
@@ -1019,37 +1036,39 @@ __device__ __forceinline__ void start_dq(float (&d_queries)[kDqColumns / 2], int
 // It computes its part of an iteration's dQ in the next iteration, when the other warpgroup has written its dS as well. The
 // wgmmas of one warpgroup run while the other one computes P and dS.
 __device__ __forceinline__ void mainloop(float (&d_keys)[kHeadDimPadded / 2], float (&d_values)[kValueDimPadded / 2],
-                                         const WorkTile& work, QueryIterator& iterator, int& iteration, int warpgroup,
-                                         unsigned shared, const Barriers& barriers, const BackwardDkdvArguments& arguments) {
+                                         const WorkTile& work, QueryIterator& iterator, PipelineState<kStages>& state,
+                                         int warpgroup, SharedStorage storage, const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32, key = work.first_key + warpgroup * kPartK + threadIdx.x / 32 % 4 * 16 + lane / 4;
   float scores[kTileQ / 2], d_scores[kTileQ / 2];
   float(&d_queries)[kDqColumns / 2] = scores;   // the scores are no longer needed when dQ starts
   bool has_previous = false, has_stored = false;   // whether there is an iteration before, and whether it has stored dQ
-  start_scores(scores, warpgroup, shared, barriers, iteration, false);
-  start_dp(d_scores, warpgroup, shared, barriers, iteration, false);
+  start_scores(scores, warpgroup, storage, state, false);
+  start_dp(d_scores, warpgroup, storage, state, false);
   await_product<1>(scores);
-  // `shared` is opaque to the compiler in each iteration. Registers would otherwise hold the addresses of K and V.
-  for (bool is_done = false; !is_done; ++iteration, shared = opaque(shared)) {
+  // `base` is opaque to the compiler in each iteration. Registers would otherwise hold the addresses of K and V.
+  for (bool is_done = false; !is_done; ++state, storage.base = opaque(storage.base)) {
+    const PipelineState<kDsStages> ds_state = {state.iteration};
     const Position position = {work.batch, iterator.head(work, arguments), lane % 4 * 2, key};
-    compute_p_and_ds(scores, d_scores, iterator, iteration, work, position, arguments);
+    compute_p_and_ds(scores, d_scores, iterator, storage, state, work, position, arguments);
     unsigned p_fragments[kTileQ / 16][4], ds_fragments[kTileQ / 16][4];
     pack_scores(p_fragments, scores);
     pack_scores(ds_fragments, d_scores);
-    store_ds(ds_fragments, warpgroup, shared, barriers, iteration);
+    store_ds(ds_fragments, warpgroup, storage, ds_state);
     iterator.advance(work, arguments);
     is_done = iterator.done(arguments);
 
     // wgmmas start in this order: dQ of the previous iteration, dV, dK, and S and dP of the next iteration. Each is a group of
     // its own. dQ waits for nothing: at the end of the previous iteration both warpgroups had written dS.
     const auto start_dk_and_dv = [&] {
-      start_accumulate<kValueDimPadded, kValuePanel, kTileQ>(d_values, p_fragments, d_outputs_at(shared, iteration));
-      start_accumulate<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, ds_fragments, queries_at(shared, iteration));
+      start_accumulate<kValueDimPadded, kValuePanel, kTileQ>(d_values, p_fragments, storage.d_outputs(state.stage()));
+      start_accumulate<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, ds_fragments, storage.queries(state.stage()));
     };
     if (has_previous) {
-      start_dq(d_queries, warpgroup, ds_at(shared, iteration - 1), shared);
+      const PipelineState<kDsStages> previous_ds = {state.iteration - 1};
+      start_dq(d_queries, warpgroup, storage.ds(previous_ds.stage()), storage.keys());
       start_dk_and_dv();
       await_product<2>(d_queries);
-      store_dq(d_queries, warpgroup, barriers, iteration - 1, has_stored);
+      store_dq(d_queries, warpgroup, storage, previous_ds, has_stored);
       has_stored = true;
     } else {
       start_dk_and_dv();
@@ -1058,73 +1077,76 @@ __device__ __forceinline__ void mainloop(float (&d_keys)[kHeadDimPadded / 2], fl
       __syncwarp();
     }
     // The last iteration starts its own S and dP again, and nobody uses them: wgmmas in a branch would not overlap.
-    const int next = is_done ? iteration : iteration + 1;
-    start_scores(scores, warpgroup, shared, barriers, next, is_done);
+    const PipelineState<kStages> next = state + (is_done ? 0 : 1);
+    start_scores(scores, warpgroup, storage, next, is_done);
     await_product<2>(d_values);
     await_product<1>(d_keys);
-    start_dp(d_scores, warpgroup, shared, barriers, next, is_done);
+    start_dp(d_scores, warpgroup, storage, next, is_done);
     if (!is_done) {   // otherwise the wgmmas that were started again still read these stages
-      release(barriers.d_outputs_empty(iteration));
-      release(barriers.queries_empty(iteration));
+      release(storage.d_outputs_empty(state.stage()));
+      release(storage.queries_empty(state.stage()));
     }
     await_product<1>(scores);
-    mbarrier_wait(barriers.ds_full(iteration), barriers.ds_phase(iteration));
+    mbarrier_wait(storage.ds_full(ds_state.stage()), ds_state.phase());
   }
   await_product<0>(d_scores);
-  release(barriers.d_outputs_empty(iteration - 1));
-  release(barriers.queries_empty(iteration - 1));
-  start_dq(d_queries, warpgroup, ds_at(shared, iteration - 1), shared);
+  const PipelineState<kStages> last = {state.iteration - 1};
+  release(storage.d_outputs_empty(last.stage()));
+  release(storage.queries_empty(last.stage()));
+  const PipelineState<kDsStages> last_ds = {last.iteration};
+  start_dq(d_queries, warpgroup, storage.ds(last_ds.stage()), storage.keys());
   await_product<0>(d_queries);
-  store_dq(d_queries, warpgroup, barriers, iteration - 1, has_stored);
+  store_dq(d_queries, warpgroup, storage, last_ds, has_stored);
 }
 
 // The epilogue: stores dK and dV. dV overlays V, and dK overlays this warp's part of dQ, because K of the next work tile is
 // loaded at the same time.
 __device__ __forceinline__ void epilogue(const float (&d_keys)[kHeadDimPadded / 2],
                                          const float (&d_values)[kValueDimPadded / 2], const WorkTile& work,
-                                         int iteration, bool has_iterations, int warpgroup,
-                                         unsigned shared, const Barriers& barriers, const BackwardDkdvArguments& arguments) {
+                                         PipelineState<1> dq_state, bool has_iterations,
+                                         int warpgroup, const SharedStorage& storage, const BackwardDkdvArguments& arguments) {
   const int row = warpgroup * kPartK + threadIdx.x / 32 % 4 * 16, lane = threadIdx.x % 32;
   named_barrier_sync(1 + warpgroup, 128);   // the warpgroup has read its V
   store_rows<kValueDimPadded, kValuePanel, kTileK>(
-      d_values, 1.0f, shared + kValueOffset + row * kValuePanel * kElementBytes, arguments.dv_map,
+      d_values, 1.0f, storage.dv() + row * kValuePanel * kElementBytes, arguments.dv_map,
       work.first_key + row, work.head_kv, work.batch);
   // Waits for dV, and for dK of the previous work tile if this one has no iterations.
   if (lane == 0) bulk_wait_read<0>();
-  release(barriers.values_empty());
-  if (has_iterations) mbarrier_wait(barriers.dq_empty(), iteration & 1 ^ 1);   // dQ of the last iteration is added
+  release(storage.values_empty());
+  if (has_iterations) mbarrier_wait(storage.dq_empty(), dq_state.phase() ^ 1);   // dQ of the last iteration is added
   __syncwarp();
   store_rows<kHeadDimPadded, kHeadPanel, 16>(
-      d_keys, kScale, shared + kDqOffset + warp_part_of_dq(warpgroup) * kDqPartBytes, arguments.dk_map,
+      d_keys, kScale, storage.dk() + warp_part_of_dq(warpgroup) * kDqPartBytes, arguments.dk_map,
       work.first_key + row, work.head_kv, work.batch);
 }
 
 // Computes dK and dV of the keys of a warpgroup in a work tile.
-__device__ __forceinline__ void compute_work_tile(const WorkTile& work, int& iteration, int warpgroup, unsigned shared,
-                                                  const Barriers& barriers, const BackwardDkdvArguments& arguments) {
+__device__ __forceinline__ void compute_work_tile(const WorkTile& work, PipelineState<kStages>& state, int warpgroup,
+                                                  const SharedStorage& storage, const BackwardDkdvArguments& arguments) {
   float d_keys[kHeadDimPadded / 2] = {}, d_values[kValueDimPadded / 2] = {};
   QueryIterator iterator(work, arguments);
   const bool has_iterations = !iterator.done(arguments);
-  if (has_iterations) mainloop(d_keys, d_values, work, iterator, iteration, warpgroup, shared, barriers, arguments);
-  release(barriers.keys_empty());
-  epilogue(d_keys, d_values, work, iteration, has_iterations, warpgroup, shared, barriers, arguments);
+  if (has_iterations) mainloop(d_keys, d_values, work, iterator, state, warpgroup, storage, arguments);
+  release(storage.keys_empty());
+  epilogue(d_keys, d_values, work, {state.iteration}, has_iterations, warpgroup, storage, arguments);
 }
 
 // Returns the value, and shows the compiler that a warp has one: uniform registers then hold it.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
 // A consumer warpgroup: computes 64 keys of each work tile.
-__device__ __forceinline__ void consumer(unsigned shared, const Barriers& barriers, const BackwardDkdvArguments& arguments) {
-  for (int tile_number = 0, iteration = 0;; ++tile_number) {
-    mbarrier_wait(barriers.work_tile_full(tile_number), barriers.work_tile_phase(tile_number));
-    const WorkTile& work = work_tile_slot(tile_number);   // stays in shared memory, as registers are few
+__device__ __forceinline__ void consumer(const SharedStorage& storage, const BackwardDkdvArguments& arguments) {
+  PipelineState<kStages> state = {0};
+  for (PipelineState<2> tile_state = {0};; ++tile_state) {
+    mbarrier_wait(storage.work_tile_full(tile_state.stage()), tile_state.phase());
+    const WorkTile& work = work_tile_slot(tile_state.stage());   // stays in shared memory, as registers are few
     if (uniform(work.first_key) < 0) break;
     // Both are computed again for each work tile. Registers would otherwise hold values that are derived from them.
     const int warpgroup = uniform(threadIdx.x / 128);
-    iteration = uniform(iteration);
-    compute_work_tile(work, iteration, warpgroup, shared, barriers, arguments);
+    state.iteration = uniform(state.iteration);
+    compute_work_tile(work, state, warpgroup, storage, arguments);
     __syncwarp();   // all lanes have read the work tile
-    release(barriers.work_tile_empty(tile_number));
+    release(storage.work_tile_empty(tile_state.stage()));
   }
   if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // before the block ends and its shared memory is freed
 }
@@ -1134,23 +1156,23 @@ __device__ __forceinline__ void consumer(unsigned shared, const Barriers& barrie
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attention_backward_dkdv_bf16_d128_causal_56b1805a(const __grid_constant__ BackwardDkdvArguments arguments) {
   const unsigned shared = shared_address(shared_memory);
-  const Barriers barriers = {shared + kBarrierOffset};
-  if (threadIdx.x == 0) barriers.init();
+  const SharedStorage storage = {shared, shared + kBarrierOffset};
+  if (threadIdx.x == 0) storage.init_barriers();
   __syncthreads();
 
   if (uniform(threadIdx.x / 128) == kConsumers) {
     registers_decrease<40>();
     const int warp = uniform(threadIdx.x / 32 % 4);
     if (warp == 0) {
-      if (elect_one()) producer(shared, barriers, arguments);
+      if (elect_one()) producer(storage, arguments);
     } else if (warp <= kDqWriters) {
-      if (elect_one()) dq_writer(shared, barriers, arguments);
+      if (elect_one()) dq_writer(storage, arguments);
     } else {
       convert_dq(arguments);
     }
   } else {
     registers_increase<232>();
-    consumer(shared, barriers, arguments);
+    consumer(storage, arguments);
     convert_dq(arguments);
   }
 }

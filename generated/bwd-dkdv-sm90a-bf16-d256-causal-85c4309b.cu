@@ -84,6 +84,7 @@ constexpr int kDOutputOffset = kQueryOffset + kStages * kQueryBytes;
 constexpr int kExchangeOffset = kDOutputOffset + kStages * kDOutputBytes;
 constexpr int kStatisticsOffset = kExchangeOffset + kExchangeStages * kExchangeBytes;
 constexpr int kBarrierOffset = kStatisticsOffset + kStages * kStatisticsBytes;
+constexpr int kValueGradientOffset = kValueOffset;
 static_assert(kBarrierOffset + kBarrierBytes <= 214112, "the shared memory of the launch");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
@@ -322,27 +323,54 @@ __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address
          static_cast<unsigned long long>(stride_bytes >> 4) << 32 | kMode << 62;
 }
 
-// The addresses of a block's mbarriers. A pipeline's iteration uses stage iteration % stages, in phase iteration / stages % 2.
-struct Barriers {
-  unsigned first;
+// A position in a pipeline, whose iterations use its stages in shared memory in turn. CUTLASS's class of this name holds a stage
+// and a phase. This one counts iterations: one register holds it, also where several pipelines advance together.
+template <int kNumStages>
+struct PipelineState {
+  int iteration;
+
+  __device__ __forceinline__ int stage() const { return iteration % kNumStages; }
+
+  // The parity of the phase of the stage's full barrier that the consumer waits for. The producer waits for the other parity of
+  // the empty barrier, that of the previous phase.
+  __device__ __forceinline__ unsigned phase() const { return iteration / kNumStages & 1; }
+
+  __device__ __forceinline__ PipelineState operator+(int count) const { return {iteration + count}; }
+  __device__ __forceinline__ PipelineState& operator++() { return ++iteration, *this; }
+  __device__ __forceinline__ PipelineState operator++(int) { return {iteration++}; }
+};
+
+// The shared memory of a block. Its members return the addresses of buffers and mbarriers in the shared window, which have 32
+// bits, as TMA, wgmma and mbarriers take them. Pointers to arrays of a C++ struct would have 64, and take more instructions.
+struct SharedStorage {
+  unsigned base, barriers;   // the addresses of the buffers, and of the mbarriers
+
+  __device__ __forceinline__ unsigned keys() const { return base; }
+  __device__ __forceinline__ unsigned values() const { return base + kValueOffset; }
+  __device__ __forceinline__ unsigned queries(int stage) const { return base + (kQueryOffset + stage * kQueryBytes); }
+  __device__ __forceinline__ unsigned d_outputs(int stage) const { return base + (kDOutputOffset + stage * kDOutputBytes); }
+  __device__ __forceinline__ unsigned exchange(int stage) const { return base + (kExchangeOffset + stage * kExchangeBytes); }
+  __device__ __forceinline__ unsigned statistics(int stage) const { return base + (kStatisticsOffset + stage * kStatisticsBytes); }
+  __device__ __forceinline__ unsigned dk() const { return base; }
+  __device__ __forceinline__ unsigned dv() const { return base + kValueGradientOffset; }
 
   // A stage of Q and its row statistics has landed, and every consumer warp has released it. Then for dO.
-  __device__ __forceinline__ unsigned queries_full(int iteration) const { return first + iteration % kStages * 32; }
-  __device__ __forceinline__ unsigned queries_empty(int iteration) const { return first + 8 + iteration % kStages * 32; }
-  __device__ __forceinline__ unsigned d_outputs_full(int iteration) const { return first + 16 + iteration % kStages * 32; }
-  __device__ __forceinline__ unsigned d_outputs_empty(int iteration) const { return first + 24 + iteration % kStages * 32; }
-  static __device__ __forceinline__ unsigned phase(int iteration) { return iteration / kStages & 1; }
+  __device__ __forceinline__ unsigned queries_full(int stage) const { return barriers + stage * 32; }
+  __device__ __forceinline__ unsigned queries_empty(int stage) const { return barriers + 8 + stage * 32; }
+  __device__ __forceinline__ unsigned d_outputs_full(int stage) const { return barriers + 16 + stage * 32; }
+  __device__ __forceinline__ unsigned d_outputs_empty(int stage) const { return barriers + 24 + stage * 32; }
 
   // The warps of one warpgroup have written what they pass to the other one, and those of the other have read it.
-  __device__ __forceinline__ unsigned exchange_full(int iteration) const {
-    return first + kStages * 32 + iteration % kExchangeStages * 16;
-  }
-  __device__ __forceinline__ unsigned exchange_empty(int iteration) const {
-    return first + kStages * 32 + 8 + iteration % kExchangeStages * 16;
-  }
-  static __device__ __forceinline__ unsigned exchange_phase(int iteration) { return iteration / kExchangeStages & 1; }
+  __device__ __forceinline__ unsigned exchange_full(int stage) const { return barriers + kStages * 32 + stage * 16; }
+  __device__ __forceinline__ unsigned exchange_empty(int stage) const { return barriers + kStages * 32 + 8 + stage * 16; }
 
-  __device__ __forceinline__ void init() const {
+  // Returns a pointer to what is at an address, for reads and writes by threads.
+  template <typename T>
+  __device__ __forceinline__ T* pointer(unsigned address) const {
+    return reinterpret_cast<T*>(shared_memory + static_cast<int>(address - base));
+  }
+
+  __device__ __forceinline__ void init_barriers() const {
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(queries_full(stage), 1);
       mbarrier_init(queries_empty(stage), kConsumers * 4);
@@ -529,15 +557,6 @@ struct QueryIterator {
   }
 };
 
-// Return the shared memory addresses of an iteration's stages.
-__device__ __forceinline__ unsigned queries_at(unsigned shared, int iteration) {
-  return shared + kQueryOffset + iteration % kStages * kQueryBytes;
-}
-
-__device__ __forceinline__ unsigned d_outputs_at(unsigned shared, int iteration) {
-  return shared + kDOutputOffset + iteration % kStages * kDOutputBytes;
-}
-
 // Returns the row of the workspaces at which the iterator's query tile begins.
 __device__ __forceinline__ long long first_row(const QueryIterator& iterator, const WorkTile& work,
                                                const BackwardDkdvArguments& arguments) {
@@ -549,29 +568,30 @@ __device__ __forceinline__ long long first_row(const QueryIterator& iterator, co
 
 // The producer: loads Q, the row statistics and dO of each iteration once their stages are empty, and with the first
 // iteration K and V.
-__device__ __forceinline__ void producer(const WorkTile& work, unsigned shared, const Barriers& barriers,
+__device__ __forceinline__ void producer(const WorkTile& work, const SharedStorage& storage,
                                          const BackwardDkdvArguments& arguments) {
   QueryIterator iterator(work, arguments);
   int iteration = 0;
   for (bool first = true; !iterator.done(arguments); iterator.advance(work, arguments), ++iteration, first = false) {
-    const int head = iterator.head(work, arguments), stage = iteration % kStages;
-    mbarrier_wait(barriers.queries_empty(iteration), barriers.phase(iteration) ^ 1);
-    mbarrier_expect_bytes(barriers.queries_full(iteration), kQueryBytes + kStatisticsBytes + (first ? kKeyBytes : 0));
-    load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(queries_at(shared, iteration), arguments.q_map,
-                                                  barriers.queries_full(iteration), iterator.first_query(), head, work.batch);
-    bulk_load(shared + kStatisticsOffset + stage * kStatisticsBytes, arguments.statistics +
-              first_row(iterator, work, arguments) * 2, kStatisticsBytes, barriers.queries_full(iteration));
+    const PipelineState<kStages> state = {iteration};
+    const int head = iterator.head(work, arguments);
+    mbarrier_wait(storage.queries_empty(state.stage()), state.phase() ^ 1);
+    mbarrier_expect_bytes(storage.queries_full(state.stage()), kQueryBytes + kStatisticsBytes + (first ? kKeyBytes : 0));
+    load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(storage.queries(state.stage()), arguments.q_map,
+                                                  storage.queries_full(state.stage()), iterator.first_query(), head, work.batch);
+    bulk_load(storage.statistics(state.stage()), arguments.statistics + first_row(iterator, work, arguments) * 2,
+              kStatisticsBytes, storage.queries_full(state.stage()));
     if (first) {
-      load_rows<kTileK, kHeadDimPadded, kHeadPanel>(shared, arguments.k_map, barriers.queries_full(iteration),
+      load_rows<kTileK, kHeadDimPadded, kHeadPanel>(storage.keys(), arguments.k_map, storage.queries_full(state.stage()),
                                                     work.first_key, work.head_kv, work.batch);
     }
-    mbarrier_wait(barriers.d_outputs_empty(iteration), barriers.phase(iteration) ^ 1);
-    mbarrier_expect_bytes(barriers.d_outputs_full(iteration), kDOutputBytes + (first ? kValueBytes : 0));
-    load_rows<kTileQ, kValueDimPadded, kValuePanel>(d_outputs_at(shared, iteration), arguments.d_o_map,
-          barriers.d_outputs_full(iteration), iterator.first_query(), head, work.batch);
+    mbarrier_wait(storage.d_outputs_empty(state.stage()), state.phase() ^ 1);
+    mbarrier_expect_bytes(storage.d_outputs_full(state.stage()), kDOutputBytes + (first ? kValueBytes : 0));
+    load_rows<kTileQ, kValueDimPadded, kValuePanel>(storage.d_outputs(state.stage()), arguments.d_o_map,
+          storage.d_outputs_full(state.stage()), iterator.first_query(), head, work.batch);
     if (first) {
-      load_rows<kTileK, kValueDimPadded, kValuePanel>(shared + kValueOffset, arguments.v_map, barriers.d_outputs_full(iteration),
-                                                      work.first_key, work.head_kv, work.batch);
+      load_rows<kTileK, kValueDimPadded, kValuePanel>(storage.values(), arguments.v_map,
+            storage.d_outputs_full(state.stage()), work.first_key, work.head_kv, work.batch);
     }
   }
 }
@@ -642,22 +662,22 @@ __device__ __forceinline__ void pack_scores(unsigned (&fragments)[Scores::kPairs
 }
 
 // Returns where a thread exchanges the fragments of P with the thread of the other warpgroup that has the same scores.
-__device__ __forceinline__ uint4* exchange_at(int iteration) {
-  unsigned char* const stage = shared_memory + kExchangeOffset + iteration % kExchangeStages * kExchangeBytes;
-  return reinterpret_cast<uint4*>(stage) + threadIdx.x % 128;
+__device__ __forceinline__ uint4* exchange_at(const SharedStorage& storage, int stage) {
+  return storage.pointer<uint4>(storage.exchange(stage)) + threadIdx.x % 128;
 }
 
-__device__ __forceinline__ void store_exchanged(const unsigned (&fragments)[kTileQ / 16][4], int iteration) {
+__device__ __forceinline__ void store_exchanged(const unsigned (&fragments)[kTileQ / 16][4],
+                                                const SharedStorage& storage, int stage) {
 #pragma unroll
   for (int i = 0; i < kTileQ / 16; ++i) {
-    exchange_at(iteration)[i * 128] = make_uint4(fragments[i][0], fragments[i][1], fragments[i][2], fragments[i][3]);
+    exchange_at(storage, stage)[i * 128] = make_uint4(fragments[i][0], fragments[i][1], fragments[i][2], fragments[i][3]);
   }
 }
 
-__device__ __forceinline__ void load_exchanged(float (&probabilities)[kTileQ / 2], int iteration) {
+__device__ __forceinline__ void load_exchanged(float (&probabilities)[kTileQ / 2], const SharedStorage& storage, int stage) {
 #pragma unroll
   for (int i = 0; i < kTileQ / 16; ++i) {
-    const uint4 fragment = exchange_at(iteration)[i * 128];
+    const uint4 fragment = exchange_at(storage, stage)[i * 128];
     const unsigned pairs[4] = {fragment.x, fragment.y, fragment.z, fragment.w};
 #pragma unroll
     for (int e = 0; e < 8; ++e) probabilities[i * 8 + e] = unpack_bf16(pairs[e / 2] >> e % 2 * 16 & 0xffff);
@@ -667,20 +687,20 @@ __device__ __forceinline__ void load_exchanged(float (&probabilities)[kTileQ / 2
 // The first consumer warpgroup: computes S = Q * K^T and P, and accumulates dV = P^T * dO. The exponentials of an iteration
 // run while the wgmma of the previous one does.
 // It passes P to the other warpgroup.
-__device__ __forceinline__ void consumer_dv(const WorkTile& work, unsigned shared, const Barriers& barriers,
+__device__ __forceinline__ void consumer_dv(const WorkTile& work, const SharedStorage& storage,
                                             const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   Position position = {work.batch, 0, lane % 4 * 2, work.first_key + warp_row + lane / 4};
   float d_values[kValueDimPadded / 2] = {}, scores[kTileQ / 2];
   unsigned fragments[kTileQ / 16][4];
-  const auto start_scores = [&](int iteration) {
-    mbarrier_wait(barriers.queries_full(iteration), barriers.phase(iteration));
-    start_product<kHeadDimPadded, kHeadPanel, kTileK, kTileQ>(scores, shared, queries_at(shared, iteration));
+  const auto start_scores = [&](PipelineState<kStages> state) {
+    mbarrier_wait(storage.queries_full(state.stage()), state.phase());
+    start_product<kHeadDimPadded, kHeadPanel, kTileK, kTileQ>(scores, storage.keys(), storage.queries(state.stage()));
   };
   QueryIterator iterator(work, arguments);
-  const auto compute_p = [&](int iteration) {
+  const auto compute_p = [&](PipelineState<kStages> state) {
     const int first_query = iterator.first_query();
-    const unsigned char* statistics = shared_memory + kStatisticsOffset + iteration % kStages * kStatisticsBytes;
+    const unsigned char* statistics = storage.pointer<unsigned char>(storage.statistics(state.stage()));
     position.head = iterator.head(work, arguments);
     if (work.first_key + kTileK > arguments.len_k || has_large_lse(statistics)) {
       recompute_p<Tests::kAll>(scores, statistics, position, first_query, arguments);
@@ -690,93 +710,94 @@ __device__ __forceinline__ void consumer_dv(const WorkTile& work, unsigned share
       recompute_p<Tests::kNone>(scores, statistics, position, first_query, arguments);
     }
     __syncwarp();   // all lanes have read the statistics
-    release(barriers.queries_empty(iteration));
+    release(storage.queries_empty(state.stage()));
   };
-  const auto pack_p = [&](int iteration) {
+  const auto pack_p = [&](PipelineState<kExchangeStages> exchange_state) {
     pack_scores(fragments, scores);
-    mbarrier_wait(barriers.exchange_empty(iteration), barriers.exchange_phase(iteration) ^ 1);
-    store_exchanged(fragments, iteration);
+    mbarrier_wait(storage.exchange_empty(exchange_state.stage()), exchange_state.phase() ^ 1);
+    store_exchanged(fragments, storage, exchange_state.stage());
     __syncwarp();
-    release(barriers.exchange_full(iteration));
+    release(storage.exchange_full(exchange_state.stage()));
   };
 
-  int iteration = 0;
+  PipelineState<kStages> state = {0};
   if (!iterator.done(arguments)) {
-    start_scores(0);
+    start_scores(state);
     await_product<0>(scores);
-    compute_p(0);
-    pack_p(0);
-    for (iterator.advance(work, arguments); !iterator.done(arguments); iterator.advance(work, arguments), ++iteration) {
-      start_scores(iteration + 1);
-      mbarrier_wait(barriers.d_outputs_full(iteration), barriers.phase(iteration));
-      start_accumulate<kValueDimPadded, kValuePanel, kTileQ>(d_values, fragments, d_outputs_at(shared, iteration));
+    compute_p(state);
+    pack_p({state.iteration});
+    for (iterator.advance(work, arguments); !iterator.done(arguments); iterator.advance(work, arguments), ++state) {
+      start_scores(state + 1);
+      mbarrier_wait(storage.d_outputs_full(state.stage()), state.phase());
+      start_accumulate<kValueDimPadded, kValuePanel, kTileQ>(d_values, fragments, storage.d_outputs(state.stage()));
       await_product<1>(scores);
-      compute_p(iteration + 1);
+      compute_p(state + 1);
       await_product<0>(d_values);
-      release(barriers.d_outputs_empty(iteration));
-      pack_p(iteration + 1);
+      release(storage.d_outputs_empty(state.stage()));
+      pack_p({state.iteration + 1});
     }
-    mbarrier_wait(barriers.d_outputs_full(iteration), barriers.phase(iteration));
-    start_accumulate<kValueDimPadded, kValuePanel, kTileQ>(d_values, fragments, d_outputs_at(shared, iteration));
+    mbarrier_wait(storage.d_outputs_full(state.stage()), state.phase());
+    start_accumulate<kValueDimPadded, kValuePanel, kTileQ>(d_values, fragments, storage.d_outputs(state.stage()));
     await_product<0>(d_values);
   }
   // The epilogue: dV overlays V once the other warpgroup has read V. This one has read K.
   named_barrier_arrive(1, kConsumers * 128);
   named_barrier_sync(2, kConsumers * 128);
   store_rows<kValueDimPadded, kValuePanel, kTileK>(
-      d_values, 1.0f, shared + kValueOffset + warp_row * kValuePanel * kElementBytes, arguments.dv_map,
+      d_values, 1.0f, storage.dv() + warp_row * kValuePanel * kElementBytes, arguments.dv_map,
       work.first_key + warp_row, work.head_kv, work.batch);
   if (lane == 0) bulk_wait_read<0>();   // before the block ends and its shared memory is freed
 }
 
 // The second consumer warpgroup: computes dP = dO * V^T, computes dS from dP and from what the other warpgroup passes to it,
 // and accumulates dK = dS^T * Q.
-__device__ __forceinline__ void consumer_dk(const WorkTile& work, unsigned shared, const Barriers& barriers,
+__device__ __forceinline__ void consumer_dk(const WorkTile& work, const SharedStorage& storage,
                                             const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   float d_keys[kHeadDimPadded / 2] = {}, d_scores[kTileQ / 2];
   unsigned fragments[kTileQ / 16][4];
-  const auto start_dp = [&](int iteration) {
-    mbarrier_wait(barriers.d_outputs_full(iteration), barriers.phase(iteration));
-    start_product<kValueDimPadded, kValuePanel, kTileK, kTileQ>(d_scores, shared + kValueOffset,
-                                                                d_outputs_at(shared, iteration));
+  const auto start_dp = [&](PipelineState<kStages> state) {
+    mbarrier_wait(storage.d_outputs_full(state.stage()), state.phase());
+    start_product<kValueDimPadded, kValuePanel, kTileK, kTileQ>(d_scores, storage.values(),
+                                                                storage.d_outputs(state.stage()));
   };
-  const auto finish_ds = [&](int iteration) {
+  const auto finish_ds = [&](PipelineState<kStages> state) {
+    const PipelineState<kExchangeStages> exchange_state = {state.iteration};
     float probabilities[kTileQ / 2];
-    release(barriers.d_outputs_empty(iteration));
-    mbarrier_wait(barriers.exchange_full(iteration), barriers.exchange_phase(iteration));
-    load_exchanged(probabilities, iteration);
+    release(storage.d_outputs_empty(state.stage()));
+    mbarrier_wait(storage.exchange_full(exchange_state.stage()), exchange_state.phase());
+    load_exchanged(probabilities, storage, exchange_state.stage());
     __syncwarp();
-    release(barriers.exchange_empty(iteration));
-    mbarrier_wait(barriers.queries_full(iteration), barriers.phase(iteration));   // the statistics have landed with Q
-    const unsigned char* statistics = shared_memory + kStatisticsOffset + iteration % kStages * kStatisticsBytes;
+    release(storage.exchange_empty(exchange_state.stage()));
+    mbarrier_wait(storage.queries_full(state.stage()), state.phase());   // the statistics have landed with Q
+    const unsigned char* statistics = storage.pointer<unsigned char>(storage.statistics(state.stage()));
     compute_ds(d_scores, probabilities, statistics);
   };
 
-  int iteration = 0;
+  PipelineState<kStages> state = {0};
   QueryIterator iterator(work, arguments);
   if (!iterator.done(arguments)) {
-    start_dp(0);
+    start_dp(state);
     await_product<0>(d_scores);
-    finish_ds(0);
+    finish_ds(state);
     pack_scores(fragments, d_scores);
-    for (iterator.advance(work, arguments); !iterator.done(arguments); iterator.advance(work, arguments), ++iteration) {
-      start_dp(iteration + 1);
-      start_accumulate<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, fragments, queries_at(shared, iteration));
+    for (iterator.advance(work, arguments); !iterator.done(arguments); iterator.advance(work, arguments), ++state) {
+      start_dp(state + 1);
+      start_accumulate<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, fragments, storage.queries(state.stage()));
       await_product<1>(d_scores);
-      finish_ds(iteration + 1);
+      finish_ds(state + 1);
       await_product<0>(d_keys);
-      release(barriers.queries_empty(iteration));
+      release(storage.queries_empty(state.stage()));
       pack_scores(fragments, d_scores);
     }
-    start_accumulate<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, fragments, queries_at(shared, iteration));
+    start_accumulate<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, fragments, storage.queries(state.stage()));
     await_product<0>(d_keys);
   }
   // The epilogue: dK overlays K once the other warpgroup has read K. This one has read V.
   named_barrier_arrive(2, kConsumers * 128);
   named_barrier_sync(1, kConsumers * 128);
   store_rows<kHeadDimPadded, kHeadPanel, kTileK>(
-      d_keys, kScale, shared + warp_row * kHeadPanel * kElementBytes, arguments.dk_map,
+      d_keys, kScale, storage.dk() + warp_row * kHeadPanel * kElementBytes, arguments.dk_map,
       work.first_key + warp_row, work.head_kv, work.batch);
   if (lane == 0) bulk_wait_read<0>();   // before the block ends and its shared memory is freed
 }
@@ -787,17 +808,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attention_backward_dkdv_bf16_d256_causal_85c4309b(const __grid_constant__ BackwardDkdvArguments arguments) {
   const WorkTile work = {static_cast<int>(blockIdx.x) * kTileK, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
   const unsigned shared = shared_address(shared_memory);
-  const Barriers barriers = {shared + kBarrierOffset};
-  if (threadIdx.x == 0) barriers.init();
+  const SharedStorage storage = {shared, shared + kBarrierOffset};
+  if (threadIdx.x == 0) storage.init_barriers();
   __syncthreads();
 
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // shows the compiler that a warp has one value
   if (warpgroup == 2) {
     registers_decrease<24>();
-    if (threadIdx.x / 32 % 4 == 0 && elect_one()) producer(work, shared, barriers, arguments);
+    if (threadIdx.x / 32 % 4 == 0 && elect_one()) producer(work, storage, arguments);
   } else {
     registers_increase<240>();
-    if (warpgroup == 0) consumer_dv(work, shared, barriers, arguments);
-    else consumer_dk(work, shared, barriers, arguments);
+    if (warpgroup == 0) consumer_dv(work, storage, arguments);
+    else consumer_dk(work, storage, arguments);
   }
 }

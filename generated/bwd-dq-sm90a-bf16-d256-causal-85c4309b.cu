@@ -73,6 +73,7 @@ constexpr int kDOutputBytes = kPartQ * kValueDimPadded * kElementBytes;
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kBarrierBytes = (1 + 2 * kKeyStages + 2 * kValueStages) * 8;
+constexpr int kQueryGradientBytes = kPartQ * kHeadDimPadded * kElementBytes;
 constexpr int kDOutputOffset = kConsumers * kQueryBytes;
 constexpr int kKeyOffset = kDOutputOffset + kConsumers * kDOutputBytes;
 constexpr int kValueOffset = kKeyOffset + kKeyStages * kKeyBytes;
@@ -299,28 +300,52 @@ __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address
          static_cast<unsigned long long>(stride_bytes >> 4) << 32 | kMode << 62;
 }
 
-// The addresses of a block's mbarriers. A pipeline's iteration uses stage iteration % stages, in phase iteration / stages % 2.
-struct Barriers {
-  unsigned first;
+// A position in a pipeline, whose iterations use its stages in shared memory in turn. CUTLASS's class of this name holds a stage
+// and a phase. This one counts iterations: one register holds it, also where several pipelines advance together.
+template <int kNumStages>
+struct PipelineState {
+  int iteration;
+
+  __device__ __forceinline__ int stage() const { return iteration % kNumStages; }
+
+  // The parity of the phase of the stage's full barrier that the consumer waits for. The producer waits for the other parity of
+  // the empty barrier, that of the previous phase.
+  __device__ __forceinline__ unsigned phase() const { return iteration / kNumStages & 1; }
+
+  __device__ __forceinline__ PipelineState operator+(int count) const { return {iteration + count}; }
+  __device__ __forceinline__ PipelineState& operator++() { return ++iteration, *this; }
+  __device__ __forceinline__ PipelineState operator++(int) { return {iteration++}; }
+};
+
+// The shared memory of a block. Its members return the addresses of buffers and mbarriers in the shared window, which have 32
+// bits, as TMA, wgmma and mbarriers take them. Pointers to arrays of a C++ struct would have 64, and take more instructions.
+struct SharedStorage {
+  unsigned base, barriers;   // the addresses of the buffers, and of the mbarriers
+
+  __device__ __forceinline__ unsigned queries(int warpgroup) const { return base + warpgroup * kQueryBytes; }
+  __device__ __forceinline__ unsigned d_outputs(int warpgroup) const { return base + (kDOutputOffset + warpgroup * kDOutputBytes); }
+  __device__ __forceinline__ unsigned keys(int stage) const { return base + (kKeyOffset + stage * kKeyBytes); }
+  __device__ __forceinline__ unsigned values(int stage) const { return base + (kValueOffset + stage * kValueBytes); }
+  __device__ __forceinline__ unsigned dq(int warpgroup) const { return base + warpgroup * kQueryGradientBytes; }
 
   // Q and dO have landed.
-  __device__ __forceinline__ unsigned queries_full() const { return first; }
+  __device__ __forceinline__ unsigned queries_full() const { return barriers; }
 
   // A stage of K has landed, and has been released.
-  __device__ __forceinline__ unsigned keys_full(int iteration) const { return first + 8 + iteration % kKeyStages * 16; }
-  __device__ __forceinline__ unsigned keys_empty(int iteration) const { return first + 16 + iteration % kKeyStages * 16; }
-  static __device__ __forceinline__ unsigned key_phase(int iteration) { return iteration / kKeyStages & 1; }
+  __device__ __forceinline__ unsigned keys_full(int stage) const { return barriers + 8 + stage * 16; }
+  __device__ __forceinline__ unsigned keys_empty(int stage) const { return barriers + 16 + stage * 16; }
 
   // A stage of V has landed, and has been released.
-  __device__ __forceinline__ unsigned values_full(int iteration) const {
-    return first + kKeyStages * 16 + 8 + iteration % kValueStages * 16;
-  }
-  __device__ __forceinline__ unsigned values_empty(int iteration) const {
-    return first + kKeyStages * 16 + 16 + iteration % kValueStages * 16;
-  }
-  static __device__ __forceinline__ unsigned value_phase(int iteration) { return iteration / kValueStages & 1; }
+  __device__ __forceinline__ unsigned values_full(int stage) const { return barriers + kKeyStages * 16 + 8 + stage * 16; }
+  __device__ __forceinline__ unsigned values_empty(int stage) const { return barriers + kKeyStages * 16 + 16 + stage * 16; }
 
-  __device__ __forceinline__ void init() const {
+  // Returns a pointer to what is at an address, for reads and writes by threads.
+  template <typename T>
+  __device__ __forceinline__ T* pointer(unsigned address) const {
+    return reinterpret_cast<T*>(shared_memory + static_cast<int>(address - base));
+  }
+
+  __device__ __forceinline__ void init_barriers() const {
     mbarrier_init(queries_full(), 1);
     for (int stage = 0; stage < kKeyStages; ++stage) {
       mbarrier_init(keys_full(stage), 1);
@@ -452,15 +477,6 @@ __device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDqArguments
 // A work tile: kTileQ queries of one head of one batch.
 struct WorkTile { int first_query, head, batch; };
 
-// Return the shared memory addresses of an iteration's stages.
-__device__ __forceinline__ unsigned keys_at(unsigned shared, int iteration) {
-  return shared + kKeyOffset + iteration % kKeyStages * kKeyBytes;
-}
-
-__device__ __forceinline__ unsigned values_at(unsigned shared, int iteration) {
-  return shared + kValueOffset + iteration % kValueStages * kValueBytes;
-}
-
 // The key tiles that a query tile visits. Those from full_begin to full_end need no mask.
 struct KeyTiles {
   int begin, count, full_begin, full_end;
@@ -485,30 +501,32 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const Bac
 // ---- The producer ---------------------------------------------------------------------------------------------------
 
 // The producer: loads Q and dO of the work tile, and K and V of each iteration once their stages are empty.
-__device__ __forceinline__ void producer(const WorkTile& work, unsigned shared, const Barriers& barriers,
+__device__ __forceinline__ void producer(const WorkTile& work, const SharedStorage& storage,
                                          const BackwardDqArguments& arguments) {
   const KeyTiles tiles = key_tiles_of(work, arguments);
   if (tiles.count == 0) return;
   // The KV head, work.head / heads_per_kv: a product with 2^31 / heads_per_kv, rounded up, in place of a division.
   const int head_kv = __umulhi(2 * work.head + 1, arguments.kv_reciprocal);
-  mbarrier_expect_bytes(barriers.queries_full(), kConsumers * (kQueryBytes + kDOutputBytes));
+  mbarrier_expect_bytes(storage.queries_full(), kConsumers * (kQueryBytes + kDOutputBytes));
   for (int group = 0; group < kConsumers; ++group) {
     const int first_query = work.first_query + group * kPartQ;
-    load_rows<kPartQ, kHeadDimPadded, kHeadPanel>(shared + group * kQueryBytes, arguments.q_map, barriers.queries_full(),
+    load_rows<kPartQ, kHeadDimPadded, kHeadPanel>(storage.queries(group), arguments.q_map, storage.queries_full(),
                                                   first_query, work.head, work.batch);
-    load_rows<kPartQ, kValueDimPadded, kValuePanel>(shared + kDOutputOffset + group * kDOutputBytes, arguments.d_o_map,
-                                                    barriers.queries_full(), first_query, work.head, work.batch);
+    load_rows<kPartQ, kValueDimPadded, kValuePanel>(storage.d_outputs(group), arguments.d_o_map,
+                                                    storage.queries_full(), first_query, work.head, work.batch);
   }
   for (int step = 0; step < tiles.count; ++step) {
     const int first_key = tiles.first_key(step);
-    mbarrier_wait(barriers.keys_empty(step), barriers.key_phase(step) ^ 1);
-    mbarrier_expect_bytes(barriers.keys_full(step), kKeyBytes);
-    load_rows<kTileK, kHeadDimPadded, kHeadPanel>(keys_at(shared, step), arguments.k_map, barriers.keys_full(step),
-                                                  first_key, head_kv, work.batch);
-    mbarrier_wait(barriers.values_empty(step), barriers.value_phase(step) ^ 1);
-    mbarrier_expect_bytes(barriers.values_full(step), kValueBytes);
-    load_rows<kTileK, kValueDimPadded, kValuePanel>(values_at(shared, step), arguments.v_map, barriers.values_full(step),
-                                                    first_key, head_kv, work.batch);
+    const PipelineState<kKeyStages> key_state = {step};
+    const PipelineState<kValueStages> value_state = {step};
+    mbarrier_wait(storage.keys_empty(key_state.stage()), key_state.phase() ^ 1);
+    mbarrier_expect_bytes(storage.keys_full(key_state.stage()), kKeyBytes);
+    load_rows<kTileK, kHeadDimPadded, kHeadPanel>(storage.keys(key_state.stage()), arguments.k_map,
+                                                  storage.keys_full(key_state.stage()), first_key, head_kv, work.batch);
+    mbarrier_wait(storage.values_empty(value_state.stage()), value_state.phase() ^ 1);
+    mbarrier_expect_bytes(storage.values_full(value_state.stage()), kValueBytes);
+    load_rows<kTileK, kValueDimPadded, kValuePanel>(storage.values(value_state.stage()), arguments.v_map,
+          storage.values_full(value_state.stage()), first_key, head_kv, work.batch);
   }
 }
 
@@ -588,11 +606,11 @@ __device__ __forceinline__ void epilogue(float (&d_queries)[kHeadDimPadded / 2],
 }
 
 // A consumer warpgroup: computes dQ of 64 queries. The wgmmas of one warpgroup run while the other one computes P and dS.
-__device__ __forceinline__ void consumer(const WorkTile& work, int warpgroup, unsigned shared, const Barriers& barriers,
+__device__ __forceinline__ void consumer(const WorkTile& work, int warpgroup, const SharedStorage& storage,
                                          const BackwardDqArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
-  const unsigned queries = shared + warpgroup * kQueryBytes;
-  const unsigned d_outputs = shared + kDOutputOffset + warpgroup * kDOutputBytes;
+  const unsigned queries = storage.queries(warpgroup);
+  const unsigned d_outputs = storage.d_outputs(warpgroup);
   const int first_query = work.first_query + warpgroup * kPartQ + warp_row;
   const Position position = {work.batch, work.head, first_query + lane / 4, lane % 4 * 2};
   float d_queries[kHeadDimPadded / 2] = {};
@@ -602,23 +620,25 @@ __device__ __forceinline__ void consumer(const WorkTile& work, int warpgroup, un
   const bool large_lse = has_large_lse(rows);
   const KeyTiles tiles = key_tiles_of(work, arguments);
   // Start S = Q * K^T and dP = dO * V^T. `has_waited`: the stage of K or V has been waited for before.
-  const auto start_scores = [&](int step, bool has_waited) {
-    if (!has_waited) mbarrier_wait(barriers.keys_full(step), barriers.key_phase(step));
-    start_product<kHeadDimPadded, kHeadPanel, kPartQ, kTileK>(scores, queries, keys_at(shared, step));
+  const auto start_scores = [&](PipelineState<kKeyStages> key_state, bool has_waited) {
+    if (!has_waited) mbarrier_wait(storage.keys_full(key_state.stage()), key_state.phase());
+    start_product<kHeadDimPadded, kHeadPanel, kPartQ, kTileK>(scores, queries, storage.keys(key_state.stage()));
   };
-  const auto start_dp = [&](int step, bool has_waited) {
-    if (!has_waited) mbarrier_wait(barriers.values_full(step), barriers.value_phase(step));
-    start_product<kValueDimPadded, kValuePanel, kPartQ, kTileK>(d_scores, d_outputs, values_at(shared, step));
+  const auto start_dp = [&](PipelineState<kValueStages> value_state, bool has_waited) {
+    if (!has_waited) mbarrier_wait(storage.values_full(value_state.stage()), value_state.phase());
+    start_product<kValueDimPadded, kValuePanel, kPartQ, kTileK>(d_scores, d_outputs, storage.values(value_state.stage()));
   };
 
   if (tiles.count > 0) {
-    mbarrier_wait(barriers.queries_full(), 0);
-    start_scores(0, false);
-    start_dp(0, false);
+    mbarrier_wait(storage.queries_full(), 0);
+    start_scores({0}, false);
+    start_dp({0}, false);
     await_product<1>(scores);
   }
   for (int step = 0; step < tiles.count; ++step) {
     const int first_key = tiles.first_key(step);
+    const PipelineState<kKeyStages> key_state = {step};
+    const PipelineState<kValueStages> value_state = {step};
     if (first_key + kTileK > arguments.len_k || large_lse) {
       recompute_p<Tests::kAll>(scores, rows, position, first_key, arguments);
     } else if (!tiles.full(step)) {
@@ -627,18 +647,18 @@ __device__ __forceinline__ void consumer(const WorkTile& work, int warpgroup, un
       recompute_p<Tests::kNone>(scores, rows, position, first_key, arguments);
     }
     await_product<0>(d_scores);
-    release(barriers.values_empty(step));
+    release(storage.values_empty(value_state.stage()));
     compute_ds(d_scores, scores, rows);
     unsigned fragments[kTileK / 16][4];
     pack_scores(fragments, d_scores);
-    start_accumulate<kHeadDimPadded, kHeadPanel, kTileK>(d_queries, fragments, keys_at(shared, step));
+    start_accumulate<kHeadDimPadded, kHeadPanel, kTileK>(d_queries, fragments, storage.keys(key_state.stage()));
     // The last iteration starts its own S and dP again, and nobody uses them: wgmmas in a branch would not overlap.
     const bool is_last = step + 1 == tiles.count;
     const int next = is_last ? step : step + 1;
-    start_scores(next, is_last);
+    start_scores({next}, is_last);
     await_product<1>(d_queries);
-    start_dp(next, is_last);
-    release(barriers.keys_empty(step));
+    start_dp({next}, is_last);
+    release(storage.keys_empty(key_state.stage()));
     await_product<1>(scores);
   }
   await_product<0>(d_scores);
@@ -650,8 +670,8 @@ __device__ __forceinline__ void consumer(const WorkTile& work, int warpgroup, un
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attention_backward_dq_bf16_d256_causal_85c4309b(const __grid_constant__ BackwardDqArguments arguments) {
   const unsigned shared = shared_address(shared_memory);
-  const Barriers barriers = {shared + kBarrierOffset};
-  if (threadIdx.x == 0) barriers.init();
+  const SharedStorage storage = {shared, shared + kBarrierOffset};
+  if (threadIdx.x == 0) storage.init_barriers();
   __syncthreads();
   // Later queries attend to more keys, so the last tiles start first.
   const WorkTile work = {static_cast<int>(gridDim.x - 1 - blockIdx.x) * kTileQ, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
@@ -659,9 +679,9 @@ attention_backward_dq_bf16_d256_causal_85c4309b(const __grid_constant__ Backward
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // shows the compiler that a warp has one value
   if (warpgroup == kConsumers) {
     registers_decrease<24>();
-    if (threadIdx.x / 32 % 4 == 0 && elect_one()) producer(work, shared, barriers, arguments);
+    if (threadIdx.x / 32 % 4 == 0 && elect_one()) producer(work, storage, arguments);
   } else {
     registers_increase<240>();
-    consumer(work, warpgroup, shared, barriers, arguments);
+    consumer(work, warpgroup, storage, arguments);
   }
 }

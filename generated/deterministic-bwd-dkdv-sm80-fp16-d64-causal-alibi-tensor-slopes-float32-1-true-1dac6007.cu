@@ -442,15 +442,15 @@ __device__ __forceinline__ void multiply_shared(Fragment<kRowTiles, kWidthTiles>
   }
 }
 
-// gradient += A * B over the depth that the other warps with the same rows have computed: A is their parts of P or dS, at
+// product += A * B over the depth that the other warps with the same rows have computed: A is their parts of P or dS, at
 // `rows` in shared memory; B is a tile with kColumns columns.
 template <int kColumns, int kRowTiles, int kWidthTiles>
-__device__ __forceinline__ void multiply_other_parts(Fragment<kRowTiles, kWidthTiles>& gradient, unsigned rows,
+__device__ __forceinline__ void multiply_other_parts(Fragment<kRowTiles, kWidthTiles>& product, unsigned rows,
                                                      unsigned tile, int part) {
 #pragma unroll
   for (int other = 1; other < kSplit; ++other) {
     const int first = (part + other) % kSplit * kQueriesPerWarp;
-    multiply_shared<kQueriesPerWarp, kTileQ / 8, kColumns / 8>(gradient, rows, tile, first, part * kWidthTiles);
+    multiply_shared<kQueriesPerWarp, kTileQ / 8, kColumns / 8>(product, rows, tile, first, part * kWidthTiles);
   }
 }
 

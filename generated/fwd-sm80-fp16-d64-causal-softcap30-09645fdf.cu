@@ -523,8 +523,8 @@ __device__ __forceinline__ void epilogue(const Output& output, RowState (&rows)[
   // The rows of a warp overwrite its own rows of Q, which no other warp reads.
   store_output_to_shared(output, rows, warp_row);
   store_lse(rows, position, arguments);
-  __syncwarp();   // a warp reads back only its own rows
   Element* o = arguments.o + work.batch * arguments.o_strides.batch + work.head * arguments.o_strides.head;
+  __syncwarp();   // a warp reads back only its own rows
   store_rows<kRowsPerWarp, kValueDim, kValueDimPadded>(o, arguments.o_strides.row, work.first_query, arguments.len_q,
                                                        shared_memory, warp_row);
 }

@@ -349,25 +349,53 @@ struct Fragment {
 using Scores = Fragment<kTileK>;
 using Output = Fragment<kValueDimPadded>;
 
-// The addresses of a block's mbarriers. A pipeline's iteration uses stage iteration % stages, in phase iteration / stages % 2.
-struct Barriers {
-  unsigned first;
+// A position in a pipeline, whose iterations use its stages in shared memory in turn. CUTLASS's class of this name holds a stage
+// and a phase. This one counts iterations: one register holds it, also where several pipelines advance together.
+template <int kNumStages>
+struct PipelineState {
+  int iteration;
+
+  __device__ __forceinline__ int stage() const { return iteration % kNumStages; }
+
+  // The parity of the phase of the stage's full barrier that the consumer waits for. The producer waits for the other parity of
+  // the empty barrier, that of the previous phase.
+  __device__ __forceinline__ unsigned phase() const { return iteration / kNumStages & 1; }
+
+  __device__ __forceinline__ PipelineState operator+(int count) const { return {iteration + count}; }
+  __device__ __forceinline__ PipelineState& operator++() { return ++iteration, *this; }
+  __device__ __forceinline__ PipelineState operator++(int) { return {iteration++}; }
+};
+
+// The shared memory of a block. Its members return the addresses of buffers and mbarriers in the shared window, which have 32
+// bits, as TMA, wgmma and mbarriers take them. Pointers to arrays of a C++ struct would have 64, and take more instructions.
+struct SharedStorage {
+  unsigned base, barriers;   // the addresses of the buffers, and of the mbarriers
+
+  __device__ __forceinline__ unsigned queries(int warpgroup) const { return base + warpgroup * kRowsBytes; }
+  __device__ __forceinline__ unsigned output(int warpgroup) const { return base + (warpgroup * kRowsBytes + kQueryBytes); }
+  __device__ __forceinline__ unsigned keys(int stage) const { return base + (kKeyOffset + stage * kKeyBytes); }
+  __device__ __forceinline__ unsigned values(int stage) const { return base + (kValueOffset + stage * kValueBytes); }
+
+  // Q of a tile has landed; every consumer warp has released it.
+  __device__ __forceinline__ unsigned queries_full() const { return barriers; }
+  __device__ __forceinline__ unsigned queries_empty() const { return barriers + 8; }
+
+  // A stage of K has landed, and every consumer warp has released it. Then the same for V.
+  __device__ __forceinline__ unsigned keys_full(int stage) const { return barriers + 16 + stage * 32; }
+  __device__ __forceinline__ unsigned keys_empty(int stage) const { return barriers + 24 + stage * 32; }
+  __device__ __forceinline__ unsigned values_full(int stage) const { return barriers + 32 + stage * 32; }
+  __device__ __forceinline__ unsigned values_empty(int stage) const { return barriers + 40 + stage * 32; }
+
+  // Returns a pointer to what is at an address, for reads and writes by threads.
+  template <typename T>
+  __device__ __forceinline__ T* pointer(unsigned address) const {
+    return reinterpret_cast<T*>(shared_memory + static_cast<int>(address - base));
+  }
 
   // The index of the work tile of Q, written before Q is loaded and read when it has landed.
   static __device__ __forceinline__ int& tile_index() { return *reinterpret_cast<int*>(shared_memory + kIndexOffset); }
 
-  // Q of a tile has landed; every consumer warp has released it.
-  __device__ __forceinline__ unsigned queries_full() const { return first; }
-  __device__ __forceinline__ unsigned queries_empty() const { return first + 8; }
-
-  // A stage of K has landed, and every consumer warp has released it. Then the same for V.
-  __device__ __forceinline__ unsigned keys_full(int iteration) const { return first + 16 + iteration % kStages * 32; }
-  __device__ __forceinline__ unsigned keys_empty(int iteration) const { return first + 24 + iteration % kStages * 32; }
-  __device__ __forceinline__ unsigned values_full(int iteration) const { return first + 32 + iteration % kStages * 32; }
-  __device__ __forceinline__ unsigned values_empty(int iteration) const { return first + 40 + iteration % kStages * 32; }
-  static __device__ __forceinline__ unsigned phase(int iteration) { return iteration / kStages & 1; }
-
-  __device__ __forceinline__ void init() const {
+  __device__ __forceinline__ void init_barriers() const {
     mbarrier_init(queries_full(), 1);
     mbarrier_init(queries_empty(), kConsumers * 4);
     for (int stage = 0; stage < kStages; ++stage) {
@@ -395,15 +423,6 @@ __device__ __forceinline__ void ping_pong_arrive(int warpgroup, bool is_last_ste
   else if (!is_last_step) named_barrier_arrive(1, 256);
 }
 
-// Return the shared memory address of a stage's tile of K, and of V.
-__device__ __forceinline__ unsigned keys_at(unsigned shared, int iteration) {
-  return shared + kKeyOffset + iteration % kStages * kKeyBytes;
-}
-
-__device__ __forceinline__ unsigned values_at(unsigned shared, int iteration) {
-  return shared + kValueOffset + iteration % kStages * kValueBytes;
-}
-
 // Starts copying kRows rows from first_row on, panel by panel. The barrier counts their bytes.
 template <int kRows, int kColumns, int kPanel>
 __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, unsigned barrier, int first_row, int head,
@@ -417,8 +436,8 @@ __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, u
 // Starts copying the kTileK rows of a stage once it is empty.
 template <int kColumns, int kPanel>
 __device__ __forceinline__ void load_stage(unsigned tile, const TensorMap& map, unsigned empty, unsigned full,
-                                           int iteration, int first_key, int head, int batch) {
-  mbarrier_wait(empty, Barriers::phase(iteration) ^ 1);
+                                           PipelineState<kStages> state, int first_key, int head, int batch) {
+  mbarrier_wait(empty, state.phase() ^ 1);
   mbarrier_expect_bytes(full, kTileK * kColumns * kElementBytes);
   load_rows<kTileK, kColumns, kPanel>(tile, map, full, first_key, head, batch);
 }
@@ -544,45 +563,48 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const For
 
 // The producer: loads Q of each work tile, and K and V of each step once their stage is empty, K one step ahead. The first
 // tile index is the block's own; then it fetches the next one that no other block has taken.
-__device__ __forceinline__ void producer(unsigned shared, const Barriers& barriers, const ForwardArguments& arguments) {
-  int index = blockIdx.x, first_iteration = 0;   // pipeline iterations of the earlier work tiles
-  unsigned queries_empty_phase = 1;              // of the previous work tile
+__device__ __forceinline__ void producer(const SharedStorage& storage, const ForwardArguments& arguments) {
+  int index = blockIdx.x;
+  PipelineState<kStages> first_state = {0};   // of the first step of the work tile
+  unsigned queries_empty_phase = 1;           // of the previous work tile
   for (; index < arguments.tiles; queries_empty_phase ^= 1) {
     const WorkTile work = work_tile_at(index, arguments);
     const KeyTiles tiles = key_tiles_of(work, arguments);
     // The KV head, work.head / heads_per_kv: a product with 2^31 / heads_per_kv, rounded up, in place of a division.
     const int head_kv = __umulhi(2 * work.head + 1, arguments.kv_reciprocal);
     const auto load_keys = [&](int step) {
-      const int iteration = first_iteration + step;
-      load_stage<kHeadDimPadded, kHeadPanel>(keys_at(shared, iteration), arguments.k_map, barriers.keys_empty(iteration),
-          barriers.keys_full(iteration), iteration, tiles.first_key(step), head_kv, work.batch);
+      const PipelineState<kStages> state = first_state + step;
+      load_stage<kHeadDimPadded, kHeadPanel>(storage.keys(state.stage()), arguments.k_map,
+          storage.keys_empty(state.stage()), storage.keys_full(state.stage()), state, tiles.first_key(step),
+          head_kv, work.batch);
     };
     const auto load_values = [&](int step) {
-      const int iteration = first_iteration + step;
-      load_stage<kValueDimPadded, kValuePanel>(values_at(shared, iteration), arguments.v_map, barriers.values_empty(iteration),
-          barriers.values_full(iteration), iteration, tiles.first_key(step), head_kv, work.batch);
+      const PipelineState<kStages> state = first_state + step;
+      load_stage<kValueDimPadded, kValuePanel>(storage.values(state.stage()), arguments.v_map,
+          storage.values_empty(state.stage()), storage.values_full(state.stage()), state, tiles.first_key(step),
+          head_kv, work.batch);
     };
 
     if (tiles.count > 0) load_keys(0);
-    mbarrier_wait(barriers.queries_empty(), queries_empty_phase);
-    barriers.tile_index() = index;
-    mbarrier_expect_bytes(barriers.queries_full(), tiles.count > 0 ? kConsumers * kQueryBytes : 0);
+    mbarrier_wait(storage.queries_empty(), queries_empty_phase);
+    storage.tile_index() = index;
+    mbarrier_expect_bytes(storage.queries_full(), tiles.count > 0 ? kConsumers * kQueryBytes : 0);
     for (int group = 0; group < kConsumers && tiles.count > 0; ++group) {
-      load_rows<64, kHeadDimPadded, kHeadPanel>(shared + group * kRowsBytes, arguments.q_map, barriers.queries_full(),
+      load_rows<64, kHeadDimPadded, kHeadPanel>(storage.queries(group), arguments.q_map, storage.queries_full(),
                                                 work.first_query + group * kPartQ, work.head, work.batch);
     }
     for (int step = 0; step < tiles.count; ++step) {
       if (step + 1 < tiles.count) load_keys(step + 1);
       load_values(step);
     }
-    first_iteration += tiles.count;
+    first_state = first_state + tiles.count;
     // A launch increments the counter once after each tile: the last increment wraps it to 0, as it began.
     index = arguments.next_tile == nullptr ? arguments.tiles
                                            : gridDim.x + atomicInc(arguments.next_tile, arguments.tiles - 1);
   }
-  mbarrier_wait(barriers.queries_empty(), queries_empty_phase);
-  barriers.tile_index() = index;   // not a tile: the consumers are done
-  mbarrier_arrive(barriers.queries_full());
+  mbarrier_wait(storage.queries_empty(), queries_empty_phase);
+  storage.tile_index() = index;   // not a tile: the consumers are done
+  mbarrier_arrive(storage.queries_full());
 }
 
 // ---- The consumers --------------------------------------------------------------------------------------------------
@@ -737,14 +759,14 @@ __device__ __forceinline__ void epilogue(float (&output)[kValueDimPadded / 2], R
 
 // A consumer warpgroup: computes 64 rows of each work tile. Q * K^T of the next step and P * V of this one run on the tensor
 // cores one after the other, beside the softmax of another warpgroup; ping-pong barriers order their starts.
-__device__ __forceinline__ void consumer(int warpgroup, unsigned shared, const Barriers& barriers,
+__device__ __forceinline__ void consumer(int warpgroup, const SharedStorage& storage,
                                          const ForwardArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16;
-  const unsigned queries = shared + warpgroup * kRowsBytes;
-  int iteration = 0;   // of the pipelines of K and V, counted over all work tiles
+  const unsigned queries = storage.queries(warpgroup);
+  PipelineState<kStages> state = {0};   // of K and V, through all work tiles
   for (unsigned queries_phase = 0;; queries_phase ^= 1) {
-    mbarrier_wait(barriers.queries_full(), queries_phase);
-    const int index = __shfl_sync(0xffffffffu, barriers.tile_index(), 0);   // shows the compiler that a warp has one index
+    mbarrier_wait(storage.queries_full(), queries_phase);
+    const int index = __shfl_sync(0xffffffffu, storage.tile_index(), 0);   // shows the compiler that a warp has one index
     if (index >= arguments.tiles) break;
     const WorkTile work = work_tile_at(index, arguments);
     const KeyTiles tiles = key_tiles_of(work, arguments);
@@ -757,37 +779,37 @@ __device__ __forceinline__ void consumer(int warpgroup, unsigned shared, const B
 
     if (warpgroup == kConsumers - 1) ping_pong_arrive(warpgroup, tiles.count <= 1);   // warpgroup 0 starts
     if (first < last) {
-      mbarrier_wait(barriers.keys_full(iteration), barriers.phase(iteration));
-      start_scores(scores, queries, keys_at(shared, iteration));
+      mbarrier_wait(storage.keys_full(state.stage()), state.phase());
+      start_scores(scores, queries, storage.keys(state.stage()));
       await_product<0>(scores);
-      release(barriers.keys_empty(iteration));
-      if (first + 1 == last) release(barriers.queries_empty());
+      release(storage.keys_empty(state.stage()));
+      if (first + 1 == last) release(storage.queries_empty());
       apply_mods(scores, position, tiles, first, tiles.first_key(first), arguments);
       softmax(probabilities, output, rows, steady, scores);
-      for (int step = first + 1; step < last; ++step, ++iteration) {
-        mbarrier_wait(barriers.keys_full(iteration + 1), barriers.phase(iteration + 1));
+      for (int step = first + 1; step < last; ++step, ++state) {
+        mbarrier_wait(storage.keys_full((state + 1).stage()), (state + 1).phase());
         ping_pong_wait(warpgroup);
-        start_scores(scores, queries, keys_at(shared, iteration + 1));
-        mbarrier_wait(barriers.values_full(iteration), barriers.phase(iteration));
-        start_output(output, probabilities, values_at(shared, iteration));
+        start_scores(scores, queries, storage.keys((state + 1).stage()));
+        mbarrier_wait(storage.values_full(state.stage()), state.phase());
+        start_output(output, probabilities, storage.values(state.stage()));
         ping_pong_arrive(warpgroup, step + 1 == tiles.count);
         await_product<1>(scores);
-        release(barriers.keys_empty(iteration + 1));
-        if (step + 1 == last) release(barriers.queries_empty());
+        release(storage.keys_empty((state + 1).stage()));
+        if (step + 1 == last) release(storage.queries_empty());
         apply_mods(scores, position, tiles, step, tiles.first_key(step), arguments);
         await_product<0>(output);
-        release(barriers.values_empty(iteration));
+        release(storage.values_empty(state.stage()));
         softmax(probabilities, output, rows, steady, scores);
       }
-      mbarrier_wait(barriers.values_full(iteration), barriers.phase(iteration));
-      start_output(output, probabilities, values_at(shared, iteration));
+      mbarrier_wait(storage.values_full(state.stage()), state.phase());
+      start_output(output, probabilities, storage.values(state.stage()));
       await_product<0>(output);
-      release(barriers.values_empty(iteration++));
+      release(storage.values_empty(state++.stage()));
     } else {
       __syncwarp();   // all lanes have seen this phase of Q
-      release(barriers.queries_empty());
+      release(storage.queries_empty());
     }
-    epilogue(output, rows, queries + kQueryBytes, position, arguments);
+    epilogue(output, rows, storage.output(warpgroup), position, arguments);
   }
   if (lane == 0) bulk_wait_read<0>();   // before the block ends and its shared memory is freed
 }
@@ -797,16 +819,16 @@ __device__ __forceinline__ void consumer(int warpgroup, unsigned shared, const B
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attention_forward_fp16_d64_causal_and_document_ids_41b70eec(const __grid_constant__ ForwardArguments arguments) {
   const unsigned shared = shared_address(shared_memory);
-  const Barriers barriers = {shared + kBarrierOffset};
-  if (threadIdx.x == 0) barriers.init();
+  const SharedStorage storage = {shared, shared + kBarrierOffset};
+  if (threadIdx.x == 0) storage.init_barriers();
   __syncthreads();
 
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // shows the compiler that a warp has one value
   if (warpgroup == kConsumers) {
     registers_decrease<24>();
-    if (threadIdx.x / 32 % 4 == 0 && elect_one()) producer(shared, barriers, arguments);
+    if (threadIdx.x / 32 % 4 == 0 && elect_one()) producer(storage, arguments);
   } else {
     registers_increase<240>();
-    consumer(warpgroup, shared, barriers, arguments);
+    consumer(warpgroup, storage, arguments);
   }
 }

@@ -1,8 +1,8 @@
 """The layout of a block's dynamic shared memory: named buffers and mbarriers, with their offsets and sizes.
 
 The plan of a kernel states its layout once, as a `SharedMemoryLayout`. It gives the bytes that a launch requests, the
-C++ constants (`kKeyBytes`, `kKeyOffset`) and the `Barriers` struct that the kernel's text is emitted with, and the
-regions that `flashgen report` draws. Extents hold the name of their C++ constant and its value, so that emitted
+C++ constants (`kKeyBytes`, `kKeyOffset`) and the members of `SharedStorage` that the kernel's text is emitted with, and
+the regions that `flashgen report` draws. Extents hold the name of their C++ constant and its value, so that emitted
 constants are formulas of the plan's constants: a kernel that is edited by hand stays consistent.
 """
 
@@ -63,6 +63,8 @@ class Buffer:
         overlays: the buffer at whose first byte it begins. It reuses that memory once the other buffer is not needed.
         at_end: whether it occupies the last bytes of the block's memory, after all buffers and overlays.
         note: an addition to the comment in the kernel's text, such as how elements are arranged.
+        member: the member of `SharedStorage` that returns its address: "keys". "" if the kernel's text has none.
+        index: the parameter of that member, if there are several copies: what they are numbered by.
     """
 
     name: str
@@ -77,6 +79,8 @@ class Buffer:
     overlays: str = ""
     at_end: bool = False
     note: str = ""
+    member: str = ""
+    index: str = "stage"
 
     @property
     def copy_bytes(self) -> int:
@@ -112,7 +116,7 @@ class Buffer:
 
 
 class Barrier(NamedTuple):
-    """An mbarrier: the name of its accessor in `Barriers`, and how many arrivals complete a phase."""
+    """An mbarrier: the member of `SharedStorage` that returns its address, and how many arrivals complete a phase."""
 
     name: str
     arrivals: str
@@ -126,14 +130,12 @@ class BarrierGroup:
         comment: a sentence, or several, for the kernel's text: what a completed phase of each means.
         barriers: their order within a stage.
         stages: stages of the pipeline; None for barriers that exist once.
-        parity: the accessor of the phase's parity, by the pipeline's iteration; "" if the group uses another group's.
         at_end: whether the group is placed after all others, although it is initialised in the order of declaration.
     """
 
     comment: str
     barriers: tuple[Barrier, ...]
     stages: Extent | None = None
-    parity: str = ""
     at_end: bool = False
 
     @property
@@ -151,6 +153,20 @@ class Region(NamedTuple):
     name: str
     offset: int
     bytes: int
+
+
+class Member(NamedTuple):
+    """A member function of the emitted `SharedStorage`, which returns the address of a buffer.
+
+    Attributes:
+        name: its name, such as "keys".
+        parameter: the number of a copy, such as "stage", if the buffer has several copies; otherwise "".
+        address: the C++ expression of the address, from `base`, where the block's memory begins, and the parameter.
+    """
+
+    name: str
+    parameter: str
+    address: str
 
 
 @dataclass(frozen=True)
@@ -256,15 +272,27 @@ class SharedMemoryLayout:
         over = self._buffer(first.overlays)
         return self.offsets[last.name] + last.bytes <= self.offsets[over.name] + over.bytes
 
+    def members(self) -> Iterator[Member]:
+        """Yields the members of the emitted `SharedStorage` that return the addresses of buffers."""
+        for buffer in self.buffers:
+            index = buffer.index if buffer.copies else ""
+            terms = [self._begin(buffer.name), f"{index} * k{buffer.name}Bytes" if index else ""]
+            for part in buffer.parts or (buffer,):
+                if part.member:
+                    offset = " + ".join(filter(None, terms))
+                    address = f"base + ({offset})" if " + " in offset else f"base + {offset}" if offset else "base"
+                    yield Member(part.member, index, address)
+                terms += [] if buffer.union else [part.bytes_text]
+
     def barrier_address(self, name: str) -> str:
-        """Returns the C++ expression of an mbarrier's address, from `first` and, for a pipeline, from `iteration`."""
-        fixed, terms = 0, ["first"]
+        """Returns the C++ expression of an mbarrier's address, from `barriers` and, for a pipeline, from `stage`."""
+        fixed, terms = 0, ["barriers"]
         for group in self._barriers_by_address():
             names = [barrier.name for barrier in group.barriers]
             if name in names:
                 fixed += _MBARRIER_BYTES * names.index(name)
                 terms += [str(fixed)] if fixed else []
-                terms += [f"iteration % {group.stages.text} * {group.stage_bytes}"] if group.stages else []
+                terms += [f"stage * {group.stage_bytes}"] if group.stages else []
                 return " + ".join(terms)
             if group.stages and not group.stages.text.isdigit():
                 terms.append(f"{group.stages.text} * {group.stage_bytes}")

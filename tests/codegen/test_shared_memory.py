@@ -121,17 +121,40 @@ def test_barriers_have_addresses_names_and_bytes() -> None:
     groups = (
         BarrierGroup("Once.", (Barrier("queries_full", "1"),)),
         BarrierGroup("Last.", (Barrier("tail_full", "1"),), at_end=True),
-        BarrierGroup("Each.", (Barrier("keys_full", "1"), Barrier("keys_empty", "4")), STAGES, "parity"),
+        BarrierGroup("Each.", (Barrier("keys_full", "1"), Barrier("keys_empty", "4")), STAGES),
     )
     layout = SharedMemoryLayout((TILES[0], mbarriers(groups)), groups)
     assert layout.total_bytes == 2048 + 8 * 8
-    assert layout.barrier_address("keys_empty") == "first + 16 + iteration % kStages * 16"
-    assert layout.barrier_address("tail_full") == "first + kStages * 16 + 8"
-    known = {"first": 2048, "kStages": 3}
+    assert layout.barrier_address("keys_empty") == "barriers + 16 + stage * 16"
+    assert layout.barrier_address("tail_full") == "barriers + kStages * 16 + 8"
+    known = {"barriers": 2048, "kStages": 3}
     for at, name in layout.barrier_offsets().items():
         stem, _, stage = name.rstrip(")").partition("(")
-        assert evaluate(layout.barrier_address(stem), known | {"iteration": int(stage or 0)}) == at
+        assert evaluate(layout.barrier_address(stem), known | {"stage": int(stage or 0)}) == at
     assert list(layout.barrier_offsets()) == list(range(2048, layout.total_bytes, 8))
+
+
+@pytest.mark.parametrize("union", [False, True])
+def test_members_return_the_addresses_of_copies(union: bool) -> None:
+    queries = Buffer("Query", "Q", (ROWS, COLUMNS), member="queries")
+    parts = (queries, Buffer("Output", "O", (ROWS, COLUMNS), member="output"))
+    rows = Buffer("Rows", "rows", copies=Extent("kGroups", 2), parts=parts, union=union, index="group")
+    keys = Buffer("Key", "K", (ROWS, COLUMNS), copies=STAGES, member="keys")
+    gradient = Buffer("KeyGradient", "dK", (ROWS, COLUMNS), overlays="Key", member="dk")
+    layout = SharedMemoryLayout((rows, keys, Buffer("Sums", "sums", (ROWS,), FLOAT), gradient))
+    named = {member.name: member for member in layout.members()}
+    assert [(name, member.parameter) for name, member in named.items()] == [
+        ("queries", "group"),
+        ("output", "group"),
+        ("keys", "stage"),
+        ("dk", ""),
+    ], "sums have no member"
+    text = layout.constants(" ".join(member.address for member in named.values()))
+    known = values(text, {"kRows": 64, "kColumns": 16, "kElementBytes": 2, "kGroups": 2, "kStages": 3, "base": 512})
+    found = {name: evaluate(member.address, known | {"group": 1, "stage": 2}) - 512 for name, member in named.items()}
+    at = {region.name: region.offset for region in layout.regions()}
+    first = at["Q, then O 1" if union else "Q 1"]
+    assert found == {"queries": first, "output": first if union else at["O 1"], "keys": at["K 2"], "dk": at["K 0"]}
 
 
 # ---- the layouts of kernels

@@ -160,21 +160,22 @@ class HopperBackwardPlan(Checked):
         barriers = key_barriers(stages, ds_stages, dq_apart)
         panels, own_parts = "a panel of 64 keys for each warpgroup", "the parts of the warps side by side"
         summed = (
-            Buffer("Ds", "dS", (queries, keys), element, copies=ds_stages, note=panels),
-            Buffer("Dq", "dQ", (queries, head), FLOAT, note=own_parts),
+            Buffer("Ds", "dS", (queries, keys), element, copies=ds_stages, note=panels, member="ds"),
+            Buffer("Dq", "dQ", (queries, head), FLOAT, note=own_parts, member="dq"),
         )
+        over_keys = "Dq" if self.loads_early(dq_apart) else "Key"
         stored = (
-            Buffer("KeyGradient", "dK", (keys, head), element, overlays="Dq" if self.loads_early(dq_apart) else "Key"),
-            Buffer("ValueGradient", "dV", (keys, value), element, overlays="Value"),
+            Buffer("KeyGradient", "dK", (keys, head), element, overlays=over_keys, member="dk"),
+            Buffer("ValueGradient", "dV", (keys, value), element, overlays="Value", member="dv"),
         )
         return SharedMemoryLayout(
             (
-                Buffer("Key", "K", (keys, head), kv_element),
-                Buffer("Value", "V", (keys, value), kv_element),
-                Buffer("Query", "Q", (queries, head), element, copies=stages),
-                Buffer("DOutput", "dO", (queries, value), element, copies=stages),
+                Buffer("Key", "K", (keys, head), kv_element, member="keys"),
+                Buffer("Value", "V", (keys, value), kv_element, member="values"),
+                Buffer("Query", "Q", (queries, head), element, copies=stages, member="queries"),
+                Buffer("DOutput", "dO", (queries, value), element, copies=stages, member="d_outputs"),
                 *(() if dq_apart else summed),
-                Buffer("Statistics", "L, D", (queries,), FLOAT2, copies=stages),
+                Buffer("Statistics", "L, D", (queries,), FLOAT2, copies=stages, member="statistics"),
                 mbarriers(barriers),
                 Buffer("WorkTile", "work tile", (work_bytes,), BYTE, copies=literal(2)),
                 *(() if self.heads_apart else stored),

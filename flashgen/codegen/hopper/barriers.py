@@ -21,9 +21,9 @@ def _empty(name: str) -> Barrier:
     return Barrier(f"{name}_empty", _CONSUMER_WARPS)
 
 
-def _pipeline(comment: str, *names: str, stages: Extent, parity: str) -> BarrierGroup:
+def _pipeline(comment: str, *names: str, stages: Extent) -> BarrierGroup:
     """Returns the full and empty barriers of pipelines with the same number of stages."""
-    return BarrierGroup(comment, tuple(each for name in names for each in (_full(name), _empty(name))), stages, parity)
+    return BarrierGroup(comment, tuple(each for name in names for each in (_full(name), _empty(name))), stages)
 
 
 @cache
@@ -35,19 +35,19 @@ def forward_barriers(stages: Extent, paged: bool) -> tuple[BarrierGroup, ...]:
     return (
         BarrierGroup(queries, (_full("queries"), _empty("queries"))),
         *([BarrierGroup(tail, (_full("tail"),), at_end=True)] if paged else []),
-        _pipeline(staged, "keys", "values", stages=stages, parity="phase"),
+        _pipeline(staged, "keys", "values", stages=stages),
     )
 
 
 def _queries_and_d_outputs(stages: Extent) -> BarrierGroup:
     comment = "A stage of Q and its row statistics has landed, and every consumer warp has released it. Then for dO."
-    return _pipeline(comment, "queries", "d_outputs", stages=stages, parity="phase")
+    return _pipeline(comment, "queries", "d_outputs", stages=stages)
 
 
 def _between_consumers(comment: str, name: str, stages: Extent, arrivals: str) -> BarrierGroup:
     """Returns the full and empty barriers of a pipeline that consumer warps fill, and other consumer warps read."""
     barriers = Barrier(f"{name}_full", arrivals), Barrier(f"{name}_empty", arrivals)
-    return BarrierGroup(comment, barriers, stages, parity=f"{name}_phase")
+    return BarrierGroup(comment, barriers, stages)
 
 
 @cache
@@ -61,7 +61,7 @@ def key_barriers(stages: Extent, ds_stages: Extent, dq_apart: bool) -> tuple[Bar
     dq_written = "Every consumer warp has written its part of a tile of dQ, in an even and in an odd iteration."
     dq = (
         BarrierGroup(dq_read, (Barrier("dq_empty", _ONE_THREAD),)),
-        BarrierGroup(dq_written, (Barrier("dq_full", _CONSUMER_WARPS),), literal(2), parity="dq_phase"),
+        BarrierGroup(dq_written, (Barrier("dq_full", _CONSUMER_WARPS),), literal(2)),
     )
     readers = _CONSUMER_WARPS if dq_apart else f"{_CONSUMER_WARPS} + kDqWriters"
     released = _empty("keys"), _empty("values")
@@ -71,7 +71,7 @@ def key_barriers(stages: Extent, ds_stages: Extent, dq_apart: bool) -> tuple[Bar
         _queries_and_d_outputs(stages),
         *(() if dq_apart else (ds, *dq)),
         BarrierGroup("Every consumer warp has released K, and V. There is one phase for each work tile.", released),
-        BarrierGroup(published, work_tile, literal(2), parity="work_tile_phase"),
+        BarrierGroup(published, work_tile, literal(2)),
     )
 
 
@@ -89,8 +89,6 @@ def query_barriers(key_stages: Extent, value_stages: Extent) -> tuple[BarrierGro
     """Returns the barriers of the kernel that computes dQ."""
     return (
         BarrierGroup("Q and dO have landed.", (_full("queries"),)),
-        _pipeline("A stage of K has landed, and has been released.", "keys", stages=key_stages, parity="key_phase"),
-        _pipeline(
-            "A stage of V has landed, and has been released.", "values", stages=value_stages, parity="value_phase"
-        ),
+        _pipeline("A stage of K has landed, and has been released.", "keys", stages=key_stages),
+        _pipeline("A stage of V has landed, and has been released.", "values", stages=value_stages),
     )

@@ -182,15 +182,20 @@ class HopperPlan(Checked):
         rows, keys, stages = literal(_ROWS), Extent("kTileK", self.tile_k), Extent("kStages", self.stages)
         head, value = head_extent(spec), value_extent(spec)
         element, kv_element = element_sizes(spec)
-        of_rows = (Buffer("Query", "Q", (rows, head), element), Buffer("Output", "O", (rows, value), element))
+        of_rows = (
+            Buffer("Query", "Q", (rows, head), element, member="queries"),
+            Buffer("Output", "O", (rows, value), element, member="output"),
+        )
         consumers, label = Extent("kConsumers", self.consumers), "rows of warpgroups"
         barriers = forward_barriers(stages, paged=bool(spec.page_size))
         index_bytes = literal(batch_traits(spec).tile_bytes)
         return SharedMemoryLayout(
             (
-                Buffer("Rows", label, copies=consumers, parts=of_rows, union=not output_apart),
-                Buffer("Key", "K", (keys, head), kv_element, copies=stages),
-                Buffer("Value", "V", (keys, value), kv_element, copies=stages, alignment=_SWIZZLE_BYTES),
+                Buffer("Rows", label, copies=consumers, parts=of_rows, union=not output_apart, index="warpgroup"),
+                Buffer("Key", "K", (keys, head), kv_element, copies=stages, member="keys"),
+                Buffer(
+                    "Value", "V", (keys, value), kv_element, copies=stages, alignment=_SWIZZLE_BYTES, member="values"
+                ),
                 mbarriers(barriers),
                 Buffer("Index", "tile number", (index_bytes,), BYTE),
                 *(self._drawing(drawn_steps) if spec.dropout else ()),

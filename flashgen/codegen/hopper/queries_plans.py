@@ -64,12 +64,23 @@ class HopperQueriesPlan(Checked):
         head, value, barriers = head_extent(spec), value_extent(spec), query_barriers(key_stages, value_stages)
         return SharedMemoryLayout(
             (
-                Buffer("Query", "Q", (rows, head), element, copies=consumers),
-                Buffer("DOutput", "dO", (rows, value), element, copies=consumers),
-                Buffer("Key", "K", (keys, head), kv_element, copies=key_stages),
-                Buffer("Value", "V", (keys, value), kv_element, copies=value_stages),
+                Buffer("Query", "Q", (rows, head), element, copies=consumers, member="queries", index="warpgroup"),
+                Buffer(
+                    "DOutput", "dO", (rows, value), element, copies=consumers, member="d_outputs", index="warpgroup"
+                ),
+                Buffer("Key", "K", (keys, head), kv_element, copies=key_stages, member="keys"),
+                Buffer("Value", "V", (keys, value), kv_element, copies=value_stages, member="values"),
                 mbarriers(barriers),
-                Buffer("QueryGradient", "dQ", (rows, head), element, copies=consumers, overlays="Query"),
+                Buffer(
+                    "QueryGradient",
+                    "dQ",
+                    (rows, head),
+                    element,
+                    copies=consumers,
+                    overlays="Query",
+                    member="dq",
+                    index="warpgroup",
+                ),
             ),
             barriers,
         )

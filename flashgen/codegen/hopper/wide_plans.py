@@ -90,10 +90,10 @@ class HopperWidePlan(Checked):
         (element, kv_element), passed = element_sizes(spec), exchanged(spec)
         return SharedMemoryLayout(
             (
-                Buffer("Key", "K", (keys, head), kv_element),
-                Buffer("Value", "V", (keys, value), kv_element),
-                Buffer("Query", "Q", (queries, head), element, copies=stages),
-                Buffer("DOutput", "dO", (queries, value), element, copies=stages),
+                Buffer("Key", "K", (keys, head), kv_element, member="keys"),
+                Buffer("Value", "V", (keys, value), kv_element, member="values"),
+                Buffer("Query", "Q", (queries, head), element, copies=stages, member="queries"),
+                Buffer("DOutput", "dO", (queries, value), element, copies=stages, member="d_outputs"),
                 Buffer(
                     "Exchange",
                     "P" if passed == "probabilities" else passed,
@@ -101,11 +101,12 @@ class HopperWidePlan(Checked):
                     element if passed == "probabilities" else FLOAT,
                     copies=exchange_stages,
                     note="in the order of the fragments",
+                    member="exchange",
                 ),
-                Buffer("Statistics", "L, D", (queries,), FLOAT2, copies=stages),
+                Buffer("Statistics", "L, D", (queries,), FLOAT2, copies=stages, member="statistics"),
                 mbarriers(barriers),
-                Buffer("KeyGradient", "dK", (keys, head), element, overlays="Key"),
-                Buffer("ValueGradient", "dV", (keys, value), element, overlays="Value"),
+                Buffer("KeyGradient", "dK", (keys, head), element, overlays="Key", member="dk"),
+                Buffer("ValueGradient", "dV", (keys, value), element, overlays="Value", member="dv"),
             ),
             barriers,
         )
