@@ -730,10 +730,9 @@ __device__ __forceinline__ long long first_row(const QueryIterator& iterator, co
 // Loads a work tile: Q, the row statistics and dO of each iteration, and with the first iteration K and V, once the buffers
 // of the previous work tile are released.
 __device__ __forceinline__ void load_work_tile(const WorkTile& work, QueryIterator& iterator, PipelineState<1> kv_state,
-                                               int& iteration, const SharedStorage& storage,
+                                               PipelineState<kStages>& state, const SharedStorage& storage,
                                                const BackwardDkdvArguments& arguments) {
-  for (bool first = true; !iterator.done(arguments); iterator.advance(work, arguments), ++iteration, first = false) {
-    const PipelineState<kStages> state = {iteration};
+  for (bool first = true; !iterator.done(arguments); iterator.advance(work, arguments), ++state, first = false) {
     const int head = iterator.head(work, arguments);
     mbarrier_wait(storage.queries_empty(state.stage()), state.phase() ^ 1);
     mbarrier_expect_bytes(storage.queries_full(state.stage()), kQueryBytes + kStatisticsBytes + (first ? kKeyBytes : 0));
@@ -760,7 +759,7 @@ __device__ __forceinline__ void load_work_tile(const WorkTile& work, QueryIterat
 
 // The producer: takes work tiles until none is left, publishes each of them to the other warps, and loads it.
 __device__ __forceinline__ void producer(const SharedStorage& storage, const BackwardDkdvArguments& arguments) {
-  int iteration = 0;   // of the pipelines of Q and dO, through all work tiles
+  PipelineState<kStages> state = {0};   // of Q and dO, through all work tiles
   for (PipelineState<2> tile_state = {0};; ++tile_state) {
     const PipelineState<1> kv_state = {tile_state.iteration};   // K and V have one stage
     // Fetches the next index that no other CTA has taken. Each CTA fetches one that is too large, and the last such increment
@@ -782,7 +781,7 @@ __device__ __forceinline__ void producer(const SharedStorage& storage, const Bac
       mbarrier_wait(storage.values_empty(), kv_state.phase() ^ 1);
     }
     mbarrier_arrive(storage.work_tile_full(tile_state.stage()));
-    load_work_tile(work, iterator, kv_state, iteration, storage, arguments);
+    load_work_tile(work, iterator, kv_state, state, storage, arguments);
   }
 }
 
@@ -798,9 +797,8 @@ __device__ __forceinline__ int warp_part_of_dq(int warpgroup) {
 // buffer has held dQ of an earlier iteration of this work tile.
 __device__ __forceinline__ void store_dq(const float (&d_queries)[kDqColumns / 2], int warpgroup,
                                          const SharedStorage& storage, PipelineState<kDsStages> state, bool has_stored) {
-  const PipelineState<1> dq_state = {state.iteration};   // dQ has one stage
   release(storage.ds_empty(state.stage()));
-  if (has_stored) mbarrier_wait(storage.dq_empty(), dq_state.phase() ^ 1);
+  if (has_stored) mbarrier_wait(storage.dq_empty(), PipelineState<1>{state.iteration}.phase() ^ 1);
   store_fragments<kDqColumns>(
       d_queries, storage.pointer<unsigned char>(storage.dq()) + warp_part_of_dq(warpgroup) * kDqPartBytes);
   fence_async_shared();

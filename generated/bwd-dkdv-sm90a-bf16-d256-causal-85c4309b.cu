@@ -571,9 +571,8 @@ __device__ __forceinline__ long long first_row(const QueryIterator& iterator, co
 __device__ __forceinline__ void producer(const WorkTile& work, const SharedStorage& storage,
                                          const BackwardDkdvArguments& arguments) {
   QueryIterator iterator(work, arguments);
-  int iteration = 0;
-  for (bool first = true; !iterator.done(arguments); iterator.advance(work, arguments), ++iteration, first = false) {
-    const PipelineState<kStages> state = {iteration};
+  PipelineState<kStages> state = {0};
+  for (bool first = true; !iterator.done(arguments); iterator.advance(work, arguments), ++state, first = false) {
     const int head = iterator.head(work, arguments);
     mbarrier_wait(storage.queries_empty(state.stage()), state.phase() ^ 1);
     mbarrier_expect_bytes(storage.queries_full(state.stage()), kQueryBytes + kStatisticsBytes + (first ? kKeyBytes : 0));

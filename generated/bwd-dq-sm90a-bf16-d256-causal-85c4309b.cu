@@ -339,12 +339,6 @@ struct SharedStorage {
   __device__ __forceinline__ unsigned values_full(int stage) const { return barriers + kKeyStages * 16 + 8 + stage * 16; }
   __device__ __forceinline__ unsigned values_empty(int stage) const { return barriers + kKeyStages * 16 + 16 + stage * 16; }
 
-  // Returns a pointer to what is at an address, for reads and writes by threads.
-  template <typename T>
-  __device__ __forceinline__ T* pointer(unsigned address) const {
-    return reinterpret_cast<T*>(shared_memory + static_cast<int>(address - base));
-  }
-
   __device__ __forceinline__ void init_barriers() const {
     mbarrier_init(queries_full(), 1);
     for (int stage = 0; stage < kKeyStages; ++stage) {

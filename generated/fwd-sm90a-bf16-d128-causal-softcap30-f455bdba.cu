@@ -368,12 +368,6 @@ struct SharedStorage {
   __device__ __forceinline__ unsigned values_full(int stage) const { return barriers + 32 + stage * 32; }
   __device__ __forceinline__ unsigned values_empty(int stage) const { return barriers + 40 + stage * 32; }
 
-  // Returns a pointer to what is at an address, for reads and writes by threads.
-  template <typename T>
-  __device__ __forceinline__ T* pointer(unsigned address) const {
-    return reinterpret_cast<T*>(shared_memory + static_cast<int>(address - base));
-  }
-
   // The index of the work tile of Q, written before Q is loaded and read when it has landed.
   static __device__ __forceinline__ int& tile_index() { return *reinterpret_cast<int*>(shared_memory + kIndexOffset); }
 

@@ -23,7 +23,9 @@ def functions(source: str) -> dict[str, str]:
             lines, inside = [], True
         if inside:
             lines.append(line)
-            if line == "}" or (line.endswith("}") and lines[-1].startswith("__device__")):
+            if line.startswith("struct "):  # a class template
+                inside = False
+            elif line == "}" or (line.endswith("}") and lines[-1].startswith("__device__")):
                 inside = False
                 name = _NAME.search("\n".join(lines).replace("__launch_bounds__(", ""))
                 assert name, lines

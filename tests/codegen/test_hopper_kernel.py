@@ -29,8 +29,8 @@ SM_90A = target_named("sm_90a")
 needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 
 DIMS = (128, 64, 256, 40, 96, 192, 8, 160, 72, 80, 224)
-MOST_LINES = 416  # including comments, header and code of the variant; without primitives
-MOST_CODE = 460  # lines of code, including code of the variant and of the tiles
+MOST_LINES = 418  # including comments, header and code of the variant; without primitives
+MOST_CODE = 463  # lines of code, including code of the variant and of the tiles
 LONGEST_FUNCTION = 75
 
 
