@@ -479,6 +479,101 @@ __device__ __forceinline__ void rescale(float (&output)[kValueDimPadded / 2], co
   for (int n = 0; n < kValueDimPadded / 2; ++n) output[n] *= factor[Output::row_index(n)];
 }
 
+// ---- The softmax ----------------------------------------------------------------------------------------------------
+
+// The running state of a row: the row maximum m, which may lag, and this lane's part of the row sum l of 2^(s - m).
+struct RowState {
+  float row_max = minus_infinity(), sum = 0.0f;
+
+  // The offset that folds the row maximum into the fused multiply-add of an exponent. It can be used if the row maximum is
+  // finite, as the row has seen a key, and the rounding error of the product is below 1.
+  __device__ __forceinline__ float offset() const { return -row_max * kScoreToLog2; }
+  __device__ __forceinline__ bool has_offset() const { return fabsf(row_max) < kMaxFoldedRowMax; }
+
+  // Raises the row maximum, rescales the sum and returns the factor that rescales the output. A row without a key has nothing
+  // to rescale, and -inf - -inf would be NaN.
+  __device__ __forceinline__ float update_row_max(float maximum) {
+    const float old = row_max;
+    row_max = fmaxf(old, maximum);
+    const float shrink = row_max == minus_infinity() ? 1.0f : exp2_approx((old - row_max) * kScoreToLog2);
+    sum *= shrink;
+    return shrink;
+  }
+};
+
+// Returns the largest score of the lane's row r.
+__device__ __forceinline__ float row_maximum(const float (&scores)[Scores::kElements], int r) {
+  float even = scores[Scores::pair(r, 0)], odd = scores[Scores::pair(r, 0) + 1];   // two independent chains
+#pragma unroll
+  for (int j = 1; j < Scores::kPairs; ++j) {
+    even = fmaxf(even, scores[Scores::pair(r, j)]);
+    odd = fmaxf(odd, scores[Scores::pair(r, j) + 1]);
+  }
+  return quad_max(fmaxf(even, odd));
+}
+
+// Subtracts the row maxima from the scores if they cannot be used as offsets. This is exact but takes one more operation
+// per score.
+__device__ __forceinline__ void subtract_row_max(float (&scores)[Scores::kElements], const RowState (&rows)[Scores::kRows]) {
+#pragma unroll
+  for (int n = 0; n < Scores::kElements; ++n) {
+    const float row_max = rows[Scores::row_index(n)].row_max;
+    scores[n] -= row_max == minus_infinity() ? 0.0f : row_max;
+  }
+}
+
+// Computes the probabilities 2^(s - m) of a tile of scores, rounded to the input's type, as the operand of P * V, 16 keys at a
+// time. `sums` receives this lane's part of their row sums. Returns whether a row exceeds its maximum by too much.
+__device__ __forceinline__ bool compute_p(unsigned (&probabilities)[kTileK / 16][4], float (&sums)[2],
+                                             const float (&scores)[Scores::kElements], const float (&offsets)[2]) {
+  float even[2] = {}, odd[2] = {};   // two independent chains per row
+#pragma unroll
+  for (int n = 0; n < Scores::kElements; n += 2) {
+    const int r = Scores::row_index(n);
+    const float left = exp2_approx(fmaf(scores[n], kScoreToLog2, offsets[r]));
+    const float right = exp2_approx(fmaf(scores[n + 1], kScoreToLog2, offsets[r]));
+    even[r] += left;
+    odd[r] += right;
+    probabilities[n / 8][n / 2 % 4] = pack_bf16(left, right);
+  }
+  sums[0] = even[0] + odd[0];
+  sums[1] = even[1] + odd[1];
+  return fmaxf(sums[0], sums[1]) > kMaxLaneSum;
+}
+
+// Raises row maxima that lag to the true maxima, and rescales output and row sums. Returns whether the maxima are steady: all
+// rows of the warp have offsets, and no maximum grew much.
+__device__ __forceinline__ bool update_row_maxima(RowState (&rows)[Scores::kRows], float (&output)[Output::kElements],
+                                                 const float (&scores)[Scores::kElements]) {
+  float shrink[Scores::kRows];
+  bool steady = true;
+#pragma unroll
+  for (int r = 0; r < Scores::kRows; ++r) {
+    const bool had_one = rows[r].row_max != minus_infinity();
+    shrink[r] = rows[r].update_row_max(row_maximum(scores, r));
+    steady &= rows[r].has_offset() && !(had_one && shrink[r] < 1.0f / kMaxLaneSum);
+  }
+  rescale(output, shrink);
+  return __all_sync(0xffffffffu, steady);
+}
+
+// Turns scores into probabilities. While row maxima are `steady`, those of earlier tiles are tried first: the row sums show
+// whether they are large enough, and they nearly always are. The first step of a work tile has none to try.
+__device__ __forceinline__ void softmax(unsigned (&probabilities)[kTileK / 16][4], float (&output)[Output::kElements],
+                                        RowState (&rows)[Scores::kRows], bool& steady,
+                                        float (&scores)[Scores::kElements]) {
+  float sums[2], offsets[2] = {rows[0].offset(), rows[1].offset()};
+  if (!steady || __any_sync(0xffffffffu, compute_p(probabilities, sums, scores, offsets))) {
+    steady = update_row_maxima(rows, output, scores);
+    if (!steady) subtract_row_max(scores, rows);
+#pragma unroll
+    for (int r = 0; r < Scores::kRows; ++r) offsets[r] = steady ? rows[r].offset() : 0.0f;
+    compute_p(probabilities, sums, scores, offsets);
+  }
+  rows[0].sum += sums[0];
+  rows[1].sum += sums[1];
+}
+
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
 // The position of a lane's scores: batch, query head, the lane's first query and its first key within a tile.
@@ -602,99 +697,6 @@ __device__ __forceinline__ void apply_mods(float (&scores)[Scores::kElements], c
                                            const KeyTiles& tiles, int step, int first_key, const ForwardArguments& arguments) {
   if (!tiles.full(step)) apply_mask(scores, position, first_key, arguments);
   if (const int left = arguments.len_k - first_key; left < kTileK) apply_seqlen_mask(scores, position, left);
-}
-
-// The running state of a row: the row maximum m, which may lag, and this lane's part of the row sum l of 2^(s - m).
-struct RowState {
-  float row_max = minus_infinity(), sum = 0.0f;
-
-  // The offset that folds the row maximum into the fused multiply-add of an exponent. It can be used if the row maximum is
-  // finite, as the row has seen a key, and the rounding error of the product is below 1.
-  __device__ __forceinline__ float offset() const { return -row_max * kScoreToLog2; }
-  __device__ __forceinline__ bool has_offset() const { return fabsf(row_max) < kMaxFoldedRowMax; }
-
-  // Raises the row maximum, rescales the sum and returns the factor that rescales the output. A row without a key has nothing
-  // to rescale, and -inf - -inf would be NaN.
-  __device__ __forceinline__ float update_row_max(float maximum) {
-    const float old = row_max;
-    row_max = fmaxf(old, maximum);
-    const float shrink = row_max == minus_infinity() ? 1.0f : exp2_approx((old - row_max) * kScoreToLog2);
-    sum *= shrink;
-    return shrink;
-  }
-};
-
-// Returns the largest score of the lane's row r.
-__device__ __forceinline__ float row_maximum(const float (&scores)[Scores::kElements], int r) {
-  float even = scores[Scores::pair(r, 0)], odd = scores[Scores::pair(r, 0) + 1];   // two independent chains
-#pragma unroll
-  for (int j = 1; j < Scores::kPairs; ++j) {
-    even = fmaxf(even, scores[Scores::pair(r, j)]);
-    odd = fmaxf(odd, scores[Scores::pair(r, j) + 1]);
-  }
-  return quad_max(fmaxf(even, odd));
-}
-
-// Subtracts the row maxima from the scores if they cannot be used as offsets. This is exact but takes one more operation
-// per score.
-__device__ __forceinline__ void subtract_row_max(float (&scores)[Scores::kElements], const RowState (&rows)[Scores::kRows]) {
-#pragma unroll
-  for (int n = 0; n < Scores::kElements; ++n) {
-    const float row_max = rows[Scores::row_index(n)].row_max;
-    scores[n] -= row_max == minus_infinity() ? 0.0f : row_max;
-  }
-}
-
-// Computes the probabilities 2^(s - m) of a tile of scores, rounded to the input's type, as the operand of P * V, 16 keys at a
-// time. `sums` receives this lane's part of their row sums. Returns whether a row exceeds its maximum by too much.
-__device__ __forceinline__ bool compute_p(unsigned (&probabilities)[kTileK / 16][4], float (&sums)[2],
-                                             const float (&scores)[Scores::kElements], const float (&offsets)[2]) {
-  float even[2] = {}, odd[2] = {};   // two independent chains per row
-#pragma unroll
-  for (int n = 0; n < Scores::kElements; n += 2) {
-    const int r = Scores::row_index(n);
-    const float left = exp2_approx(fmaf(scores[n], kScoreToLog2, offsets[r]));
-    const float right = exp2_approx(fmaf(scores[n + 1], kScoreToLog2, offsets[r]));
-    even[r] += left;
-    odd[r] += right;
-    probabilities[n / 8][n / 2 % 4] = pack_bf16(left, right);
-  }
-  sums[0] = even[0] + odd[0];
-  sums[1] = even[1] + odd[1];
-  return fmaxf(sums[0], sums[1]) > kMaxLaneSum;
-}
-
-// Raises row maxima that lag to the true maxima, and rescales output and row sums. Returns whether the maxima are steady: all
-// rows of the warp have offsets, and no maximum grew much.
-__device__ __forceinline__ bool update_row_maxima(RowState (&rows)[Scores::kRows], float (&output)[Output::kElements],
-                                                 const float (&scores)[Scores::kElements]) {
-  float shrink[Scores::kRows];
-  bool steady = true;
-#pragma unroll
-  for (int r = 0; r < Scores::kRows; ++r) {
-    const bool had_one = rows[r].row_max != minus_infinity();
-    shrink[r] = rows[r].update_row_max(row_maximum(scores, r));
-    steady &= rows[r].has_offset() && !(had_one && shrink[r] < 1.0f / kMaxLaneSum);
-  }
-  rescale(output, shrink);
-  return __all_sync(0xffffffffu, steady);
-}
-
-// Turns scores into probabilities. While row maxima are `steady`, those of earlier tiles are tried first: the row sums show
-// whether they are large enough, and they nearly always are. The first step of a work tile has none to try.
-__device__ __forceinline__ void softmax(unsigned (&probabilities)[kTileK / 16][4], float (&output)[Output::kElements],
-                                        RowState (&rows)[Scores::kRows], bool& steady,
-                                        float (&scores)[Scores::kElements]) {
-  float sums[2], offsets[2] = {rows[0].offset(), rows[1].offset()};
-  if (!steady || __any_sync(0xffffffffu, compute_p(probabilities, sums, scores, offsets))) {
-    steady = update_row_maxima(rows, output, scores);
-    if (!steady) subtract_row_max(scores, rows);
-#pragma unroll
-    for (int r = 0; r < Scores::kRows; ++r) offsets[r] = steady ? rows[r].offset() : 0.0f;
-    compute_p(probabilities, sums, scores, offsets);
-  }
-  rows[0].sum += sums[0];
-  rows[1].sum += sums[1];
 }
 
 // The epilogue: divides by the row sums, stores this warp's 16 rows of the output and, to the base e, the log-sum-exp of

@@ -487,6 +487,92 @@ __device__ __forceinline__ void rescale(float (&output)[kValueDimPadded / 2], co
   for (int n = 0; n < kValueDimPadded / 2; ++n) output[n] *= factor[Output::row_index(n)];
 }
 
+// ---- The softmax ----------------------------------------------------------------------------------------------------
+
+// The running state of a row: the row maximum m, which may lag, and this lane's part of the row sum l of 2^(s - m).
+struct RowState {
+  float row_max = minus_infinity(), sum = 0.0f;
+
+  // The offset that folds the row maximum into the fused multiply-add of an exponent. It can be used if the row maximum is
+  // finite, as the row has seen a key, and the rounding error of the product is below 1.
+  __device__ __forceinline__ float offset() const { return -row_max * kScoreToLog2; }
+  __device__ __forceinline__ bool has_offset() const { return fabsf(row_max) < kMaxFoldedRowMax; }
+
+  // Raises the row maximum, rescales the sum and returns the factor that rescales the output. A row without a key has nothing
+  // to rescale, and -inf - -inf would be NaN.
+  __device__ __forceinline__ float update_row_max(float maximum) {
+    const float old = row_max;
+    row_max = fmaxf(old, maximum);
+    const float shrink = row_max == minus_infinity() ? 1.0f : exp2_approx((old - row_max) * kScoreToLog2);
+    sum *= shrink;
+    return shrink;
+  }
+};
+
+// Returns the largest score of the lane's row r.
+__device__ __forceinline__ float row_maximum(const float (&scores)[Scores::kElements], int r) {
+  float even = scores[Scores::pair(r, 0)], odd = scores[Scores::pair(r, 0) + 1];   // two independent chains
+#pragma unroll
+  for (int j = 1; j < Scores::kPairs; ++j) {
+    even = fmaxf(even, scores[Scores::pair(r, j)]);
+    odd = fmaxf(odd, scores[Scores::pair(r, j) + 1]);
+  }
+  return quad_max(fmaxf(even, odd));
+}
+
+// Subtracts the row maxima from the scores if they cannot be used as offsets. This is exact but takes one more operation
+// per score.
+__device__ __forceinline__ void subtract_row_max(float (&scores)[Scores::kElements], const RowState (&rows)[Scores::kRows]) {
+#pragma unroll
+  for (int n = 0; n < Scores::kElements; ++n) {
+    const float row_max = rows[Scores::row_index(n)].row_max;
+    scores[n] -= row_max == minus_infinity() ? 0.0f : row_max;
+  }
+}
+
+// Rounds probabilities to the input's type, as the operand of P * V, 16 keys at a time.
+__device__ __forceinline__ void round_probabilities(unsigned (&operand)[kTileK / 16][4],
+                                                    const float (&probabilities)[Scores::kElements]) {
+#pragma unroll
+  for (int n = 0; n < Scores::kElements; n += 2) {
+    operand[n / 8][n / 2 % 4] = pack_bf16(probabilities[n], probabilities[n + 1]);
+  }
+}
+
+// Turns a tile of scores into probabilities 2^(s - m) and adds them to the row sums. Row maxima change only if some row of
+// the warp exceeds its own by kRescaleThreshold: then the result is true, and the output must be multiplied by `shrink`.
+// This runs beside P * V, because score functions take long and their scores may grow from tile to tile.
+__device__ __forceinline__ bool softmax(float (&scores)[Scores::kElements], RowState (&rows)[Scores::kRows],
+                                        float (&shrink)[Scores::kRows]) {
+  float maximum[Scores::kRows];
+  bool outgrown = false;
+#pragma unroll
+  for (int r = 0; r < Scores::kRows; ++r) {
+    maximum[r] = row_maximum(scores, r);
+    outgrown |= (maximum[r] - rows[r].row_max) * kScoreToLog2 > kRescaleThreshold;
+  }
+  outgrown = __any_sync(0xffffffffu, outgrown);
+  if (outgrown) {
+#pragma unroll
+    for (int r = 0; r < Scores::kRows; ++r) shrink[r] = rows[r].update_row_max(maximum[r]);
+  }
+  const bool by_offsets = __all_sync(0xffffffffu, rows[0].has_offset() && rows[1].has_offset());
+  if (!by_offsets) subtract_row_max(scores, rows);
+#pragma unroll
+  for (int r = 0; r < Scores::kRows; ++r) {
+    const float offset = by_offsets ? rows[r].offset() : 0.0f;
+    float even = 0.0f, odd = 0.0f;
+#pragma unroll
+    for (int j = 0; j < Scores::kPairs; ++j) {
+      const int n = Scores::pair(r, j);
+      even += scores[n] = exp2_approx(fmaf(scores[n], kScoreToLog2, offset));
+      odd += scores[n + 1] = exp2_approx(fmaf(scores[n + 1], kScoreToLog2, offset));
+    }
+    rows[r].sum += even + odd;
+  }
+  return outgrown;
+}
+
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
 // The position of a lane's scores: batch, query head, the lane's first query and its first key within a tile.
@@ -625,90 +711,6 @@ __device__ __forceinline__ void apply_mods(float (&scores)[Scores::kElements], c
   apply_score(scores, position, first_key, arguments);
   if (!tiles.full(step)) apply_mask(scores, position, first_key, arguments);
   if (const int left = arguments.len_k - first_key; left < kTileK) apply_seqlen_mask(scores, position, left);
-}
-
-// The running state of a row: the row maximum m, which may lag, and this lane's part of the row sum l of 2^(s - m).
-struct RowState {
-  float row_max = minus_infinity(), sum = 0.0f;
-
-  // The offset that folds the row maximum into the fused multiply-add of an exponent. It can be used if the row maximum is
-  // finite, as the row has seen a key, and the rounding error of the product is below 1.
-  __device__ __forceinline__ float offset() const { return -row_max * kScoreToLog2; }
-  __device__ __forceinline__ bool has_offset() const { return fabsf(row_max) < kMaxFoldedRowMax; }
-
-  // Raises the row maximum, rescales the sum and returns the factor that rescales the output. A row without a key has nothing
-  // to rescale, and -inf - -inf would be NaN.
-  __device__ __forceinline__ float update_row_max(float maximum) {
-    const float old = row_max;
-    row_max = fmaxf(old, maximum);
-    const float shrink = row_max == minus_infinity() ? 1.0f : exp2_approx((old - row_max) * kScoreToLog2);
-    sum *= shrink;
-    return shrink;
-  }
-};
-
-// Returns the largest score of the lane's row r.
-__device__ __forceinline__ float row_maximum(const float (&scores)[Scores::kElements], int r) {
-  float even = scores[Scores::pair(r, 0)], odd = scores[Scores::pair(r, 0) + 1];   // two independent chains
-#pragma unroll
-  for (int j = 1; j < Scores::kPairs; ++j) {
-    even = fmaxf(even, scores[Scores::pair(r, j)]);
-    odd = fmaxf(odd, scores[Scores::pair(r, j) + 1]);
-  }
-  return quad_max(fmaxf(even, odd));
-}
-
-// Subtracts the row maxima from the scores if they cannot be used as offsets. This is exact but takes one more operation
-// per score.
-__device__ __forceinline__ void subtract_row_max(float (&scores)[Scores::kElements], const RowState (&rows)[Scores::kRows]) {
-#pragma unroll
-  for (int n = 0; n < Scores::kElements; ++n) {
-    const float row_max = rows[Scores::row_index(n)].row_max;
-    scores[n] -= row_max == minus_infinity() ? 0.0f : row_max;
-  }
-}
-
-// Rounds probabilities to the input's type, as the operand of P * V, 16 keys at a time.
-__device__ __forceinline__ void round_probabilities(unsigned (&operand)[kTileK / 16][4],
-                                                    const float (&probabilities)[Scores::kElements]) {
-#pragma unroll
-  for (int n = 0; n < Scores::kElements; n += 2) {
-    operand[n / 8][n / 2 % 4] = pack_bf16(probabilities[n], probabilities[n + 1]);
-  }
-}
-
-// Turns a tile of scores into probabilities 2^(s - m) and adds them to the row sums. Row maxima change only if some row of
-// the warp exceeds its own by kRescaleThreshold: then the result is true, and the output must be multiplied by `shrink`.
-// This runs beside P * V, because score functions take long and their scores may grow from tile to tile.
-__device__ __forceinline__ bool softmax(float (&scores)[Scores::kElements], RowState (&rows)[Scores::kRows],
-                                        float (&shrink)[Scores::kRows]) {
-  float maximum[Scores::kRows];
-  bool outgrown = false;
-#pragma unroll
-  for (int r = 0; r < Scores::kRows; ++r) {
-    maximum[r] = row_maximum(scores, r);
-    outgrown |= (maximum[r] - rows[r].row_max) * kScoreToLog2 > kRescaleThreshold;
-  }
-  outgrown = __any_sync(0xffffffffu, outgrown);
-  if (outgrown) {
-#pragma unroll
-    for (int r = 0; r < Scores::kRows; ++r) shrink[r] = rows[r].update_row_max(maximum[r]);
-  }
-  const bool by_offsets = __all_sync(0xffffffffu, rows[0].has_offset() && rows[1].has_offset());
-  if (!by_offsets) subtract_row_max(scores, rows);
-#pragma unroll
-  for (int r = 0; r < Scores::kRows; ++r) {
-    const float offset = by_offsets ? rows[r].offset() : 0.0f;
-    float even = 0.0f, odd = 0.0f;
-#pragma unroll
-    for (int j = 0; j < Scores::kPairs; ++j) {
-      const int n = Scores::pair(r, j);
-      even += scores[n] = exp2_approx(fmaf(scores[n], kScoreToLog2, offset));
-      odd += scores[n + 1] = exp2_approx(fmaf(scores[n + 1], kScoreToLog2, offset));
-    }
-    rows[r].sum += even + odd;
-  }
-  return outgrown;
 }
 
 // The epilogue: divides by the row sums, stores this warp's 16 rows of the output and, to the base e, the log-sum-exp of
