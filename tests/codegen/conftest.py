@@ -74,7 +74,7 @@ def run_expressions(nodes: Sequence[sympy.Basic], captures: Arrays) -> list[np.n
 
 def _kernel_text(nodes: Sequence[sympy.Basic], layout: Any, arrays: Sequence[Any]) -> str:
     struct, templates = "ExpressionArguments", environment()
-    types = templates.get_template("types.cuh.jinja").render(struct=struct, dtype=None, layout=layout)
+    types = templates.get_template("types.cuh.jinja").render(struct=struct, element=None, layout=layout)
     variant = Variant(None, None, tuple(_array(capture) for capture in arrays))
     loads = templates.get_template("variant.cuh.jinja").render(struct=struct, variant=variant, position=False)
     parameters = f"int b, int h, int q, int k, float score, const {struct}& arguments"

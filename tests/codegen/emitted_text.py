@@ -9,22 +9,22 @@ from flashgen.codegen.rendered_kernel import RenderedKernel
 
 LONGEST_FUNCTION, LONGEST_KERNEL, LONGEST_FILE = 60, 90, 392  # lines; of a file, without primitives
 _NAME = re.compile(r"(operator\W+|\w+)\(")
-_FRAGMENT = re.compile(r"^template <[^>]*>\nstruct Fragment \{$.*?^\};\n", re.MULTILINE | re.DOTALL)
+_TYPES = re.compile(r"^template <[^>]*>\nstruct (?:Fragment|PipelineState) \{$.*?^\};\n", re.MULTILINE | re.DOTALL)
 
 
 def without_comments(source: str) -> str:
     return re.sub(r"//[^\n]*", "", source)
 
 
-def without_fragment(source: str) -> str:
-    """Removes the description of a fragment: it is the same in all kernels of a family, which read parts of it."""
-    return _FRAGMENT.sub("", source)
+def without_types(source: str) -> str:
+    """Removes the types of fragments and pipelines: they are the same in all kernels, which use parts of them."""
+    return _TYPES.sub("", source)
 
 
 def functions(source: str) -> dict[str, str]:
     """Returns the text of each function by name."""
     found, lines, inside = {}, [], False
-    for line in without_fragment(source).splitlines():
+    for line in without_types(source).splitlines():
         if not inside and line.startswith(("template", "__device__ ", 'extern "C"')) and not line.endswith(";"):
             lines, inside = [], True
         if inside:
@@ -55,7 +55,7 @@ def functions_fit(
         lines = text.count("\n") + 1
         is_kernel = name == kernel.entry
         assert lines <= (longest_kernel if is_kernel else LONGEST_FUNCTION), f"{name} has {lines} lines"
-    body = without_fragment(without_comments(kernel.source)).split("#endif\n", 1)[1]
+    body = without_types(without_comments(kernel.source)).split("#endif\n", 1)[1]
     lines = sum(bool(line.strip()) for line in body.splitlines())
     most = longest_file + of_one_element(kernel.source) + of_diagonals(kernel.source)
     assert lines <= most, f"{lines} lines of code"
@@ -85,7 +85,7 @@ def all_used(kernel: RenderedKernel) -> None:
     defined = [name for name in functions(source) if name != kernel.entry]
     unused = [name for name in defined if words.count(name) < 2 and not name.startswith("operator")]
     assert not unused, f"functions without callers: {unused}"
-    constants = re.findall(r"^ *(?:static )?constexpr \w+ (k\w+) =", without_fragment(source), re.MULTILINE)
+    constants = re.findall(r"^ *(?:static )?constexpr \w+ (k\w+) =", without_types(source), re.MULTILINE)
     unread = [name for name in constants if words.count(name) < 2]
     assert not unread, f"unused constants: {unread}"
 

@@ -210,7 +210,7 @@ def source_of(spec: fg.AttentionSpec) -> tuple[str, ArgumentLayout]:
     head = f'extern "C" __global__ void derivatives(const __grid_constant__ {STRUCT} arguments) {{\n  '
     text = f"constexpr float kScale = {SCALE}f;\n{functions}\n{head}" + "\n  ".join(lines) + "\n}\n"
     device, shared = primitives_for(text, TARGETS["sm_80"])
-    types = templates.get_template("types.cuh.jinja").render(struct=STRUCT, dtype=None, layout=layout)
+    types = templates.get_template("types.cuh.jinja").render(struct=STRUCT, element=None, layout=layout)
     primitives = templates.get_template("primitives.cuh.jinja").render(
         device_primitives=device, shared_primitives=shared, uses_shared_memory=False
     )

@@ -10,7 +10,7 @@ from itertools import cycle
 import pytest
 
 import flashgen.language as fg
-from emitted_text import of_one_element, without_fragment
+from emitted_text import of_one_element, without_types
 from flashgen.build import nvrtc
 from flashgen.build.inspect import sass
 from flashgen.codegen.dispatch import render_forward
@@ -101,7 +101,7 @@ def test_text_is_short_and_tidy(variant: Variant) -> None:
         r"(.*?)(// ---- Primitives -.*?)(// ---- The variant -.*)", source, re.DOTALL
     ).groups()
     assert (head + rest).count("\n") < MOST_LINES + of_one_element(source) and "#endif" in primitives
-    body = without_fragment(re.sub(r"//[^\n]*", "", source)).split("#endif\n", 1)[1]
+    body = without_types(re.sub(r"//[^\n]*", "", source)).split("#endif\n", 1)[1]
     assert sum(bool(line.strip()) for line in body.splitlines()) <= MOST_CODE + of_one_element(source)
     for text in re.findall(r"^(?:__device__|template)[^;\n]*\n(?:.*\n)*?\}\n", body, re.MULTILINE):
         assert text.count("\n") <= LONGEST_FUNCTION, text

@@ -136,11 +136,11 @@ def test_barriers_have_addresses_names_and_bytes() -> None:
 
 @pytest.mark.parametrize("union", [False, True])
 def test_members_return_the_addresses_of_copies(union: bool) -> None:
-    queries = Buffer("Query", "Q", (ROWS, COLUMNS), member="queries")
-    parts = (queries, Buffer("Output", "O", (ROWS, COLUMNS), member="output"))
+    queries = Buffer("Query", "Q", (ROWS, COLUMNS), ELEMENT, member="queries")
+    parts = (queries, Buffer("Output", "O", (ROWS, COLUMNS), ELEMENT, member="output"))
     rows = Buffer("Rows", "rows", copies=Extent("kGroups", 2), parts=parts, union=union, index="group")
-    keys = Buffer("Key", "K", (ROWS, COLUMNS), copies=STAGES, member="keys")
-    gradient = Buffer("KeyGradient", "dK", (ROWS, COLUMNS), overlays="Key", member="dk")
+    keys = Buffer("Key", "K", (ROWS, COLUMNS), ELEMENT, copies=STAGES, member="keys")
+    gradient = Buffer("KeyGradient", "dK", (ROWS, COLUMNS), ELEMENT, overlays="Key", member="dk")
     layout = SharedMemoryLayout((rows, keys, Buffer("Sums", "sums", (ROWS,), FLOAT), gradient))
     named = {member.name: member for member in layout.members()}
     assert [(name, member.parameter) for name, member in named.items()] == [

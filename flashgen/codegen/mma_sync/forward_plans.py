@@ -125,7 +125,8 @@ class ForwardPlan(Checked):
             return f"tile_q={self.tile_q} must be a multiple of 16 x warps={self.warps} / split={self.split}"
         columns = (DROPOUT_COLUMNS if spec.dropout else MMA_DEPTH) * self.split
         if self.tile_k % columns:
-            return f"tile_k={self.tile_k} must be a multiple of 16 x split={self.split}, of 32 x split with dropout"
+            each = f", for each of split={self.split} parts" if self.split > 1 else ""
+            return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout{each}"
         if (self.split > 1) != (spec.max_dim > MAX_UNSPLIT) or self.split not in (1, 2, MAX_SPLIT):
             return f"split={self.split} must be 1, or 2 or {MAX_SPLIT} if head_dim or value_dim is above {MAX_UNSPLIT}"
         if self.stages not in (1, 2):
