@@ -217,10 +217,13 @@ def is_decode(result: Tuning) -> bool:
     return any(is_decode_plan(result.default, target) for target in TARGETS.values())
 
 
+_UNSAID = (("packed_heads", 1), ("split", 1))
+
+
 def plan_text(plan: Any) -> str:
     """Formats a plan: "192 x 128, consumers 3, stages 2, takes_turns"."""
     words = []
     for name, value in dataclasses.asdict(plan).items():
-        if name not in ("tile_q", "tile_k") and value is not False and (name, value) != ("packed_heads", 1):
+        if name not in ("tile_q", "tile_k") and value is not False and (name, value) not in _UNSAID:
             words.append(name if value is True else f"{name} {value}")
     return ", ".join([f"{plan.tile_q} x {plan.tile_k}", *words])

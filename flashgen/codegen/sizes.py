@@ -84,7 +84,7 @@ class Sizes:
         multiprocessors: Multiprocessors of the GPU.
         count: Number of elements for kernels that process an array elementwise, such as a captured array.
         splits: KV splits of a decode kernel.
-        total_q, total_k: Rows of the packed arrays of a varlen batch.
+        total_q, total_k: Rows of q, and of k and v: of a sequence, or of all sequences of a varlen batch.
     """
 
     batch: Any

@@ -289,7 +289,7 @@ class Fake:
 def test_shapes_are_checked_without_data() -> None:
     spec = fg.AttentionSpec(64, value_dim=32)
     arrays = {"q": Fake((2, 4, 10, 64)), "k": Fake((2, 2, 20, 64)), "v": Fake((2, 2, 20, 32))}
-    assert checked_sizes(spec, arrays) == Sizes(2, 4, 2, 10, 20)
+    assert checked_sizes(spec, arrays) == Sizes(2, 4, 2, 10, 20, total_q=10, total_k=20)
     with pytest.raises(ArgumentError, match="v has batch 3 and q has 2"):
         checked_sizes(spec, arrays | {"v": Fake((3, 2, 20, 32))})
     with pytest.raises(ArgumentError, match="k has dtype bfloat16"):

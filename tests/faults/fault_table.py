@@ -339,10 +339,10 @@ FAULTS = [
     ]),
     # Hopper's forward over pages
     *caught_by(FORWARD, [ANY_PROTOCOL, EARLY_RACE_AT_LINE], [
-        ("a tail cleared before it lands", PAGES, r"mbarrier_wait\(full, tail_phase\);"),
+        ("a tail cleared before it lands", PAGES, r"mbarrier_wait\(full, phases >> 1\);"),
     ]),
     *caught_by(FORWARD, [ANY_PROTOCOL], [
-        ("phase of a tail", PAGES, r"tail_phase \^= 1;"),
+        ("phase of a tail", PAGES, r"phases \^= 2;"),
         ("a tail released before it is zeroed", PAGES, r"left < kTileK \? storage\.tail_full\(\) :"),
         ("zeroing without a proxy fence", PAGES, r"fence_async_shared\(\);(   // wgmma)", r"\1"),
         ("a tail that is never released", PAGES, r"release\(storage\.values_full\(state\.stage\(\)\)\);"),
