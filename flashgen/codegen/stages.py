@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from flashgen.codegen.dispatch import (
     head_split_plan,
@@ -88,19 +88,44 @@ def kernels_of(
         UnsupportedError: The target cannot run the spec, cannot pack heads, or has no smaller tiles for it.
     """
     kernels: dict[str, RenderedKernel] = {}
-    for name in passes:
-        if name not in PARTS:
-            raise SpecError(f"pass {name!r} is not known; choose from {', '.join(PARTS)}")
-        if name == "decode":
-            kernels |= decode_kernels(spec, target, unique_names)
-            continue
-        if name == "forward":
-            more = forward_kernels(spec, target, packed_heads, smaller_tiles)
-        else:
-            plan = required_head_split_plan(spec, target) if heads_apart else None
-            more = backward_kernels(spec, target, deterministic, unique_names, plan)
-        kernels |= {f"backward_{part}" if part in kernels else part: kernel for part, kernel in more.items()}
+    options = _Options(deterministic, unique_names, packed_heads, smaller_tiles, heads_apart)
+    for part in passes:
+        if part not in _KERNELS:
+            raise SpecError(f"pass {part!r} is not known; choose from {', '.join(PARTS)}")
+        own = _KERNELS[part](spec, target, options)
+        kernels |= {f"{part}_{role}" if role in kernels else role: kernel for role, kernel in own.items()}
     return kernels
+
+
+class _Options(NamedTuple):
+    """The arguments of `kernels_of` that select kernels of a pass."""
+
+    deterministic: bool
+    unique_names: bool
+    packed_heads: int
+    smaller_tiles: bool
+    heads_apart: bool
+
+
+def _forward(spec: AttentionSpec, target: Target, options: _Options) -> Kernels:
+    return forward_kernels(spec, target, options.packed_heads, options.smaller_tiles)
+
+
+def _decode(spec: AttentionSpec, target: Target, options: _Options) -> Kernels:
+    return decode_kernels(spec, target, options.unique_names)
+
+
+def _backward(spec: AttentionSpec, target: Target, options: _Options) -> Kernels:
+    plan = required_head_split_plan(spec, target) if options.heads_apart else None
+    return backward_kernels(spec, target, options.deterministic, options.unique_names, plan)
+
+
+_KERNELS: dict[Part, Callable[[AttentionSpec, Target, _Options], Kernels]] = {
+    "forward": _forward,
+    "decode": _decode,
+    "backward": _backward,
+}
+"""A row for each pass: the function that returns its kernels by role."""
 
 
 def kernels_by_sizes(

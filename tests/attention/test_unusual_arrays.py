@@ -39,3 +39,18 @@ def test_subclasses_of_torch_tensors() -> None:
     for other in (causal_lower_right(3, 4), fake):
         with pytest.raises(ArgumentError, match=f"bias of type .*{type(other).__name__} is no plain tensor of torch"):
             library_of(other, "bias")
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_values_may_be_a_part_of_the_keys(target: str) -> None:
+    """Latent attention: v is the first columns of k, as a view. Both passes read it by its strides."""
+    compiled = fg.compile(fg.AttentionSpec(128, value_dim=64, mask=fg.causal()), target=target, emulate=True)
+    random = np.random.default_rng(0)
+    q, k = random.standard_normal((2, 1, 2, 70, 128)).astype(np.float16)
+    d_out = random.standard_normal((1, 2, 70, 64)).astype(np.float16)
+    out, lse = compiled(q, k, k[..., :64], return_lse=True)
+    copied = np.ascontiguousarray(k[..., :64])
+    assert np.array_equal(out, compiled(q, k, copied))
+    gradients = compiled.backward(d_out, q, k, k[..., :64], out, lse)
+    expected = compiled.backward(d_out, q, k, copied, out, lse)
+    assert all(np.allclose(one, other, atol=1e-3) for one, other in zip(gradients[:3], expected[:3], strict=True))

@@ -292,8 +292,8 @@ MUTANTS = (
         "key = (problem.len_q, problem.len_k, shape.batch,",
         "key = (problem.len_q, shape.batch,",
         (
-            "tests/attention/test_what_calls_remember.py::test_tile_lists_of_other_sizes",
-            "tests/attention/test_what_calls_remember.py::test_calls_of_other_lengths",
+            "tests/attention/test_launch_cache.py::test_tile_lists_of_other_sizes",
+            "tests/attention/test_launch_cache.py::test_calls_of_other_lengths",
         ),
     ),
     Mutant(
@@ -308,14 +308,14 @@ MUTANTS = (
         "flashgen/launch/tensor_map_writer.py",
         "shapes[name] = replace(shape, rows_before=axes.rows_before)",
         "shapes[name] = shape",
-        ("tests/attention/test_ragged.py::test_sequences_of_one_token",),
+        ("tests/attention/test_varlen.py::test_sequences_of_one_token",),
     ),
     Mutant(
         "cached launches ignore bounds",
         "flashgen/attention/call_pass.py",
         "key: list[Any] = [bounds, splits]",
         "key: list[Any] = [splits]",
-        ("tests/attention/test_ragged.py::test_captures_are_per_sequence_and_checked_against_the_bounds",),
+        ("tests/attention/test_varlen.py::test_captures_are_per_sequence_and_checked_against_the_bounds",),
     ),
     Mutant(
         "a sink counted for rows of no sequence",
