@@ -32,7 +32,7 @@ struct BackwardDkdvArguments {
   TensorMap dv_map;
   const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE and D
   float* dq_accum;   // (batch, heads_q, rows, padded head_dim), in fragment order
-  unsigned* dq_semaphore;   // (batch, heads_q, rows / tile): additions so far, in order
+  unsigned* dq_semaphore;   // (batch, heads_q, rows / tile): the state of dQ tiles; see accumulate_dq
   unsigned* dq_added;   // (batch, heads): work tiles whose dQ has been added
   unsigned* dq_next;   // (1): the next group of dq rows to convert
   Element* dq;
@@ -40,7 +40,7 @@ struct BackwardDkdvArguments {
   Strides dq_strides;
   int tiles;   // work tiles of all heads and batches
   int tiles_k;   // key tiles of a head
-  int heads;   // of a batch that have work tiles of their own: KV heads, or query heads
+  int heads;   // of a batch: KV heads, or query heads if each has its own CTA
   int heads_at_once;   // heads whose work tiles fill all multiprocessors
   int batch;
   int heads_q;
@@ -463,27 +463,27 @@ struct SharedStorage {
   __device__ __forceinline__ unsigned dk() const { return base + kKeyGradientOffset; }
   __device__ __forceinline__ unsigned dv() const { return base + kValueGradientOffset; }
 
-  // A stage of Q and its row statistics has landed, and every consumer warp has released it. Then for dO.
+  // queries_full: a tile of Q and its row statistics have landed. queries_empty: every consumer warp has finished reading them. The same for dO.
   __device__ __forceinline__ unsigned queries_full(int stage) const { return barriers + stage * 32; }
   __device__ __forceinline__ unsigned queries_empty(int stage) const { return barriers + 8 + stage * 32; }
   __device__ __forceinline__ unsigned d_outputs_full(int stage) const { return barriers + 16 + stage * 32; }
   __device__ __forceinline__ unsigned d_outputs_empty(int stage) const { return barriers + 24 + stage * 32; }
 
-  // Every consumer warp has written its part of dS, and has read dS.
+  // ds_full: every consumer warp has written its part of dS. ds_empty: every consumer warp has read dS.
   __device__ __forceinline__ unsigned ds_full(int stage) const { return barriers + kStages * 32 + stage * 16; }
   __device__ __forceinline__ unsigned ds_empty(int stage) const { return barriers + kStages * 32 + 8 + stage * 16; }
 
-  // The dQ writer has read a tile of dQ from the buffer, which is free. There is one phase for each iteration.
+  // dq_empty: the dQ writer has read a tile of dQ. There is one phase for each iteration.
   __device__ __forceinline__ unsigned dq_empty() const { return barriers + kStages * 32 + kDsStages * 16; }
 
-  // Every consumer warp has written its part of a tile of dQ, in an even and in an odd iteration.
+  // dq_full(iteration % 2): every consumer warp has written its part of the iteration's tile of dQ.
   __device__ __forceinline__ unsigned dq_full(int stage) const { return barriers + kStages * 32 + kDsStages * 16 + 8 + stage * 8; }
 
-  // Every consumer warp has released K, and V. There is one phase for each work tile.
+  // Every consumer warp has read K, or V. There is one phase for each work tile.
   __device__ __forceinline__ unsigned keys_empty() const { return barriers + kStages * 32 + kDsStages * 16 + 24; }
   __device__ __forceinline__ unsigned values_empty() const { return barriers + kStages * 32 + kDsStages * 16 + 32; }
 
-  // The producer has published a work tile, and all its readers are done with it.
+  // work_tile_full: the producer has published a work tile. work_tile_empty: all its readers are done with it.
   __device__ __forceinline__ unsigned work_tile_full(int stage) const { return barriers + kStages * 32 + kDsStages * 16 + 40 + stage * 16; }
   __device__ __forceinline__ unsigned work_tile_empty(int stage) const { return barriers + kStages * 32 + kDsStages * 16 + 48 + stage * 16; }
 
@@ -493,6 +493,7 @@ struct SharedStorage {
     return reinterpret_cast<T*>(shared_memory + static_cast<int>(address - base));
   }
 
+  // One thread calls this; a __syncthreads follows.
   __device__ __forceinline__ void init_barriers() const {
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(queries_full(stage), 1);
@@ -518,7 +519,8 @@ struct SharedStorage {
   }
 };
 
-// Arrives at a barrier once for the warp.
+// Lane 0 arrives at a barrier for its warp. All lanes have finished reading: a warp-wide instruction, such as __syncwarp or
+// the wait for a wgmma, comes before.
 __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
@@ -599,7 +601,7 @@ __device__ __forceinline__ void await_product(float (&product)[kCount]) {
   order_registers(product);
 }
 
-// Stores a warp's 16 rows, 8 columns after 8, in the order of the fragments.
+// Stores a warp's 16 rows in the order of the fragments: the 32 lanes store 16 bytes each for every 8 columns.
 template <int kColumns>
 __device__ __forceinline__ void store_fragments(const float (&rows)[kColumns / 2], void* destination) {
   unsigned char* const lane = static_cast<unsigned char*>(destination) + threadIdx.x % 32 * 16;
@@ -633,7 +635,8 @@ using Scores = Fragment<kTileQ>;
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, the lane's first query and its first key within a tile.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. The one along which the
+// mainloop visits tiles is relative to the tile.
 struct Position {
   int batch, head, query, key;
 };
@@ -648,8 +651,9 @@ struct WorkTile { int first_key, head_kv, batch; };
 
 static_assert(sizeof(WorkTile) <= kWorkTileBytes, "shared memory holds a work tile");
 
-// Returns the work tile of an index: one key tile of a head after the other. The key tiles of the last heads, as many as fill
-// the card, are interleaved: most masks give the first key tiles the most queries, so CTAs end with short work tiles.
+// Returns the work tile of an index. Heads follow each other, each with all its key tiles. The work tiles of the last
+// `heads_at_once` heads are ordered by key tile first: with most masks later key tiles have fewer queries, so that the launch
+// ends with short work tiles.
 __device__ __forceinline__ WorkTile work_tile_at(unsigned index, const BackwardDkdvArguments& arguments) {
   const int heads = arguments.tiles / arguments.tiles_k, last_heads = min(arguments.heads_at_once, heads);
   const int rest = index - (heads - last_heads) * arguments.tiles_k;   // position among the tiles of the last heads
@@ -842,8 +846,8 @@ __device__ __forceinline__ void dq_writer(const SharedStorage& storage,
   }
 }
 
-// Converts kConvertedRows rows of the dQ accumulator with one warp. `chunk` counts such rows over all query heads of all
-// batches. Four lanes hold two rows. A row that attends to no key is 0, whatever K holds, and so is a tile of dQ to which no
+// Converts kConvertedRows rows of the dQ accumulator with one warp. `chunk` is the index of such a group of rows, over all query
+// heads of all batches. Four lanes convert two rows, 8 apart. A row that attends to no key is 0, whatever K holds, and so is a tile of dQ to which no
 // CTA has added.
 __device__ __forceinline__ void convert_dq_rows(unsigned chunk, const BackwardDkdvArguments& arguments) {
   const unsigned head_chunks = arguments.rows / kConvertedRows, head_of_all = chunk / head_chunks;

@@ -354,7 +354,7 @@ struct SharedStorage {
   __device__ __forceinline__ unsigned dk() const { return base; }
   __device__ __forceinline__ unsigned dv() const { return base + kValueGradientOffset; }
 
-  // A stage of Q and its row statistics has landed, and every consumer warp has released it. Then for dO.
+  // queries_full: a tile of Q and its row statistics have landed. queries_empty: every consumer warp has finished reading them. The same for dO.
   __device__ __forceinline__ unsigned queries_full(int stage) const { return barriers + stage * 32; }
   __device__ __forceinline__ unsigned queries_empty(int stage) const { return barriers + 8 + stage * 32; }
   __device__ __forceinline__ unsigned d_outputs_full(int stage) const { return barriers + 16 + stage * 32; }
@@ -370,6 +370,7 @@ struct SharedStorage {
     return reinterpret_cast<T*>(shared_memory + static_cast<int>(address - base));
   }
 
+  // One thread calls this; a __syncthreads follows.
   __device__ __forceinline__ void init_barriers() const {
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(queries_full(stage), 1);
@@ -385,7 +386,8 @@ struct SharedStorage {
   }
 };
 
-// Arrives at a barrier once for the warp.
+// Lane 0 arrives at a barrier for its warp. All lanes have finished reading: a warp-wide instruction, such as __syncwarp or
+// the wait for a wgmma, comes before.
 __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
@@ -490,7 +492,8 @@ using Scores = Fragment<kTileQ>;
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, the lane's first query and its first key within a tile.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. The one along which the
+// mainloop visits tiles is relative to the tile.
 struct Position {
   int batch, head, query, key;
 };

@@ -339,6 +339,7 @@ struct SharedStorage {
   __device__ __forceinline__ unsigned values_full(int stage) const { return barriers + kKeyStages * 16 + 8 + stage * 16; }
   __device__ __forceinline__ unsigned values_empty(int stage) const { return barriers + kKeyStages * 16 + 16 + stage * 16; }
 
+  // One thread calls this; a __syncthreads follows.
   __device__ __forceinline__ void init_barriers() const {
     mbarrier_init(queries_full(), 1);
     for (int stage = 0; stage < kKeyStages; ++stage) {
@@ -353,7 +354,8 @@ struct SharedStorage {
   }
 };
 
-// Arrives at a barrier once for the warp.
+// Lane 0 arrives at a barrier for its warp. All lanes have finished reading: a warp-wide instruction, such as __syncwarp or
+// the wait for a wgmma, comes before.
 __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
@@ -458,7 +460,8 @@ using Scores = Fragment<kTileK>;
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, the lane's first query and its first key within a tile.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. The one along which the
+// mainloop visits tiles is relative to the tile.
 struct Position {
   int batch, head, query, key;
 };

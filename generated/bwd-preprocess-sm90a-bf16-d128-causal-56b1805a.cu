@@ -24,7 +24,7 @@ struct BackwardPreprocessArguments {
   const float* lse;
   const float* d_lse;   // gradient of the LSE, or null
   float* statistics;
-  unsigned* dq_semaphore;   // (batch, heads_q, rows / tile): additions so far, in order
+  unsigned* dq_semaphore;   // (batch, heads_q, rows / tile): the state of dQ tiles; see accumulate_dq
   unsigned* dq_added;   // (batch, heads): work tiles whose dQ has been added
   unsigned* dq_next;   // (1): the next group of dq rows to convert
   Strides o_strides;

@@ -460,8 +460,8 @@ __device__ __forceinline__ void apply_mask(Scores& scores, const Position& posit
   }
 }
 
-// Sets the scores of keys beyond the last one to -inf, where `left` keys of the tile exist. Only the last tile of a sequence
-// may hold such keys, so they are not a part of the mask.
+// Sets the scores of keys behind the last one to -inf: the tile has `left` keys. Only the last tile of a sequence may have such
+// keys, so they are not a part of the mask.
 __device__ __forceinline__ void apply_seqlen_mask(Scores& scores, const Position& position, int left) {
 #pragma unroll
   for (int n = 0; n < Scores::kElements; ++n) {
@@ -497,8 +497,8 @@ struct RowState {
   }
 };
 
-// Subtracts the row maxima from the scores if they cannot be used as offsets. This is exact but takes one more operation
-// per score.
+// Subtracts the row maximum from each score. This is for row maxima that cannot be used as offsets: it avoids the rounding
+// error of row_max * kScoreToLog2, at the cost of one more operation per score.
 __device__ __forceinline__ void subtract_row_max(Scores& scores, const RowState (&rows)[Scores::kRows]) {
 #pragma unroll
   for (int n = 0; n < Scores::kElements; ++n) {

@@ -187,7 +187,8 @@ using Output = Fragment<kRowTiles, kValueTiles>;
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, the lane's first query and its first key within a tile.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. The one along which the
+// mainloop visits tiles is relative to the tile.
 struct Position {
   int batch, head, query, key;
 };
@@ -353,8 +354,8 @@ __device__ __forceinline__ void apply_mask(Scores& scores, const Position& posit
   }
 }
 
-// Sets the scores of keys beyond the last one to -inf, where `left` keys of the tile exist. Only the last tile of a sequence
-// may hold such keys, so they are not a part of the mask.
+// Sets the scores of keys behind the last one to -inf: the tile has `left` keys. Only the last tile of a sequence may have such
+// keys, so they are not a part of the mask.
 __device__ __forceinline__ void apply_seqlen_mask(Scores& scores, const Position& position, int left) {
 #pragma unroll
   for (int n = 0; n < Scores::kElements; ++n) {
@@ -389,8 +390,8 @@ struct RowState {
   }
 };
 
-// Subtracts the row maxima from the scores if they cannot be used as offsets. This is exact but takes one more operation
-// per score.
+// Subtracts the row maximum from each score. This is for row maxima that cannot be used as offsets: it avoids the rounding
+// error of row_max * kScoreToLog2, at the cost of one more operation per score.
 __device__ __forceinline__ void subtract_row_max(Scores& scores, const RowState (&rows)[Scores::kRows]) {
 #pragma unroll
   for (int n = 0; n < Scores::kElements; ++n) {
@@ -480,7 +481,7 @@ __device__ __forceinline__ void store_output_to_shared(const Output& output, Row
   }
 }
 
-// Stores the log-sum-exp of this lane's rows, to the base e; -inf for rows that attend to no key.
+// Stores the log-sum-exp of this lane's rows, to the base e. For rows that attend to no key it is -inf.
 __device__ __forceinline__ void store_lse(const RowState (&rows)[Output::kRows], const Position& position,
                                           const ForwardArguments& arguments) {
   const long long head = static_cast<long long>(position.batch) * arguments.heads_q + position.head;

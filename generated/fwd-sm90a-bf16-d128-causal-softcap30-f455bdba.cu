@@ -30,7 +30,7 @@ struct ForwardArguments {
   int tiles;   // query tiles of all heads and batches
   int tiles_q;   // query tiles of each head
   int heads;   // query heads of all batches
-  int section;   // heads of a section, the tiles of which alternate
+  int section;   // heads that are scheduled together: their K and V stay in L2
   int heads_q;
   int len_q;
   int len_k;
@@ -358,11 +358,11 @@ struct SharedStorage {
   __device__ __forceinline__ unsigned keys(int stage) const { return base + (kKeyOffset + stage * kKeyBytes); }
   __device__ __forceinline__ unsigned values(int stage) const { return base + (kValueOffset + stage * kValueBytes); }
 
-  // Q of a tile has landed; every consumer warp has released it.
+  // queries_full: Q of a work tile has landed. queries_empty: every consumer warp has read it.
   __device__ __forceinline__ unsigned queries_full() const { return barriers; }
   __device__ __forceinline__ unsigned queries_empty() const { return barriers + 8; }
 
-  // A stage of K has landed, and every consumer warp has released it. Then the same for V.
+  // keys_full: a tile of K has landed. keys_empty: every consumer warp has read it. The same for V.
   __device__ __forceinline__ unsigned keys_full(int stage) const { return barriers + 16 + stage * 32; }
   __device__ __forceinline__ unsigned keys_empty(int stage) const { return barriers + 24 + stage * 32; }
   __device__ __forceinline__ unsigned values_full(int stage) const { return barriers + 32 + stage * 32; }
@@ -371,6 +371,7 @@ struct SharedStorage {
   // The index of the work tile of Q, written before Q is loaded and read when it has landed.
   static __device__ __forceinline__ int& tile_index() { return *reinterpret_cast<int*>(shared_memory + kIndexOffset); }
 
+  // One thread calls this; a __syncthreads follows.
   __device__ __forceinline__ void init_barriers() const {
     mbarrier_init(queries_full(), 1);
     mbarrier_init(queries_empty(), kConsumers * 4);
@@ -384,7 +385,8 @@ struct SharedStorage {
   }
 };
 
-// Arrives at a barrier once for the warp.
+// Lane 0 arrives at a barrier for its warp. All lanes have finished reading: a warp-wide instruction, such as __syncwarp or
+// the wait for a wgmma, comes before.
 __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
@@ -520,8 +522,8 @@ __device__ __forceinline__ float row_maximum(const float (&scores)[Scores::kElem
   return quad_max(fmaxf(even, odd));
 }
 
-// Subtracts the row maxima from the scores if they cannot be used as offsets. This is exact but takes one more operation
-// per score.
+// Subtracts the row maximum from each score. This is for row maxima that cannot be used as offsets: it avoids the rounding
+// error of row_max * kScoreToLog2, at the cost of one more operation per score.
 __device__ __forceinline__ void subtract_row_max(float (&scores)[Scores::kElements], const RowState (&rows)[Scores::kRows]) {
 #pragma unroll
   for (int n = 0; n < Scores::kElements; ++n) {
@@ -575,7 +577,8 @@ __device__ __forceinline__ bool softmax(float (&scores)[Scores::kElements], RowS
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, the lane's first query and its first key within a tile.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. The one along which the
+// mainloop visits tiles is relative to the tile.
 struct Position {
   int batch, head, query, key;
 };
@@ -593,7 +596,8 @@ __device__ __forceinline__ bool mask_mod(int q, int k, const ForwardArguments& a
 // A work tile: queries of one head of one batch, or the part of one warpgroup.
 struct WorkTile { int first_query, head, batch, queries; };
 
-// Returns the work tile of an index. Tiles of the heads of a section alternate, so that their K and V stay in the L2.
+// Returns the work tile of an index, which counts sections, then query tiles, then the heads of a section: consecutive work
+// tiles belong to different heads of a section, whose K and V stay in the L2.
 // Later queries attend to more keys, so tiles are taken from last to first. The first tile may begin before the first
 // query, by whole warpgroups.
 __device__ __forceinline__ WorkTile work_tile_at(int index, const ForwardArguments& arguments) {
@@ -696,8 +700,8 @@ __device__ __forceinline__ void apply_mask(float (&scores)[Scores::kElements], c
   }
 }
 
-// Sets the scores of keys beyond the last one to -inf, where `left` keys of the tile exist. Only the last tile of a sequence
-// may hold such keys, so they are not a part of the mask.
+// Sets the scores of keys behind the last one to -inf: the tile has `left` keys. Only the last tile of a sequence may have such
+// keys, so they are not a part of the mask.
 __device__ __forceinline__ void apply_seqlen_mask(float (&scores)[Scores::kElements], const Position& position, int left) {
 #pragma unroll
   for (int n = 0; n < Scores::kElements; ++n) {

@@ -121,7 +121,8 @@ def rows_shape(spec: AttentionSpec, rows: Rows, *columns: int) -> Callable[[Size
 
 STATISTICS = Field("const float*", "statistics", comment="(batch, heads_q, rows, 2): base-2 LSE and D")
 DQ_ACCUM = Field("float*", "dq_accum", comment="(batch, heads_q, rows, padded head_dim), in fragment order")
-DQ_SEMAPHORE = Field("unsigned*", "dq_semaphore", comment="(batch, heads_q, rows / tile): additions so far, in order")
+_STATES = "(batch, heads_q, rows / tile): the state of dQ tiles; see accumulate_dq"
+DQ_SEMAPHORE = Field("unsigned*", "dq_semaphore", comment=_STATES)
 DQ_NEXT = Field("unsigned*", "dq_next", comment="(1): the next group of dq rows to convert")
 DQ_ADDED = Field("unsigned*", "dq_added", comment="(batch, heads): work tiles whose dQ has been added")
 PART_SEMAPHORE = Field("unsigned*", "part_semaphore", comment="(split key tile, warp): the split that adds next")

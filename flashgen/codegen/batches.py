@@ -25,7 +25,7 @@ class MapAxes(NamedTuple):
         sizes: The extents of the three axes.
         strides: Which stride of the array each axis has: "row", "head", "batch" or "page".
         rows: The rows of the array: of a sequence or a page, or of all sequences that are packed.
-        rows_before: The rows by which the map begins before the array.
+        rows_before: The number of rows by which the address of the map precedes that of the array.
     """
 
     sizes: tuple[Any, Any, Any]
@@ -107,11 +107,11 @@ class DenseBatch:
         return {}
 
     def query_tiles(self, tile: int, sizes: Sizes) -> Any:
-        """Returns the query tiles of a head: of one sequence, or of all sequences that are packed."""
+        """Returns the number of query tiles of a head in a sequence, or of tile slots in all packed sequences."""
         return ceil_div(sizes.len_q, tile)
 
     def key_tiles(self, tile: int, sizes: Sizes) -> Any:
-        """Returns the key tiles of a head: of one sequence, or of all sequences that are packed."""
+        """Returns the number of key tiles of a head in a sequence, or of tile slots in all packed sequences."""
         return ceil_div(sizes.len_k, tile)
 
     def outer(self, sizes: Sizes) -> Any:
@@ -119,7 +119,7 @@ class DenseBatch:
         return sizes.batch
 
     def all_heads(self, heads: Any, sizes: Sizes) -> Any:
-        """Returns the heads that have tiles of their own: those of all sequences, or `heads` if they are packed."""
+        """Returns the number of heads with tiles of their own: of all sequences, or `heads` if sequences are packed."""
         return sizes.batch * heads
 
     def query_grid(self, tile: int, sizes: Sizes) -> Grid:

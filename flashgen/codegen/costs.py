@@ -135,7 +135,7 @@ def prefill_cost(spec: AttentionSpec) -> Cost:
 
 
 def decode_cost(spec: AttentionSpec, tile_q: int, scheduled: bool = False) -> Cost:
-    """Returns the cost of the decode kernel: K and V once per tile of rows; partial outputs written and read.
+    """Returns the cost of the decode kernel: K and V once per KV head; partial outputs written and read.
 
     Args:
         scheduled: Whether blocks share the keys of all sequences as stream-K work units, so that each block has at most
@@ -149,7 +149,7 @@ def decode_cost(spec: AttentionSpec, tile_q: int, scheduled: bool = False) -> Co
 
 
 def mixed_cost(spec: AttentionSpec, tile_q: int, head_groups: Callable[[Sizes], Any]) -> Cost:
-    """Returns the cost of the kernel of mixed batches: K and V once per tile of decode rows and once per prefill.
+    """Returns the cost of the kernel of mixed batches: K and V once per KV head of each sequence.
 
     Args:
         head_groups: Returns the groups of query heads that share tiles.

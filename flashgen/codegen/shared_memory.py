@@ -61,7 +61,7 @@ class Buffer:
         reserves_alignment: whether the total counts `alignment` bytes for that, however few are skipped, so that the
             total does not depend on the buffers before it.
         overlays: the buffer at whose first byte it begins. It reuses that memory once the other buffer is not needed.
-        at_end: whether it occupies the last bytes of the block's memory, after all buffers and overlays.
+        at_end: whether it occupies the last bytes of the block's memory. It is then declared last.
         note: an addition to the comment in the kernel's text, such as how elements are arranged.
         member: the member of `SharedStorage` that returns its address: "keys". "" if the kernel's text has none.
         index: the parameter of that member, if there are several copies: what they are numbered by.
@@ -106,7 +106,8 @@ class Buffer:
         """The C++ expression of `copy_bytes`."""
         parts = [part.bytes_text for part in self.parts]
         if self.union:
-            return f"{parts[0]} > {parts[1]} ? {parts[0]} : {parts[1]}"
+            first, second = parts
+            return f"{first} > {second} ? {first} : {second}"
         return " + ".join(parts) or " * ".join(each.text for each in self._factors if each.text)
 
     @property
@@ -195,6 +196,7 @@ class SharedMemoryLayout:
 
     @cached_property
     def _offsets_and_size(self) -> tuple[dict[str, int], int]:
+        assert not any(buffer.at_end for buffer in self.buffers[:-1]), "a buffer at the end is declared last"
         offsets: dict[str, int] = {}
         cursor = end = reserved = 0
         for buffer in self.buffers:

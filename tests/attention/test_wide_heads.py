@@ -37,6 +37,7 @@ def test_forward(name: str, target: str) -> None:
         assert result.ok, (result.problem, result.verdicts)
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 def test_races_and_overflows(sanitize: Any) -> None:
     """One and two stages, two and four warps with the same rows, in several orders of threads and copies."""
@@ -56,6 +57,7 @@ def test_on_a_gpu(name: str) -> None:
         assert result.ok, (result.problem, result.verdicts)
 
 
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize("name", SPECS)
 def test_default_plans_spill_no_registers(name: str) -> None:
     for target in TARGETS:

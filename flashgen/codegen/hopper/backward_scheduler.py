@@ -34,7 +34,7 @@ _NEXT_TILE = Field(
 )
 _TILES = Field("int", "tiles", comment="work tiles of all heads and batches")
 _TILES_OF_HEAD = Field("int", "tiles_k", comment="key tiles of a head")
-_HEADS = Field("int", "heads", comment="of a batch that have work tiles of their own: KV heads, or query heads")
+_HEADS = Field("int", "heads", comment="of a batch: KV heads, or query heads if each has its own CTA")
 _HEADS_AT_ONCE = Field("int", "heads_at_once", comment="heads whose work tiles fill all multiprocessors")
 _PARTS = (
     Field("float*", "part_sums", comment="dK and dV of split key tiles, summed over the splits so far"),

@@ -29,9 +29,9 @@ def _pipeline(comment: str, *names: str, stages: Extent) -> BarrierGroup:
 @cache
 def forward_barriers(stages: Extent, paged: bool) -> tuple[BarrierGroup, ...]:
     """Returns the barriers of the forward kernel. `paged`: the KV cache is paged."""
-    queries = "Q of a tile has landed; every consumer warp has released it."
+    queries = "queries_full: Q of a work tile has landed. queries_empty: every consumer warp has read it."
     tail = "The last tile of V, whose end is to be zeroed, has landed."
-    staged = "A stage of K has landed, and every consumer warp has released it. Then the same for V."
+    staged = "keys_full: a tile of K has landed. keys_empty: every consumer warp has read it. The same for V."
     return (
         BarrierGroup(queries, (_full("queries"), _empty("queries"))),
         *([BarrierGroup(tail, (_full("tail"),), at_end=True)] if paged else []),
@@ -40,7 +40,10 @@ def forward_barriers(stages: Extent, paged: bool) -> tuple[BarrierGroup, ...]:
 
 
 def _queries_and_d_outputs(stages: Extent) -> BarrierGroup:
-    comment = "A stage of Q and its row statistics has landed, and every consumer warp has released it. Then for dO."
+    comment = (
+        "queries_full: a tile of Q and its row statistics have landed. queries_empty: every consumer warp has finished "
+        "reading them. The same for dO."
+    )
     return _pipeline(comment, "queries", "d_outputs", stages=stages)
 
 
@@ -53,12 +56,10 @@ def _between_consumers(comment: str, name: str, stages: Extent, arrivals: str) -
 @cache
 def key_barriers(stages: Extent, ds_stages: Extent, dq_apart: bool) -> tuple[BarrierGroup, ...]:
     """Returns the barriers of the persistent backward kernel. `dq_apart`: another kernel computes dQ."""
-    ds_comment = "Every consumer warp has written its part of dS, and has read dS."
+    ds_comment = "ds_full: every consumer warp has written its part of dS. ds_empty: every consumer warp has read dS."
     ds = _between_consumers(ds_comment, "ds", ds_stages, _CONSUMER_WARPS)
-    dq_read = (
-        "The dQ writer has read a tile of dQ from the buffer, which is free. There is one phase for each iteration."
-    )
-    dq_written = "Every consumer warp has written its part of a tile of dQ, in an even and in an odd iteration."
+    dq_read = "dq_empty: the dQ writer has read a tile of dQ. There is one phase for each iteration."
+    dq_written = "dq_full(iteration % 2): every consumer warp has written its part of the iteration's tile of dQ."
     dq = (
         BarrierGroup(dq_read, (Barrier("dq_empty", _ONE_THREAD),)),
         BarrierGroup(dq_written, (Barrier("dq_full", _CONSUMER_WARPS),), literal(2)),
@@ -66,11 +67,13 @@ def key_barriers(stages: Extent, ds_stages: Extent, dq_apart: bool) -> tuple[Bar
     readers = _CONSUMER_WARPS if dq_apart else f"{_CONSUMER_WARPS} + kDqWriters"
     released = _empty("keys"), _empty("values")
     work_tile = _full("work_tile"), Barrier("work_tile_empty", readers)
-    published = "The producer has published a work tile, and all its readers are done with it."
+    published = (
+        "work_tile_full: the producer has published a work tile. work_tile_empty: all its readers are done with it."
+    )
     return (
         _queries_and_d_outputs(stages),
         *(() if dq_apart else (ds, *dq)),
-        BarrierGroup("Every consumer warp has released K, and V. There is one phase for each work tile.", released),
+        BarrierGroup("Every consumer warp has read K, or V. There is one phase for each work tile.", released),
         BarrierGroup(published, work_tile, literal(2)),
     )
 

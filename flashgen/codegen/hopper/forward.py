@@ -63,7 +63,7 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
     ]
     fields += forward_tiles(spec).fields(spec, heads[:-1])
     fields.append(Field("int", "heads", comment=f"{heads if packed else 'query heads'} of all batches"))
-    fields.append(Field("int", "section", comment=f"{heads} of a section, the tiles of which alternate"))
+    fields.append(Field("int", "section", comment=f"{heads} that are scheduled together: their K and V stay in L2"))
     fields += batch_of(spec).size_fields("len_q", "len_k")
     fields.append(Field("unsigned", "kv_reciprocal", comment=f"2^31 / ({heads} per KV head), rounded up"))
     return layout_of(spec, fields, lists, sink=True)

@@ -79,6 +79,7 @@ class ForwardPlan(Checked):
         return max(self.tile_q * self.tile_k * width / _MODEL.multiply_adds_per_cycle, shared_reads)
 
     def exposed(self, blocks: int) -> float:
+        """Returns the share of the shorter of products and softmax that is not hidden, by measured times."""
         return 0.3 if self.warps * blocks >= _WARPS_TO_HIDE_LATENCY else 0.6
 
     def summary(self, spec: AttentionSpec) -> str:
@@ -240,6 +241,8 @@ def _preferred(spec: AttentionSpec, warps: int) -> list[tuple[int, int, int, int
 def choose_forward_plan(spec: AttentionSpec, target: Target) -> ForwardPlan:
     """Returns the default plan: the first preferred plan whose accumulators leave enough registers.
 
+    If there is none, it is the plan with the fewest accumulators.
+
     Raises:
         UnsupportedError: the target's shared memory holds no tiles of the spec's columns.
     """
@@ -293,7 +296,7 @@ _TUNED_WIDE = tuple(product((32, 64), (32, 64), (4, 8, 16), (1, 2), (1,), (2, 4)
 
 
 def every_forward_plan(spec: AttentionSpec, target: Target) -> Iterator[ForwardPlan]:
-    """Yields the plans that tuning may choose from, including plans that do not fit their registers."""
+    """Yields the plans that tuning may choose from; some do not fit the spec or their registers."""
     narrow = ((*tile, blocks, 1) for tile, blocks in product(_TUNED_TILES, _TUNED_BLOCKS))
     for sizes in _TUNED_WIDE if spec.max_dim > MAX_UNSPLIT else narrow:
         plan = ForwardPlan(*sizes)
