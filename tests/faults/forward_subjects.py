@@ -40,6 +40,7 @@ class ForwardSubject:
     packed_heads: int = 1
     splits: int | None = None
     scheduled: bool = False
+    split: int = 1
 
     @property
     def plan(self) -> Plan:
@@ -49,7 +50,7 @@ class ForwardSubject:
             return DecodePlan(16, self.tile_k, 2, self.stages)
         if self.target == "sm_90a":
             return HopperPlan(2, self.tile_k, self.stages, takes_turns=True, packed_heads=self.packed_heads)
-        return ForwardPlan(32, self.tile_k, 2, self.stages)
+        return ForwardPlan(32, self.tile_k, 2 * self.split, self.stages, split=self.split)
 
     def _kernels(self) -> Kernels:
         return forward_kernels(self.spec, target_named(self.target), plan=self.plan)
@@ -151,5 +152,6 @@ def forward_subjects() -> dict[str, ForwardSubject]:
             stages=2,
             target="sm_90a",
         ),
+        "wide": ForwardSubject(fg.AttentionSpec(264, scale=1.0, mask=fg.causal()), ragged, split=2),
         "packed": ForwardSubject(causal, Shape(70, 100, 1, 8, 2), stages=2, target="sm_90a", packed_heads=4),
     }
