@@ -43,6 +43,7 @@ FEATURES: dict[str, Callable[[], dict[str, Any]]] = {
     "value dim differs from head dim": lambda: {"value_dim": 64},
     "head dim 256": lambda: {"head_dim": 256},
     "head dim 512": lambda: {"head_dim": 512},
+    "V as a part of K, 576 and 512": lambda: {"head_dim": 576, "value_dim": 512, "shared_kv": True},
     "output in float32": lambda: {"out_dtype": "float32"},
     "gradients in float32": lambda: {"grad_dtype": "float32"},
 }

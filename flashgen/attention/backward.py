@@ -12,12 +12,12 @@ from flashgen.attention.call import Call, Splits
 from flashgen.attention.call_pass import Makers, Pass, common_device
 from flashgen.attention.captures import check_array
 from flashgen.attention.gradients import (
-    ROWS,
     check_gradients,
     differentiated,
     gradient_argument,
     gradient_shape,
     gradient_strides,
+    gradients_of_rows,
 )
 from flashgen.attention.outputs import check_lse, output_strides
 from flashgen.attention.problem import Bounds, Problem, problem_of
@@ -77,7 +77,7 @@ class BackwardPass(Pass[_Prepared]):
         self.kernels = stages
         self.stages = BuiltStages(spec, stages, engine, prebuild)
         self.dispatch = BackwardDispatch(spec, self.stages, engine, head_split, tuned, deterministic)
-        self._differentiated = differentiated(spec)
+        self._rows, self._differentiated = gradients_of_rows(spec), differentiated(spec)
         self._owners = {
             capture.name: member_name(capture) for capture in self._differentiated
         }  # others use the library of q
@@ -127,7 +127,7 @@ class BackwardPass(Pass[_Prepared]):
         """
         if not self._differentiated:
             return gradients
-        pointers = {name: gradients[name] for name in ROWS}
+        pointers = {name: gradients[name] for name in self._rows}
         for capture in self._differentiated:
             pointers[summed_gradient(capture)] = pointers[capture_gradient(capture)] = gradients[capture.name]
         return pointers
@@ -145,8 +145,8 @@ class BackwardPass(Pass[_Prepared]):
         captured = {capture.name: views[member] for capture, member in self._arrays}
         for capture, _ in self._arrays:
             check_array(spec, capture, captured[capture.name], problem)
-        strides = {name: gradient_strides(spec, problem, name, views) for name in ROWS}
-        names = (*ROWS, *self._owners)
+        strides = {name: gradient_strides(spec, problem, name, views) for name in self._rows}
+        names = (*self._rows, *self._owners)
         given = {name: views[gradient_argument(name)] for name in names if gradient_argument(name) in views}
         check_gradients(spec, given, captured, problem)
         memory = self._gradient_memory(problem, captured)
@@ -173,7 +173,7 @@ class BackwardPass(Pass[_Prepared]):
         launched = self._runs(problem)
         memory = {
             name: Memory(gradient_shape(self.spec, problem, name), self.spec.grad_element.name, zeroed=not launched)
-            for name in ROWS
+            for name in self._rows
         }
         written = {name for kernel in self.stages.kernels.values() for name in kernel.pointers.values()}
         for capture in self._differentiated:

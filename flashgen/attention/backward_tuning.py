@@ -11,7 +11,7 @@ from flashgen.attention.backward import BackwardPass
 from flashgen.attention.call import Call
 from flashgen.attention.dispatch import workload_of
 from flashgen.attention.forward import ForwardPass
-from flashgen.attention.gradients import ROWS, differentiated, gradient_shape
+from flashgen.attention.gradients import differentiated, gradient_shape, gradients_of_rows
 from flashgen.attention.trials import Bench, Progress, Timer, Trial, Tuning
 from flashgen.attention.tuning import GIVEN, check_measures, check_sizes
 from flashgen.codegen.backward_candidates import backward_candidates
@@ -24,7 +24,7 @@ from flashgen.runtime.timing import medians_ms
 def tune_backward(
     backward: BackwardPass,
     forward: ForwardPass,
-    inputs: tuple[Any, Any, Any],
+    inputs: tuple[Any, ...],
     captures: Mapping[str, Any],
     seed: int | None = None,
     *,
@@ -41,7 +41,7 @@ def tune_backward(
     check_measures(backward.engine.measures, timer)
     if tuned is None:
         raise ArgumentError(GIVEN.format("backward_plan=..."))
-    bench = Bench(spec, backward.engine, dict(zip("qkv", inputs, strict=True)), captures, timer, progress)
+    bench = Bench(spec, backward.engine, dict(zip(spec.inputs, inputs, strict=True)), captures, timer, progress)
     with bench.on_input_stream():
         trials = _Trials(bench, forward, seed)
         problem, device = bench.problem(), bench.device()
@@ -78,13 +78,16 @@ class _Trials:
         return Trial(kernels["dkdv"], lambda: self._call(backward), lambda: self._results(backward))
 
     def _call(self, backward: BackwardPass, results: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-        wanted = (*ROWS, *self._learned)
+        wanted = (*gradients_of_rows(self.spec), *self._learned)
         return backward(Call({**self.inputs}, self.bench.captures, self.seed, 0, wanted, results or {}))
 
     def _results(self, backward: BackwardPass) -> dict[str, Any]:
         """Returns dq, dk and dv; sums for captures may cancel, so that their size is no scale to compare errors by."""
         problem = self.bench.problem()
-        rows = {name: self.bench.filled_with_nan(gradient_shape(self.spec, problem, name)) for name in ROWS}
+        rows = {
+            name: self.bench.filled_with_nan(gradient_shape(self.spec, problem, name))
+            for name in gradients_of_rows(self.spec)
+        }
         captures = {name: self.bench.captures[name] for name in self._learned}
         views = {name: self.bench.engine.library(array, name).view(array, name) for name, array in captures.items()}
         sums = {name: self.bench.empty(view.shape, view.dtype) for name, view in views.items()}

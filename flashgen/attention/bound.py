@@ -34,19 +34,19 @@ class BoundAttention(Attention):
         """Returns the same kernels with copies of the arrays, so a copied model gets its own parameters."""
         return BoundAttention(self, deepcopy(self.bound, memo))
 
-    def __call__(self, q: Any, k: Any, v: Any, **given: Any) -> Any:
+    def __call__(self, q: Any, k: Any, v: Any = None, **given: Any) -> Any:
         return super().__call__(q, k, v, **self._with_bound(q, given))
 
-    def backward(self, d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **given: Any) -> Any:
+    def backward(self, d_out: Any, q: Any, k: Any, v: Any, out: Any = None, lse: Any = None, **given: Any) -> Any:
         return super().backward(d_out, q, k, v, out, lse, **self._with_bound(q, given))
 
-    def vjp(self, q: Any, k: Any, v: Any, **given: Any) -> tuple[Any, Callable[..., Any]]:
+    def vjp(self, q: Any, k: Any, v: Any = None, **given: Any) -> tuple[Any, Callable[..., Any]]:
         return super().vjp(q, k, v, **self._with_bound(q, given))
 
-    def tune(self, q: Any, k: Any, v: Any, **given: Any) -> Any:
+    def tune(self, q: Any, k: Any, v: Any = None, **given: Any) -> Any:
         return super().tune(q, k, v, **self._with_bound(q, given))
 
-    def tune_backward(self, q: Any, k: Any, v: Any, **given: Any) -> Any:
+    def tune_backward(self, q: Any, k: Any, v: Any = None, **given: Any) -> Any:
         return super().tune_backward(q, k, v, **self._with_bound(q, given))
 
     def tiles(self, *sizes: Any, **given: Any) -> Any:

@@ -11,9 +11,10 @@ from flashgen.attention.decode_schedule import DecodeSchedule, Scheduler, given_
 from flashgen.attention.edits import NO_EDITS, Edits
 from flashgen.attention.forward import ForwardPass
 from flashgen.attention.forward_dispatch import ForwardKernels
-from flashgen.attention.gradients import ROWS, Gradients, differentiated, given_gradients
+from flashgen.attention.gradients import Gradients, differentiated, given_gradients, gradients_of_rows
 from flashgen.attention.outputs import given_outputs
 from flashgen.attention.problem import given_cache
+from flashgen.attention.row_arrays import arrays_of_rows, without_values
 from flashgen.attention.tile_lists import TileLister, TileLists, sizes_of
 from flashgen.attention.tuned_plans import TunedPlans
 from flashgen.attention.varlen import refuse_varlen, split_varlen_arguments
@@ -74,7 +75,7 @@ class Attention:
         self._tuned = tuned
         self.compiled_with = (plan, deterministic, backward_plan)
         self._given_backward_plan, self._edits = backward_plan, edits
-        self._gradients = (*ROWS, *(capture.name for capture in differentiated(spec)))
+        self._gradients = (*gradients_of_rows(spec), *(capture.name for capture in differentiated(spec)))
         kernels = forward_kernels(spec, target, plan=plan)
         self._kernels = {role: edits.apply(role, kernel) for role, kernel in kernels.items()}
         self._kernel = self._kernels["forward"]
@@ -324,7 +325,7 @@ class Attention:
         self,
         q: Any,
         k: Any,
-        v: Any,
+        v: Any = None,
         *,
         seed: Any = None,
         offset: int = 0,
@@ -346,7 +347,7 @@ class Attention:
                 contiguous and rows must start at multiples of 16 bytes; other strides are free, but not negative on
                 sm_90a. NumPy, CuPy, PyTorch, JAX, DLPack or CUDA array interface.
             k: (batch, heads_kv, len_k, head_dim); heads_q is a multiple of heads_kv.
-            v: (batch, heads_kv, len_k, value_dim).
+            v: (batch, heads_kv, len_k, value_dim); None for a spec with `shared_kv`, whose V is the first columns of k.
             seed: the seed of the dropout, 0 <= seed < 2**64; required if the spec has dropout. It may also be an array
                 on the device of q: one int64 or uint64, or two uint32, the low half first. Kernels read the array when
                 they run, so each replay of a captured graph can use a new seed.
@@ -399,7 +400,7 @@ class Attention:
         if seqused_k is not None and "seqused_k" in self.spec.sequence_arrays:
             captures["seqused_k"], seqused_k = seqused_k, None
         varlen, bounds, captured = split_varlen_arguments(self.spec, captures, q, k)
-        inputs = {"q": q, "k": k, "v": v, **varlen}
+        inputs = {**arrays_of_rows(self.spec, q, k, v), **varlen}
         if self.spec.of_cache or not page_table is seqused_k is k_scale is v_scale is None:
             cache = {"page_table": page_table, "seqused_k": seqused_k, "k_scale": k_scale, "v_scale": v_scale}
             inputs |= given_cache(self.spec, **cache)
@@ -417,7 +418,7 @@ class Attention:
         self,
         q: Any,
         k: Any,
-        v: Any,
+        v: Any = None,
         *,
         seed: Any = None,
         page_table: Any = None,
@@ -457,9 +458,9 @@ class Attention:
         from flashgen.attention.tuning import tune
 
         cache = {"page_table": page_table, "seqused_k": seqused_k, "k_scale": k_scale, "v_scale": v_scale}
-        return tune(self._forward, (q, k, v), captures, seed, cache=cache)
+        return tune(self._forward, tuple(arrays_of_rows(self.spec, q, k, v).values()), captures, seed, cache=cache)
 
-    def tune_backward(self, q: Any, k: Any, v: Any, *, seed: Any = None, **captures: Any) -> Tuning:
+    def tune_backward(self, q: Any, k: Any, v: Any = None, *, seed: Any = None, **captures: Any) -> Tuning:
         """Times candidate plans of the backward's main kernel for calls like this one, and stores the fastest on disk.
 
         Backward calls of the class that `tune` describes, with the same nearest power of 2 of query heads per KV head,
@@ -476,7 +477,9 @@ class Attention:
 
         advice = "tune the spec of layout 'bshd', and give its plan to compile(..., backward_plan=...)"
         refuse_varlen(self.spec, "tune_backward", advice)
-        return tune_backward(self._backward, self._forward, (q, k, v), captures, seed)
+        return tune_backward(
+            self._backward, self._forward, tuple(arrays_of_rows(self.spec, q, k, v).values()), captures, seed
+        )
 
     def backward_plan_for(
         self, len_q: int, len_k: int | None = None, batch: int = 1, heads: int = 1, heads_kv: int | None = None
@@ -506,8 +509,8 @@ class Attention:
         q: Any,
         k: Any,
         v: Any,
-        out: Any,
-        lse: Any,
+        out: Any = None,
+        lse: Any = None,
         *,
         d_lse: Any = None,
         seed: Any = None,
@@ -527,7 +530,7 @@ class Attention:
         Args:
             d_out: the gradient of the output, with the shape of `out` and the dtype of q; any strides with a contiguous
                 last dimension and rows at multiples of 16 bytes.
-            q, k, v: the inputs of the call.
+            q, k, v: the inputs of the call. With `shared_kv` there is no v: `backward(d_out, q, kv, out, lse)`.
             out, lse: the results of the call with return_lse=True.
             d_lse: the gradient of the LSE, float32 (batch, heads_q, len_q), C-contiguous; None for 0.
             seed, offset: the dropout's arguments of the call.
@@ -538,10 +541,11 @@ class Attention:
             captures: those of the call.
 
         Returns:
-            Gradients (dq, dk, dv, one of each capture declared with grad=True), with the shapes and dtypes of what they
-            are gradients of, but dq, dk and dv have the `grad_dtype` of the spec, if any. dq, dk and dv come from the
-            library of q, with the axis order of q, k and v in memory; the others come from the libraries of their
-            captures. Queries that attend to nothing, and keys that no query
+            Gradients (dq, dk, dv, one of each capture declared with grad=True), or (dq, dk, ...) with `shared_kv`,
+            where dk is that of kv. They have the shapes and dtypes of what they are gradients of, but dq, dk and dv
+            have the `grad_dtype` of the spec, if any. dq, dk and dv come from the library of q, with the axis order of
+            q, k and v in memory; the others come from the libraries of their captures. Queries that attend to nothing,
+            and keys that no query
             attends to, have gradients of 0; dq of such queries is 0 whatever k and v hold. Otherwise q, k, v and d_out
             must be finite, also at positions that the mask forbids, because 0 * NaN is NaN. For an LSE above about 3000
             its rounding error shows: P is 1 where a score differs from the LSE by less than that error.
@@ -554,7 +558,9 @@ class Attention:
         if self.spec.of_cache:
             self.build_backward()  # raises UnsupportedError
         varlen, bounds, captured = split_varlen_arguments(self.spec, captures, q, k)
-        inputs = {"q": q, "k": k, "v": v, "o": out, "d_o": d_out, "lse": lse, **varlen}
+        if lse is None:
+            v, out, lse = without_values(self.spec, v, out)
+        inputs = {**arrays_of_rows(self.spec, q, k, v), "o": out, "d_o": d_out, "lse": lse, **varlen}
         if d_lse is not None:
             inputs["d_lse"] = d_lse
         given = _NOTHING if into is None else given_gradients(self.spec, into)
@@ -565,7 +571,7 @@ class Attention:
         self,
         q: Any,
         k: Any,
-        v: Any,
+        v: Any = None,
         *,
         seed: Any = None,
         offset: int = 0,

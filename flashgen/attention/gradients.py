@@ -12,30 +12,39 @@ from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import View
 
-ROWS = ("dq", "dk", "dv")  # the gradients with rows like q, k and v; the others are those of captures
+_ROWS = ("dq", "dk", "dv")
+
+
+def gradients_of_rows(spec: AttentionSpec) -> tuple[str, ...]:
+    """Returns the names of the gradients with rows like q, k and v; the others are those of captures."""
+    return tuple(f"d{name}" for name in spec.inputs)
 
 
 class Gradients(tuple[Any, ...]):
     """The gradients of a call: a tuple (dq, dk, dv, *gradients of captures) with members by name.
 
+    With `shared_kv` it is (dq, dk, *gradients of captures), where dk is the gradient of the array that holds K and V.
+
     Attributes:
-        dq, dk, dv: the gradients of q, k and v, with their shapes and dtype.
+        dq, dk, dv: the gradients of q, k and v, with their shapes and dtype. dv is None with `shared_kv`.
         captures: the gradients of the captures declared with grad=True, with their shapes and dtypes, by name in the
             order of `spec.captures`.
     """
 
     captures: dict[str, Any]
 
-    def __new__(cls, dq: Any, dk: Any, dv: Any, captures: Mapping[str, Any] | None = None) -> Gradients:
-        self = super().__new__(cls, (dq, dk, dv, *captures.values()) if captures else (dq, dk, dv))
+    def __new__(cls, dq: Any, dk: Any, dv: Any = None, captures: Mapping[str, Any] | None = None) -> Gradients:
+        rows = (dq, dk) if dv is None else (dq, dk, dv)
+        self = super().__new__(cls, (*rows, *captures.values()) if captures else rows)
         self.captures = dict(captures) if captures else {}
         return self
 
     @classmethod
     def of(cls, arrays: Mapping[str, Any]) -> Gradients:
         """Creates one from arrays by name: dq, dk, dv and the gradients of captures."""
-        captures = {name: array for name, array in arrays.items() if name not in ROWS} if len(arrays) > 3 else None
-        return cls(arrays["dq"], arrays["dk"], arrays["dv"], captures)
+        count = len(_ROWS) if "dv" in arrays else len(_ROWS) - 1
+        captures = {name: array for name, array in arrays.items() if name not in _ROWS} if len(arrays) > count else None
+        return cls(arrays["dq"], arrays["dk"], arrays.get("dv"), captures)
 
     @property
     def dq(self) -> Any:
@@ -47,10 +56,10 @@ class Gradients(tuple[Any, ...]):
 
     @property
     def dv(self) -> Any:
-        return self[2]
+        return self[2] if len(self) - len(self.captures) == len(_ROWS) else None
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        return (*self[:3], self.captures)
+        return self.dq, self.dk, self.dv, self.captures
 
     def __repr__(self) -> str:
         named = {"dq": self.dq, "dk": self.dk, "dv": self.dv, "captures": self.captures}
@@ -73,7 +82,7 @@ def differentiated(spec: AttentionSpec) -> tuple[Capture, ...]:
 
 def given_gradients(spec: AttentionSpec, into: Any) -> dict[str, Any]:
     """Returns the arrays of the argument `into` by name. Raises ArgumentError if one cannot be written to."""
-    names = [*ROWS, *(capture.name for capture in differentiated(spec))]
+    names = [*gradients_of_rows(spec), *(capture.name for capture in differentiated(spec))]
     if not isinstance(into, (tuple, list)) or len(into) != len(names):
         found = f"has {len(into)} arrays" if isinstance(into, (tuple, list)) else f"of type {type(into).__name__}"
         wanted = ", ".join(map(gradient_argument, names))
@@ -86,7 +95,7 @@ def given_gradients(spec: AttentionSpec, into: Any) -> dict[str, Any]:
 
 def gradient_argument(name: str) -> str:
     """Returns the name of a given gradient in error messages, which differs from the name of any capture."""
-    return name if name in ROWS else f"the gradient of {name!r}"
+    return name if name in _ROWS else f"the gradient of {name!r}"
 
 
 def gradient_shape(spec: AttentionSpec, problem: Problem, name: str) -> tuple[int, ...]:
@@ -107,7 +116,7 @@ def check_gradients(
     """Raises ArgumentError if arrays given for gradients do not fit; adds the strides of rows to the problem."""
     for name, view in given.items():
         argument = gradient_argument(name)
-        if name in ROWS:
+        if name in _ROWS:
             check_kind(argument, view, gradient_shape(spec, problem, name), spec.grad_element.name)
             problem.strides[name] = row_strides(spec, argument, view)
             check_no_overlap(argument, view)

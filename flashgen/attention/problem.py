@@ -96,7 +96,7 @@ def problem_of(
     for name in spec.batch_layout.sequence_arrays:
         if name in views:
             _check_contiguous(name, views[name])
-    strides = {name: row_strides(spec, name, views[name]) for name in "qkv"}
+    strides = {name: row_strides(spec, name, views[name]) for name in spec.inputs}
     pages = (views["k"].shape[0], views["page_table"].strides[0]) if spec.page_size else (0, 0)
     scales = tuple(_scales(name, views[name], sizes) for name in _SCALES) if spec.kv_dtype else (0, 0)
     others: Any = {"pages": pages[0], "table_pitch": pages[1], "scales": scales, "layout": spec.batch_layout}
@@ -154,20 +154,16 @@ def checked_sizes(spec: AttentionSpec, arrays: Mapping[str, Shaped], bounds: Bou
 
     bounds: the maximum lengths of a varlen batch.
     """
-    shapes = {name: _shape(spec, name, arrays[name]) for name in "qkv"}
+    shapes = {name: _shape(spec, name, arrays[name]) for name in spec.inputs}
     (batch, heads_q, len_q, _), (_, heads_kv, len_k, _) = shapes["q"], shapes["k"]
     sequences = _checked_sequences(spec, arrays, batch)
     if spec.page_size:
         len_k = check_pages(spec, arrays, sequences) * spec.page_size
-    for name in "" if spec.page_size else "kv":
+    for name in () if spec.page_size else spec.inputs[1:]:
         if shapes[name][0] != batch:
             raise ArgumentError(f"{name} has batch {shapes[name][0]} and q has {batch}; give arrays of one batch size")
-    if spec.page_size and shapes["v"][:3] != shapes["k"][:3]:
-        raise ArgumentError(f"v is {arrays['v'].shape} and k {arrays['k'].shape}; every key of a page needs one value")
-    if shapes["v"][1:3] != shapes["k"][1:3]:
-        raise ArgumentError(
-            f"v has (heads, length) {shapes['v'][1:3]} and k has {shapes['k'][1:3]}; every key needs one value"
-        )
+    if not spec.shared_kv:
+        _check_values(spec, arrays, shapes["k"], shapes["v"])
     if heads_q and (not heads_kv or heads_q % heads_kv):
         raise ArgumentError(
             f"q has {heads_q} heads, no multiple of the {heads_kv} heads of k and v (GQA, MQA), in arrays "
@@ -183,6 +179,16 @@ def checked_sizes(spec: AttentionSpec, arrays: Mapping[str, Shaped], bounds: Bou
     rows = len_q, len_k
     longest = (total if bound is None else min(bound, total) for bound, total in zip(bounds, rows, strict=True))
     return Sizes(sequences, heads_q, heads_kv, *longest, total_q=len_q, total_k=len_k)
+
+
+def _check_values(
+    spec: AttentionSpec, arrays: Mapping[str, Shaped], keys: tuple[int, ...], values: tuple[int, ...]
+) -> None:
+    """Raises ArgumentError if v, whose shape is given as (batch, heads, length, dim), has other rows than k."""
+    if spec.page_size and values[:3] != keys[:3]:
+        raise ArgumentError(f"v is {arrays['v'].shape} and k {arrays['k'].shape}; every key of a page needs one value")
+    if values[1:3] != keys[1:3]:
+        raise ArgumentError(f"v has (heads, length) {values[1:3]} and k has {keys[1:3]}; every key needs one value")
 
 
 def _shape(spec: AttentionSpec, name: str, view: Shaped) -> tuple[int, int, int, int]:

@@ -43,7 +43,7 @@ def check_sizes(problem: Problem) -> None:
 
 def tune(
     forward: ForwardPass,
-    inputs: tuple[Any, Any, Any],
+    inputs: tuple[Any, ...],
     captures: Mapping[str, Any],
     seed: int | None = None,
     *,
@@ -59,7 +59,9 @@ def tune(
     """
     tuned, spec, dispatch = forward.dispatch.tuned, forward.spec, forward.dispatch
     refuse_varlen(spec, "tune", _ADVICE + (_ADVICE_OF_PAGES if spec.page_size else ""))
-    arrays = dict(zip("qkv", inputs, strict=True)) | given_cache(spec, **{name: cache.get(name) for name in CACHE})
+    arrays = dict(zip(spec.inputs, inputs, strict=True)) | given_cache(
+        spec, **{name: cache.get(name) for name in CACHE}
+    )
     check_measures(forward.engine.measures, timer)
     if tuned is None:
         raise ArgumentError(GIVEN.format("plan=..."))

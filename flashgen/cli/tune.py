@@ -143,7 +143,7 @@ def tune_pass(
 
         compiled = attention.compile(spec, target=target, deterministic=deterministic)
         captures = {name: value for name, value in inputs.captures.items() if name not in CACHE}
-        given = (inputs.q, inputs.k, inputs.v), captures, seed if spec.dropout else None
+        given = inputs.rows, captures, seed if spec.dropout else None
         if which == "forward":
             return tune(compiled.forward, *given, cache=inputs.captures, progress=show)
         return tune_backward(compiled.backward_pass, compiled.forward, *given, progress=show)

@@ -30,6 +30,15 @@ def padded_value(spec: AttentionSpec) -> int:
     return _padded_columns(spec, spec.value_dim)
 
 
+def padded_output_gradient(spec: AttentionSpec) -> int:
+    """Returns the elements of a row of V or dO in shared memory in the backward.
+
+    Where V is a part of K they are those of K, with zeros in dO beyond value_dim, so that P^T dO and dS^T Q add to the
+    same accumulators.
+    """
+    return padded_head(spec) if spec.shared_kv else padded_value(spec)
+
+
 def _padded_columns(spec: AttentionSpec, width: int) -> int:
     """Returns a width rounded up to a multiple of an mma's depth.
 
@@ -52,6 +61,11 @@ def head_extent(spec: AttentionSpec) -> Extent:
 def value_extent(spec: AttentionSpec) -> Extent:
     """Returns the columns of a row of V or O in shared memory, with the name of their constant."""
     return Extent("kValueDimPadded", padded_value(spec))
+
+
+def output_gradient_extent(spec: AttentionSpec) -> Extent:
+    """Returns the columns of a row of V or dO in shared memory in the backward, with the name of their constant."""
+    return Extent("kValueDimPadded", padded_output_gradient(spec))
 
 
 def element_sizes(spec: AttentionSpec) -> tuple[Extent, Extent]:

@@ -19,7 +19,7 @@ MAX_TEXT = 1_000_000
 
 _FIELDS = (
     *("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "score", "mask"),
-    *("page_size", "kv_dtype", "sink", "sharded", "out_dtype", "grad_dtype"),
+    *("page_size", "kv_dtype", "sink", "sharded", "out_dtype", "grad_dtype", "shared_kv"),
 )
 
 
@@ -58,8 +58,9 @@ def fields_to_json(fields: Mapping[str, Any]) -> str:
     for name in ("page_size", "kv_dtype", "sink", "out_dtype", "grad_dtype"):
         if data.get(name) is None:
             data.pop(name, None)  # leaves the JSON, and so the digest, of other specs unchanged
-    if not data.get("sharded"):
-        data.pop("sharded", None)
+    for name in ("sharded", "shared_kv"):
+        if not data.get(name):
+            data.pop(name, None)
     return canonical({**data, "version": VERSION})
 
 

@@ -25,8 +25,8 @@ from flashgen.language.serialize import fields_from_json, fields_to_json
 from flashgen.language.shards import SHARD_NUMBERS, shard_mask, shard_score
 
 MAX_NAME = 96
-MAX_DIM = 512
-"""The maximum of head_dim and value_dim. Kernels of some passes and targets take fewer columns, and say so."""
+MAX_HEAD_DIM, MAX_VALUE_DIM = 576, 512
+"""The maxima of head_dim and value_dim. Targets whose shared memory holds fewer columns say so."""
 MAX_PAGE_SIZE = 256
 TYPE_FIELDS = ("kv_dtype", "out_dtype", "grad_dtype")
 CACHED_DIM = 32  # head_dim and value_dim are multiples of this where k and v have 8 bits
@@ -39,11 +39,11 @@ class AttentionSpec:
     Specs are equal if their canonical JSON is equal.
 
     Args:
-        head_dim: Elements of a query or key vector, a multiple of 8 from 8 to 512. Beyond 256 there is a forward by
-            mma.sync alone (targets other than sm_90a).
+        head_dim: Elements of a query or key vector, a multiple of 8 from 8 to 576. Beyond 256 the kernels of all
+            targets use mma.sync.
         dtype: "float16" or "bfloat16", the type of q, k, v and the output's gradient; also that of the output and of
             the other gradients, unless `out_dtype` and `grad_dtype` are given.
-        value_dim: Elements of a value vector, as for head_dim. None means head_dim.
+        value_dim: Elements of a value vector, a multiple of 8 from 8 to 512. None means head_dim.
         scale: Factor of q·k, applied before the score function. None means 1/sqrt(head_dim). Kernels without a score
             function assume that the largest q·k gives the largest score, so a spec with scale <= 0 and no score
             function gets the identity score function `unchanged`.
@@ -69,6 +69,10 @@ class AttentionSpec:
             None means `dtype`.
         grad_dtype: "float32" for dq, dk and dv that are not rounded, such as gradients that are added to others. None
             means `dtype`. Gradients of captures have the dtypes of their arrays.
+        shared_kv: Whether V is a part of K: the value vector of a key is the first value_dim elements of its key
+            vector, as in latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1, with absorbed up-projections).
+            Calls then take q and kv, and no v. The backward returns one gradient of kv. value_dim must be at most
+            head_dim.
 
     Raises:
         SpecError: An argument is not supported. The message names it.
@@ -88,6 +92,7 @@ class AttentionSpec:
     sharded: bool
     out_dtype: str | None
     grad_dtype: str | None
+    shared_kv: bool
 
     def __init__(
         self,
@@ -105,11 +110,12 @@ class AttentionSpec:
         sharded: bool = False,
         out_dtype: Any = None,
         grad_dtype: Any = None,
+        shared_kv: bool = False,
     ) -> None:
         values: dict[str, Any] = {
-            "head_dim": _dimension(head_dim, "head_dim"),
+            "head_dim": _dimension(head_dim, "head_dim", MAX_HEAD_DIM),
             "dtype": dtype_name(dtype, ELEMENTS, "dtype"),
-            "value_dim": _dimension(head_dim if value_dim is None else value_dim, "value_dim"),
+            "value_dim": _dimension(head_dim if value_dim is None else value_dim, "value_dim", MAX_VALUE_DIM),
             "scale": 1 / math.sqrt(head_dim) if scale is None else _scale(scale),
             "layout": _layout(layout),
             "dropout": _dropout(dropout),
@@ -118,7 +124,8 @@ class AttentionSpec:
             "page_size": None if page_size is None else _page_size(page_size),
             "kv_dtype": None if kv_dtype is None else dtype_name(kv_dtype, CACHED, "kv_dtype"),
             "sink": None if sink is None else _sink(sink),
-            "sharded": _sharded(sharded),
+            "sharded": _flag(sharded, "sharded"),
+            "shared_kv": _flag(shared_kv, "shared_kv"),
         }
         values["out_dtype"] = _result_dtype(out_dtype, values["dtype"], "out_dtype")
         values["grad_dtype"] = _result_dtype(grad_dtype, values["dtype"], "grad_dtype")
@@ -212,6 +219,11 @@ class AttentionSpec:
         return tuple(name for name in arrays if name == "cu_seqlens_q") if self.page_size else arrays
 
     @property
+    def inputs(self) -> tuple[str, ...]:
+        """The arrays of rows that a call takes: q, k and v, or q and k where V is a part of K."""
+        return ("q", "k") if self.shared_kv else ("q", "k", "v")
+
+    @property
     def max_dim(self) -> int:
         """The larger of head_dim and value_dim."""
         return max(self.head_dim, self.value_dim)
@@ -252,6 +264,7 @@ class AttentionSpec:
         parts += [f"dropout{self.dropout:g}"] if self.dropout else []
         parts += ["sink"] if self.sink else []
         parts += ["shard"] if self.sharded else []
+        parts += ["sharedkv"] if self.shared_kv else []
         parts += [self.layout] if self.layout != "bhsd" else []
         parts += [f"pages{self.page_size}"] if self.page_size else []
         parts += [self.kv_element.short_name] if self.kv_dtype else []
@@ -298,7 +311,7 @@ class AttentionSpec:
         parts += [f"dropout={self.dropout!r}"] if self.dropout else []
         parts += [f"score={self.score}"] if self.score else []
         parts += [f"sink={self.sink}"] if self.sink else []
-        parts += ["sharded=True"] if self.sharded else []
+        parts += [f"{name}=True" for name in ("sharded", "shared_kv") if getattr(self, name)]
         pages = [f"page_size={self.page_size}"] if self.page_size else []
         types = [f"{name}={getattr(self, name)!r}" for name in TYPE_FIELDS if getattr(self, name)]
         return f"AttentionSpec({', '.join([*parts, f'mask={self.mask}', *pages, *types])})"
@@ -319,11 +332,11 @@ def _arrays_read(expression: Any, bound: Bound) -> Bound:
     return {capture.name: bound[capture.name] for capture in captures_of(expression) if capture.name in bound}
 
 
-def _dimension(value: Any, argument: str) -> int:
+def _dimension(value: Any, argument: str, maximum: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise SpecError(f"{argument}={value!r} must be an integer, a multiple of 8 from 8 to {MAX_DIM}")
-    if not 1 <= value <= MAX_DIM:
-        raise SpecError(f"{argument}={value} must be from 8 to {MAX_DIM}")
+        raise SpecError(f"{argument}={value!r} must be an integer, a multiple of 8 from 8 to {maximum}")
+    if not 1 <= value <= maximum:
+        raise SpecError(f"{argument}={value} must be from 8 to {maximum}")
     if value % 8:
         raise SpecError(f"{argument}={value} must be a multiple of 8: {_padding_advice(int(value), argument)}")
     return int(value)
@@ -379,6 +392,13 @@ def _check_cache(values: dict[str, Any]) -> None:
             f"kv_dtype={values['kv_dtype']!r} is not supported for layout={layout.name!r} without pages: declare "
             "page_size=..."
         )
+    if values["shared_kv"] and values["value_dim"] > values["head_dim"]:
+        raise SpecError(
+            f"shared_kv=True: value_dim={values['value_dim']} must be at most head_dim={values['head_dim']}, as V is a "
+            "part of K"
+        )
+    if values["shared_kv"] and values["kv_dtype"]:
+        raise SpecError(f"shared_kv=True is not supported with kv_dtype={values['kv_dtype']!r}: leave one of them out")
     for name in ("head_dim", "value_dim"):
         if values["kv_dtype"] and values[name] % CACHED_DIM:
             raise SpecError(f"{name}={values[name]} must be a multiple of {CACHED_DIM} with a kv_dtype")
@@ -392,9 +412,9 @@ def _result_dtype(value: Any, dtype: str, argument: str) -> str | None:
     return None if name == dtype else name
 
 
-def _sharded(value: Any) -> bool:
+def _flag(value: Any, argument: str) -> bool:
     if not isinstance(value, (bool, np.bool_)):
-        raise SpecError(f"sharded={value!r} must be True or False")
+        raise SpecError(f"{argument}={value!r} must be True or False")
     return bool(value)
 
 

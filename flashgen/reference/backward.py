@@ -30,7 +30,7 @@ from numpy.typing import ArrayLike
 from flashgen.dtypes import numpy_dtype
 from flashgen.reference.elementwise import HeadTiles
 from flashgen.reference.gradients import Cotangents, Gradients, GradientSums, prepare_cotangents
-from flashgen.reference.inputs import Array, Problem, prepare
+from flashgen.reference.inputs import Array, Problem, prepare, with_values
 from flashgen.reference.oracle import round_to, row_blocks, softmax
 from flashgen.reference.pages import Cache
 from flashgen.reference.varlen import varlen_gradients, varlen_sequences
@@ -43,7 +43,7 @@ def backward(
     spec: AttentionSpec,
     q: ArrayLike,
     k: ArrayLike,
-    v: ArrayLike,
+    v: ArrayLike | None,
     d_out: ArrayLike,
     *,
     d_lse: ArrayLike | None = None,
@@ -56,7 +56,8 @@ def backward(
     q, k, v, seed, offset and captures are the arguments of `attention`. d_out has the shape and layout of out. d_lse
     has the shape (batch, heads_q, len_q); None stands for 0.
     Returns (dq, dk, dv, captures) in float64, each in the layout and shape of its input. dk and dv are summed over
-    the query heads that share a key head. captures maps the names of captures declared with grad=True to gradients.
+    the query heads that share a key head. With `shared_kv` v is None, and dk is the gradient of the array that holds K
+    and V. captures maps the names of captures declared with grad=True to gradients.
     A masked score contributes exactly 0, whatever its derivative is. A score of -inf counts as masked. A row with
     nothing to attend to has zero gradients.
     Raises ArgumentError for arguments that do not fit the spec or each other.
@@ -71,11 +72,12 @@ def backward(
 def _call_gradients(
     for_problem: Callable[[Problem, Cotangents], Gradients],
     spec: AttentionSpec,
-    qkv: tuple[Any, Any, Any],
+    given: tuple[Any, Any, Any],
     cotangents: tuple[Any, Any],
     *options: Any,
 ) -> Gradients:
     """Returns the gradients of a call. for_problem computes those of one problem; options: seed, offset, captures."""
+    qkv = with_values(spec, *given)
     if spec.is_varlen:
         return varlen_gradients(qkv, varlen_sequences(spec, qkv, Cache(), *options), *cotangents, for_problem)
     problem = prepare(spec, *qkv, *options)
@@ -86,7 +88,7 @@ def backward_of_rounded_output(
     spec: AttentionSpec,
     q: ArrayLike,
     k: ArrayLike,
-    v: ArrayLike,
+    v: ArrayLike | None,
     d_out: ArrayLike,
     *,
     d_lse: ArrayLike | None = None,
@@ -110,7 +112,7 @@ def low_precision_backward(
     spec: AttentionSpec,
     q: ArrayLike,
     k: ArrayLike,
-    v: ArrayLike,
+    v: ArrayLike | None,
     d_out: ArrayLike,
     *,
     d_lse: ArrayLike | None = None,
@@ -136,7 +138,7 @@ def low_precision_backward(
         sums = _run(problem, cotangents, Arithmetic(np.float32, rounding))
         sums.dk, sums.dv = rounding(sums.dk), rounding(sums.dv)
         dq, dk, dv, gradients = sums.gradients()
-        return Gradients(dq, rounding(dk), rounding(dv), gradients)
+        return Gradients(dq, rounding(dk), None if dv is None else rounding(dv), gradients)
 
     with np.errstate(over="ignore", invalid="ignore"):
         found = _call_gradients(rounded, spec, (q, k, v), (d_out, d_lse), seed, offset, captures)

@@ -11,11 +11,14 @@ from flashgen.reference.inputs import Array, Problem, floats, heads_first
 
 
 class Gradients(NamedTuple):
-    """Gradients in float64: dq, dk and dv in the spec's layout, and one for each capture declared with grad=True."""
+    """Gradients in float64: dq, dk and dv in the spec's layout, and one for each capture declared with grad=True.
+
+    dv is None if V is a part of K.
+    """
 
     dq: Array
     dk: Array
-    dv: Array
+    dv: Array | None
     captures: dict[str, Array]
 
 
@@ -68,8 +71,11 @@ class GradientSums:
 
     def gradients(self) -> Gradients:
         """Returns the gradients in the layout of the spec, with dk and dv summed over each group of query heads."""
-        group, layout = self._over_group, self._problem.in_layout
-        return Gradients(layout(self.dq), layout(group(self.dk)), layout(group(self.dv)), self.captures)
+        layout, dk, dv = self._problem.in_layout, self._over_group(self.dk), self._over_group(self.dv)
+        if self._problem.spec.shared_kv:
+            dk[..., : dv.shape[-1]] += dv
+            return Gradients(layout(self.dq), layout(dk), None, self.captures)
+        return Gradients(layout(self.dq), layout(dk), layout(dv), self.captures)
 
     def _over_group(self, per_head: Array) -> Array:
         batch, heads_kv = self._problem.k.shape[:2]

@@ -101,11 +101,22 @@ def prepare(
     return Problem(spec, q, k, v, seed, offset, checked)
 
 
+def with_values(spec: AttentionSpec, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """Returns q, k and v of a call, where V may be a part of K. Raises ArgumentError if v is missing or not taken."""
+    if spec.shared_kv:
+        if v is not None:
+            raise ArgumentError("v: with shared_kv=True, V is the first columns of k; give None, or leave it out")
+        return q, k, np.asarray(k)[..., : spec.value_dim]
+    if v is None:
+        raise ArgumentError("v is missing: give q, k and v, or declare shared_kv=True if V is a part of K")
+    return q, k, v
+
+
 def prepare_for_papers(
     spec: AttentionSpec, q: Any, k: Any, v: Any, seed: int | None, offset: int, captures: Mapping[str, Any]
 ) -> Problem:
     """Does the same as `prepare` for the papers' algorithms. Raises ArgumentError also for varlen batches and sinks."""
-    if what := "layout='thd'" if spec.is_varlen else "sink" if spec.sink else "":
+    if what := "layout='thd'" if spec.is_varlen else "sink" if spec.sink else "shared_kv" if spec.shared_kv else "":
         raise ArgumentError(f"{what} is not in the papers' algorithms; use flashgen.reference.attention")
     return prepare(spec, q, k, v, seed, offset, captures)
 

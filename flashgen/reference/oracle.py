@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from flashgen.dtypes import numpy_dtype
 from flashgen.reference.elementwise import HeadTiles
-from flashgen.reference.inputs import Array, Problem
+from flashgen.reference.inputs import Array, Problem, with_values
 from flashgen.reference.pages import Cache, build_problems
 from flashgen.reference.varlen import varlen_outputs, varlen_sequences
 
@@ -31,7 +31,7 @@ def attention(
     spec: AttentionSpec,
     q: ArrayLike,
     k: ArrayLike,
-    v: ArrayLike,
+    v: ArrayLike | None = None,
     *,
     seed: int | None = None,
     offset: int = 0,
@@ -45,10 +45,11 @@ def attention(
     """Computes standard attention in float64. Returns out, or (out, lse) with return_lse.
 
     q (batch, heads_q, len_q, head_dim), k (batch, heads_kv, len_k, head_dim) and v (batch, heads_kv, len_k, value_dim)
-    have any floating dtype. heads_q is a multiple of heads_kv. Layout "bshd" swaps heads and length. Captures are given
-    by name in their declared dtype. seed and offset select the dropout mask (flashgen.reference.dropout). With a
-    page_size, k and v are (pages, page_size, heads_kv, dim), and page_table and seqused_k give the rows of each
-    sequence. With a kv_dtype, k and v have this dtype and are multiplied by k_scale and v_scale.
+    have any floating dtype; v is None for a spec with `shared_kv`. heads_q is a multiple of heads_kv. Layout "bshd"
+    swaps heads and length. Captures are given by name in their declared dtype. seed and offset select the dropout mask
+    (flashgen.reference.dropout). With a page_size, k and v are (pages, page_size, heads_kv, dim), and page_table and
+    seqused_k give the rows of each sequence. With a kv_dtype, k and v have this dtype and are multiplied by k_scale and
+    v_scale.
     out is float64 in the layout of the spec. lse is float64 (batch, heads_q, len_q): the natural log of the sum of the
     exponentials of modified and masked scores, before dropout. A row with nothing to attend to has out = 0, lse = -inf.
     A varlen batch, layout "thd", has arrays (tokens, heads, dim), requires cu_seqlens_q, and may have cu_seqlens_k and
@@ -64,13 +65,14 @@ def attention(
 def _call_outputs(
     for_problem: Callable[[Problem], tuple[Array, Array]],
     spec: AttentionSpec,
-    arrays: tuple[ArrayLike, ArrayLike, ArrayLike],
+    given: tuple[ArrayLike, ArrayLike, ArrayLike | None],
     cache: Cache,
     seed: int | None,
     offset: int,
     captures: Mapping[str, Any],
 ) -> tuple[Array, Array]:
     """Returns the output and LSE of a call. for_problem computes them for one problem."""
+    arrays = with_values(spec, *given)
     if spec.is_varlen:
         sequences = varlen_sequences(spec, arrays, cache, seed, offset, captures)
         return varlen_outputs(spec, arrays[0], sequences, for_problem)
@@ -97,7 +99,7 @@ def low_precision(
     spec: AttentionSpec,
     q: ArrayLike,
     k: ArrayLike,
-    v: ArrayLike,
+    v: ArrayLike | None = None,
     *,
     seed: int | None = None,
     offset: int = 0,

@@ -94,6 +94,7 @@ def _each_head(problem: Problem, sums: GradientSums, run: Head) -> Result:
     for b, h in np.ndindex(problem.batch, problem.heads):
         run(hbm, b, h)
     dq, dk, dv, _ = sums.gradients()
+    assert dv is not None, "`prepare_for_papers` refuses specs whose V is a part of K"
     return dq, dk, dv, hbm.traffic
 
 

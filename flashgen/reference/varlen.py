@@ -133,6 +133,7 @@ def varlen_gradients(
     """Returns the gradients of all sequences; those of captures are summed. gradients computes them for one problem."""
     dq, dk, dv = (np.zeros(np.shape(array)) for array in qkv)
     captures: dict[str, Array] = {}
+    shared = False
     d_out = np.asarray(d_out, np.float64)
     for sequence in batch:
         rows = d_out[None, sequence.queries].swapaxes(1, 2)
@@ -141,9 +142,12 @@ def varlen_gradients(
         else:
             row_lse = np.asarray(d_lse, np.float64)[None, :, sequence.queries]
         found = gradients(sequence.problem, Cotangents(rows, row_lse))
-        dq[sequence.queries], dk[sequence.keys], dv[sequence.keys] = found.dq[0], found.dk[0], found.dv[0]
+        dq[sequence.queries], dk[sequence.keys] = found.dq[0], found.dk[0]
+        shared = found.dv is None  # V is a part of K
+        if found.dv is not None:
+            dv[sequence.keys] = found.dv[0]
         captures = {name: captures.get(name, 0.0) + gradient for name, gradient in found.captures.items()}
-    return Gradients(dq, dk, dv, captures)
+    return Gradients(dq, dk, None if shared else dv, captures)
 
 
 def _offsets(name: str, given: Any, rows: int) -> NDArray[np.int64]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashgen.errors import ArgumentError
-from flashgen.language.spec import MAX_DIM
+from flashgen.language.spec import MAX_HEAD_DIM, MAX_VALUE_DIM
 from flashgen.runtime.arrays import inverse, nesting
 from flashgen.torch.tensors import Tensor
 
@@ -40,9 +40,9 @@ def padded_heads(q: Tensor, k: Tensor, v: Tensor) -> Padded:
     if head_dim != k.shape[-1]:
         raise ArgumentError(f"query has a last dimension of {head_dim} and key of {k.shape[-1]}: give both the same")
     scale = None
-    if head_dim % _MULTIPLE and head_dim < MAX_DIM:
+    if head_dim % _MULTIPLE and head_dim < MAX_HEAD_DIM:
         q, k, scale = _padded(q), _padded(k), head_dim**-0.5
-    if value_dim % _MULTIPLE and value_dim < MAX_DIM:
+    if value_dim % _MULTIPLE and value_dim < MAX_VALUE_DIM:
         v = _padded(v)
     return Padded(q, k, v, head_dim, value_dim, scale)
 

@@ -35,14 +35,15 @@ def random_gradients(
 def poisoned_gradients(spec: AttentionSpec, inputs: Inputs) -> tuple[Array, ...]:
     """Returns arrays for the gradients, full of NaN, so that an element that is not written is detected."""
     learned = [inputs.captures[capture.name] for capture in spec.captures if capture.grad]
-    rows = [np.full(array.shape, np.nan, spec.grad_element.numpy) for array in (inputs.q, inputs.k, inputs.v)]
+    rows = [np.full(array.shape, np.nan, spec.grad_element.numpy) for array in inputs.rows]
     return (*rows, *(np.full(array.shape, np.nan, array.dtype) for array in learned))
 
 
 def gradients_by_name(gradients: Any) -> dict[str, Any]:
     """Returns the gradients of a kernel or of the oracle by name: dq, dk, dv, and d_<name> for each capture."""
     captures = {f"d_{name}": gradient for name, gradient in gradients.captures.items()}
-    return {"dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv, **captures}
+    rows = {"dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
+    return {name: gradient for name, gradient in rows.items() if gradient is not None} | captures
 
 
 def judged_gradients(

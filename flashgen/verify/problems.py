@@ -43,7 +43,7 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The arrays of a call, in the spec's dtype and layout.
+    """The arrays of a call, in the spec's dtype and layout. v is None if V is a part of K.
 
     Attributes:
         captures: the captured arrays by name, with the page table and scales of a KV cache if the spec has them.
@@ -52,9 +52,14 @@ class Inputs:
 
     q: Array
     k: Array
-    v: Array
+    v: Array | None
     captures: dict[str, Any] = field(default_factory=dict)
     ragged: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> tuple[Array, ...]:
+        """The arrays of rows: q, k and v, or q and k."""
+        return (self.q, self.k) if self.v is None else (self.q, self.k, self.v)
 
 
 # Creates captures by name, for captures that must be consistent with each other, such as document ids and offsets.
@@ -94,10 +99,10 @@ def random_inputs(
         ragged = {name: ragged[name] for name in _QUERY_ARGUMENTS if name in ragged}  # the page table locates the keys
         shape = replace(shape, batch=len(ragged["cu_seqlens_q"]) - 1) if ragged else shape
         given = captures(shape, random) if captures else random_captures(spec, shape, random)
-        k, v, where = random_pages(spec, shape, random, equal_lengths)
-        return Inputs(q, k, v, given | where, ragged)
+        k, values, where = random_pages(spec, shape, random, equal_lengths)
+        return Inputs(q, k, None if spec.shared_kv else values, given | where, ragged)
     k = array(shape.heads_kv, True, spec.head_dim)
-    v = array(shape.heads_kv, True, spec.value_dim)
+    v = None if spec.shared_kv else array(shape.heads_kv, True, spec.value_dim)
     if ragged:
         shape = replace(shape, batch=len(ragged["cu_seqlens_q"]) - 1)
     return Inputs(q, k, v, captures(shape, random) if captures else random_captures(spec, shape, random), ragged)
@@ -166,7 +171,7 @@ def narrowed(spec: AttentionSpec, shape: Shape, plain: Inputs, random: np.random
         found.view(np.uint8)[np.isnan(steps)] = 255
         return found
 
-    k, v = narrow(plain.k, scales["k_scale"]), narrow(plain.v, scales["v_scale"])
+    k, v = (narrow(array, scales[f"{name}_scale"]) for name, array in zip("kv", plain.rows[1:], strict=True))
     return Inputs(plain.q, k, v, {**plain.captures, **scales}, plain.ragged)
 
 
@@ -199,9 +204,9 @@ def random_pages(
     return k, v, {"page_table": table, "seqused_k": lengths}
 
 
-def poisoned_outputs(spec: AttentionSpec, q: Array, v: Array) -> tuple[Array, Array]:
+def poisoned_outputs(spec: AttentionSpec, q: Array) -> tuple[Array, Array]:
     """Returns arrays for the output and its LSE, full of NaN, so that an element that is not written is detected."""
-    out = np.full((*q.shape[:-1], v.shape[-1]), np.nan, spec.out_element.numpy)
+    out = np.full((*q.shape[:-1], spec.value_dim), np.nan, spec.out_element.numpy)
     return out, np.full(spec.batch_layout.lse_shape(q.shape), np.nan, np.float32)
 
 

@@ -23,7 +23,7 @@ class Sample:
     options: dict[str, Any]
 
     @property
-    def qkv(self) -> tuple[Array, Array, Array]:
+    def qkv(self) -> tuple[Array, Array, Array | None]:
         return self.inputs.q, self.inputs.k, self.inputs.v
 
 

@@ -31,7 +31,7 @@ def called(spec: fg.AttentionSpec, target: str, change: Change, shape: Shape = S
     with np.errstate(over="ignore"):
         q, k, v = (x.astype(random.q.dtype) for x in change(q, k, v))
     inputs = Inputs(q, k, v, random.captures)
-    out, lse = poisoned_outputs(spec, q, v)
+    out, lse = poisoned_outputs(spec, q)
     attention.compile(spec, target=target, emulate=True)(q, k, v, return_lse=True, out=(out, lse), **inputs.captures)
     return inputs, out, lse
 

@@ -139,6 +139,7 @@ def backward_subjects() -> dict[str, BackwardSubject]:
         # warps that share wide rows, with 8 queries or keys each
         "wide": BackwardSubject(causal(264), BackwardPlan(32, 32, 8, 4, 1)),
         "wide queries": BackwardSubject(causal(264), queries_plan=QueriesPlan(32, 16, 4, 2, 1), part="dq"),
+        "shared kv": BackwardSubject(fg.AttentionSpec(64, value_dim=24, shared_kv=True), BackwardPlan(32, 32, 4, 2)),
         "wide rows": BackwardSubject(causal(264), part="preprocess", shape=Shape(70, 50, 1, 2, 1)),
         # what a variant adds
         "no mask": BackwardSubject(fg.AttentionSpec(16)),

@@ -469,6 +469,7 @@ FAULTS = [
         ("P of another warp's queries", "wide", r"kProbabilityOffset, warp_row, part \* kQueryTiles",
          "kProbabilityOffset, warp_row, (kSplit - 1 - part) * kQueryTiles"),
         ("dQ of the columns of another part", "wide queries", r"keys, 0, part \* kHeadTiles", "keys, 0, 0"),
+        ("P not divided by the scale", "shared kv", r"\*= kValueFactor", "*= 1.0f"),
         ("D of the first columns alone", "wide rows", r"column \+= kLanes \* 8", "column += kValueDim"),
         # dropout
         ("halves not exchanged", "dropout", r"__shfl_xor_sync\(0xffffffffu, mine, 4\)", "mine"),

@@ -62,7 +62,7 @@ class ForwardSubject:
         self, texts: Mapping[str, str] | None, *, sanitize: Any, schedule: Schedule, shared_bytes: int = 0
     ) -> Result:
         inputs = random_inputs(self.spec, self.shape, seed=1)
-        out, lse = poisoned_outputs(self.spec, inputs.q, inputs.v)
+        out, lse = poisoned_outputs(self.spec, inputs.q)
         kernels = self._kernels()
         kernel = kernels["forward"]
         source = texts["forward"] if texts else kernel.source

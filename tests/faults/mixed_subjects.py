@@ -54,7 +54,7 @@ class MixedSubject:
         source = None if texts is None else {**self._compiled().sources, **texts}
         compiled = self._compiled(source=source, sanitize=sanitize, schedule=schedule)
         q, k, v, given = self._inputs()
-        out, lse = poisoned_outputs(compiled.spec, q, v)
+        out, lse = poisoned_outputs(compiled.spec, q)
         with mock.patch.object(Emulator, "multiprocessors", lambda *_: self.multiprocessors):
             compiled(q, k, v, return_lse=True, out=(out, lse), **given)
         return Result(judged(compiled.spec, q, k, v, out, lse, given).ok)

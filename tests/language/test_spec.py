@@ -76,7 +76,11 @@ def test_dtypes_by_all_their_names():
     ({"head_dim": 60}, "head_dim=60 must be a multiple of 8"), ({"head_dim": 0}, "head_dim"),
     ({"head_dim": 60}, r"pad q and k with zeros to 64, and give scale=60\*\*-0.5"),
     ({"value_dim": 20}, "pad v with zeros to 24, and slice the output"),
-    ({"head_dim": 520}, "head_dim=520 must be from 8 to 512"),
+    ({"head_dim": 584}, "head_dim=584 must be from 8 to 576"),
+    ({"head_dim": 576}, "value_dim=576 must be from 8 to 512"),
+    ({"head_dim": 64, "value_dim": 128, "shared_kv": True}, "value_dim=128 must be at most head_dim=64"),
+    ({"head_dim": 64, "shared_kv": 1}, "shared_kv=1 must be True or False"),
+    ({"head_dim": 64, "shared_kv": True, "kv_dtype": "int8"}, "shared_kv=True is not supported with kv_dtype='int8'"),
     ({"head_dim": -8}, "head_dim=-8 must be from 8"),
     ({"value_dim": "64"}, "value_dim='64' must be an integer"),
     ({"head_dim": 64.0}, "head_dim=64.0"), ({"head_dim": True}, "head_dim"),
@@ -127,7 +131,7 @@ def test_constants_of_equal_value_and_different_kind_give_different_specs():
     assert one != other and one.digest != other.digest
 
 
-@pytest.mark.parametrize(("given", "told"), [("64", "integer"), (520, "512"), (0, "512")])
+@pytest.mark.parametrize(("given", "told"), [("64", "integer"), (584, "576"), (0, "576")])
 def test_padding_with_zeros_is_only_advised_where_it_helps(given, told):
     with pytest.raises(SpecError, match=told) as caught:
         fg.AttentionSpec(given)

@@ -163,7 +163,7 @@ class Sample:
     def forward(self, compiled: Attention) -> Judged:
         """The output and LSE of a call that gets arrays of NaN to write to."""
         inputs, expected = self.inputs, self.expected
-        into = poisoned_outputs(self.spec, inputs.q, inputs.v)
+        into = poisoned_outputs(self.spec, inputs.q)
         kernel = self.given
         how: dict[str, Any] = {} if self.case.splits is None else {"num_splits": self.case.splits}
         out, lse = compiled(kernel.q, kernel.k, kernel.v, return_lse=True, out=into, **self.options, **how)

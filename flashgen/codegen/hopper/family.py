@@ -13,7 +13,7 @@ from flashgen.codegen.hopper.every_backward_plan import every_hopper_backward_pl
 from flashgen.codegen.hopper.forward import render_hopper
 from flashgen.codegen.hopper.head_packing import packed_plan, packing_of
 from flashgen.codegen.hopper.head_split import is_split_faster
-from flashgen.codegen.hopper.left_to_mma_sync import columns_problem, forward_problem
+from flashgen.codegen.hopper.left_to_mma_sync import forward_problem, rows_problem
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.mixed import render_hopper_mixed
 from flashgen.codegen.hopper.mixed_plans import HopperMixedPlan, choose_hopper_mixed_plan
@@ -117,19 +117,19 @@ class HopperHeadSplit(HeadSplit):
 
 
 class HopperBackward(BackwardFamily):
-    """Hopper's backward kernels. Specs of more columns than they hold take those of mma.sync."""
+    """Hopper's backward kernels. Specs whose rows they cannot hold take those of mma.sync."""
 
     head_split = HopperHeadSplit()
 
     def plan_classes(self, spec: AttentionSpec) -> tuple[type[Any], ...]:
-        return _MMA_SYNC_BACKWARD.plan_classes(spec) if columns_problem(spec) else (HopperBackwardPlan, HopperWidePlan)
+        return _MMA_SYNC_BACKWARD.plan_classes(spec) if rows_problem(spec) else (HopperBackwardPlan, HopperWidePlan)
 
     def candidates(self, spec: AttentionSpec, target: Target) -> Iterator[Any]:
-        if columns_problem(spec):
+        if rows_problem(spec):
             return _MMA_SYNC_BACKWARD.candidates(spec, target)
         return every_hopper_backward_plan(spec, target)
 
     def render(self, spec: AttentionSpec, target: Target, plan: Any, deterministic: bool) -> Kernels:
-        if columns_problem(spec):
+        if rows_problem(spec):
             return _MMA_SYNC_BACKWARD.render(spec, target, plan, deterministic)
         return render_hopper_backward(spec, target, plan, deterministic)

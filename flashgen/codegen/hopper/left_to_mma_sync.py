@@ -8,8 +8,10 @@ from flashgen.language.spec import AttentionSpec
 _MAX_COLUMNS = 256  # of a wgmma: a warpgroup accumulates 64 rows of so many columns in half of its registers
 
 
-def columns_problem(spec: AttentionSpec) -> str | None:
-    """Returns why Hopper's own kernels cannot hold the columns of a spec; None if they can."""
+def rows_problem(spec: AttentionSpec) -> str | None:
+    """Returns why Hopper's own kernels cannot hold the rows of a spec; None if they can."""
+    if spec.shared_kv:
+        return "shared_kv=True is for the kernels of mma.sync; those of wgmma have separate tiles of K and V"
     if spec.max_dim > _MAX_COLUMNS:
         return f"{spec.widest} is for the kernels of mma.sync; those of wgmma have up to {_MAX_COLUMNS} columns"
     return None
@@ -17,4 +19,4 @@ def columns_problem(spec: AttentionSpec) -> str | None:
 
 def forward_problem(spec: AttentionSpec) -> str | None:
     """Returns why Hopper's own forward kernels cannot run a spec; None if they can."""
-    return columns_problem(spec) or cache_problem(spec)
+    return rows_problem(spec) or cache_problem(spec)

@@ -38,10 +38,13 @@ from flashgen.codegen.mma_sync.backward_plans import (
 )
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import Target
+from flashgen.codegen.tiling import padded_output_gradient
 from flashgen.codegen.variant import layout_of
+from flashgen.errors import UnsupportedError
 from flashgen.language.operations import QUERY
 from flashgen.language.spec import AttentionSpec
 
+_MIN_SHARED_SCALE = 2.0**-15  # the largest float16 is 65504
 _KEYS, _QUERIES = (f"mma_sync/backward/{part}.cu.jinja" for part in ("dkdv", "dq"))
 
 
@@ -60,6 +63,7 @@ def render_mma_sync_backward(
         UnsupportedError: the target or the plan does not support the spec.
     """
     check_spec(spec, target)
+    _check_shared_scale(spec)
     plan = plan or choose_backward_plan(spec, target, deterministic)
     plan.check(spec, target, deterministic)
     rows = rows_of(spec, plan.tile_q)
@@ -74,11 +78,22 @@ def render_mma_sync_backward(
     return (*kernels, *sink_kernels(spec, target, rows), *capture_kernels(spec, target, deterministic))
 
 
+def _check_shared_scale(spec: AttentionSpec) -> None:
+    """Raises UnsupportedError if P / scale, which adds to the gradient of K where V is a part of K, overflows."""
+    if spec.shared_kv and abs(spec.scale) < 256 / spec.keep_threshold * _MIN_SHARED_SCALE:
+        raise UnsupportedError(
+            f"scale={spec.scale!r}: with shared_kv=True the backward divides probabilities by it: multiply q by a part "
+            "of it, and give a larger scale"
+        )
+
+
 def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, deterministic: bool) -> RenderedKernel:
     tiles, shared = query_range(spec.mask.expression), plan.shared_memory(spec, deterministic)
-    fields = [*(Field("const Element*", name) for name in ("q", "k", "v", "d_o")), STATISTICS]
+    fields = [*(Field("const Element*", name) for name in (*spec.inputs, "d_o")), STATISTICS]
     fields += [] if deterministic else [DQ_ACCUM]
-    fields += [gradient_field(spec, "dk"), gradient_field(spec, "dv"), *strides("q", "k", "v", "d_o", "dk", "dv")]
+    gradients = [f"d{name}" for name in spec.inputs if name != "q"]
+    fields += [gradient_field(spec, name) for name in gradients]
+    fields += strides(*spec.inputs, "d_o", *gradients)
     gradient = score_gradient(spec)
     gathers = gradient.gathers if gradient else ()
     sums = "long long*" if deterministic else "float*"
@@ -90,6 +105,7 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
         "deterministic": deterministic,
         "dq_apart": deterministic,
         "dq_tiles_at_once": plan.dq_tiles_at_once(spec),
+        "value_padded": padded_output_gradient(spec),
         "vector_reductions": target.vector_reductions,
         "divides_columns": divides_tiles(spec, plan.tile_q, QUERY),
         "uniform": uniform_text(spec),
@@ -109,10 +125,10 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
 def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows, multiple: int) -> RenderedKernel:
     """Returns the kernel that computes dQ. The row statistics are padded to a multiple of `multiple` rows."""
     tiles, shared = key_range(spec.mask.expression), plan.shared_memory(spec)
-    fields = [*(Field("const Element*", name) for name in ("q", "k", "v", "d_o")), STATISTICS]
+    fields = [*(Field("const Element*", name) for name in (*spec.inputs, "d_o")), STATISTICS]
     fields += [
         gradient_field(spec, "dq"),
-        *strides("q", "k", "v", "d_o", "dq"),
+        *strides(*spec.inputs, "d_o", "dq"),
         *batch_of(spec).fields("len_q", "len_k"),
         ROWS,
     ]
@@ -125,6 +141,7 @@ def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows,
         "gradient": score_gradient(spec, with_gathers=False),
         "gathers": (),
         "key_tiles": visited_tiles(spec, tiles, "BackwardDqArguments"),
+        "value_padded": padded_output_gradient(spec),
         "longest_first": longest_last(tiles),
     }
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "keys" if tiles is None else None}

@@ -24,9 +24,9 @@ from flashgen.codegen.tiling import (
     element_sizes,
     head_extent,
     is_wide,
+    output_gradient_extent,
     padded_head,
-    padded_value,
-    value_extent,
+    padded_output_gradient,
 )
 from flashgen.language.spec import AttentionSpec
 
@@ -129,19 +129,19 @@ class BackwardPlan(Checked, _LoopPlan):
         """
         element, kv_element = element_sizes(spec)
         queries, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
-        head, value, stages = head_extent(spec), value_extent(spec), Extent("kStages", self.stages)
+        head, value, stages = head_extent(spec), output_gradient_extent(spec), Extent("kStages", self.stages)
         shared_scores = [Buffer("Score", "dS", (keys, queries), element)] if self.split > 1 or not deterministic else []
         shared_scores += [Buffer("Probability", "P", (keys, queries), element)] if self.split > 1 else []
         return SharedMemoryLayout(
             (
                 Buffer("Key", "K", (keys, head), kv_element),
-                Buffer("Value", "V", (keys, value), kv_element),
+                *([] if spec.shared_kv else [Buffer("Value", "V", (keys, value), kv_element)]),
                 Buffer("Query", "Q", (queries, head), element, copies=stages),
                 Buffer("Output", "dO", (queries, value), element, copies=stages),
                 Buffer("Statistics", "L, D", (queries,), FLOAT2, copies=stages),
                 *shared_scores,
                 Buffer("KeyGradient", "dK", (keys, head), element, overlays="Key"),
-                Buffer("ValueGradient", "dV", (keys, value), element, overlays="Value"),
+                *([] if spec.shared_kv else [Buffer("ValueGradient", "dV", (keys, value), element, overlays="Value")]),
             )
         )
 
@@ -175,13 +175,13 @@ class QueriesPlan(Checked, _LoopPlan):
         """
         element, kv_element = element_sizes(spec)
         queries, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
-        head, value, stages = head_extent(spec), value_extent(spec), Extent("kStages", self.stages)
+        head, value, stages = head_extent(spec), output_gradient_extent(spec), Extent("kStages", self.stages)
         return SharedMemoryLayout(
             (
                 Buffer("Query", "Q", (queries, head), element),
                 Buffer("Output", "dO", (queries, value), element),
                 Buffer("Key", "K", (keys, head), kv_element, copies=stages),
-                Buffer("Value", "V", (keys, value), kv_element, copies=stages),
+                *([] if spec.shared_kv else [Buffer("Value", "V", (keys, value), kv_element, copies=stages)]),
                 *([Buffer("Score", "dS", (queries, keys), element)] if self.split > 1 else []),
                 Buffer("QueryGradient", "dQ", (queries, head), element, overlays="Query"),
             )
@@ -220,7 +220,7 @@ def _problem(
     depth = MMA_DEPTH // 2 if is_wide(spec) and split > 1 and not spec.dropout else MMA_DEPTH
     if columns[1] % (depth * split) or columns[1] % MMA_DEPTH:
         return f"{columns[0]}={columns[1]} must be a multiple of {depth} x split={split}"
-    if padded_head(spec) % (MMA_DEPTH * split) or padded_value(spec) % (MMA_DEPTH * split):
+    if padded_head(spec) % (MMA_DEPTH * split) or padded_output_gradient(spec) % (MMA_DEPTH * split):
         return f"split={split} must divide head and value dims into multiples of 16"
     if plan.stages not in (1, 2):
         return f"stages={plan.stages} must be 1 or 2"
@@ -284,7 +284,7 @@ _QUERIES_PREFERENCE = (
     (32, 16, 2, 1, 1),
 )
 _MAX_ACCUMULATORS = 200  # registers of a thread that may hold accumulators
-_MAX_WIDE_ACCUMULATORS = 176  # the same if rows are wide
+_MAX_WIDE_ACCUMULATORS = 176  # the same if rows are wide, or K and V share them
 _WIDE_DQ_ACCUMULATORS = 16  # those of an addend of dQ, if rows are wide and it has few rows
 # Registers of a thread beside the accumulators: of variants that load no captured arrays, of others, and of heavy score
 # functions with dropout.
@@ -293,7 +293,7 @@ _OTHER_REGISTERS, _OTHER_REGISTERS_WITH_LOADS, _OTHER_REGISTERS_HEAVY_DROPOUT = 
 
 def _accumulators(plan: BackwardPlan | QueriesPlan, spec: AttentionSpec) -> int:
     """Returns the registers of a thread that hold gradients, and the scores and score gradients of one iteration."""
-    head, value = padded_head(spec), padded_value(spec)
+    head, value = padded_head(spec), 0 if spec.shared_kv else padded_output_gradient(spec)
     if isinstance(plan, QueriesPlan):
         return plan.tile_q // plan.warps * (head + 2 * plan.tile_k) // WARP  # independent of split
     rows = plan.tile_k * plan.split // plan.warps
@@ -321,7 +321,7 @@ def _max_accumulators(spec: AttentionSpec) -> int:
     gathers = bool(gradient and gradient.gathers)
     if demand.weight == Weight.HEAVY and demand.drops and gathers:
         return Target.registers_per_thread - _OTHER_REGISTERS_HEAVY_DROPOUT
-    return _MAX_WIDE_ACCUMULATORS if is_wide(spec) else _MAX_ACCUMULATORS
+    return _MAX_WIDE_ACCUMULATORS if is_wide(spec) or spec.shared_kv else _MAX_ACCUMULATORS
 
 
 def _first_that_fits_registers(plans: list[AnyPlan], spec: AttentionSpec) -> AnyPlan | None:

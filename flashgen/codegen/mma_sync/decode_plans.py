@@ -285,7 +285,7 @@ def decode_plan_for(spec: AttentionSpec, target: Target, workload: Workload) -> 
     One output tile reads K and V once, at the bandwidth of global memory. Several read them several times, through L2.
     That is faster only while the larger tiles of the forward kernel are too few to fill the GPU.
     """
-    if spec.max_dim > MAX_UNSPLIT and not spec.kv_dtype:
+    if (spec.max_dim > MAX_UNSPLIT or spec.shared_kv) and not spec.kv_dtype:
         return None
     if spec.of_cache:
         if spec.page_size and not spec.kv_dtype and _is_prompt(workload):

@@ -20,9 +20,9 @@ from flashgen.language.spec import AttentionSpec
 
 def forward_layout(spec: AttentionSpec, lists: bool) -> ArgumentLayout:
     """Returns the argument struct of the forward kernel."""
-    fields = [Field("const Element*", name) for name in "qkv"] + [output_field(spec), batch_of(spec).lse]
+    fields = [Field("const Element*", name) for name in spec.inputs] + [output_field(spec), batch_of(spec).lse]
     fields += page_fields(spec)
-    fields += [Field("Strides", f"{name}_strides") for name in "qkvo"]
+    fields += [Field("Strides", f"{name}_strides") for name in (*spec.inputs, "o")]
     fields += batch_of(spec).fields("len_q", "len_k")
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))
     return layout_of(spec, fields, lists, sink=True)

@@ -102,10 +102,18 @@ class ForwardPlan(Checked):
             (
                 Buffer("Query", "Q", (queries, head), element),
                 Buffer("Key", "K", (keys, head), kv_element, copies=Extent("kStages", stages)),
-                Buffer("Value", "V", (keys, value), kv_element, copies=Extent("kStages", stages)),
+                *self._values(spec, keys, value, kv_element),
                 *self._exchanged(queries, keys, element),
                 Buffer("Output", "O", (queries, value), element, overlays="Query"),
             )
+        )
+
+    def _values(self, spec: AttentionSpec, keys: Extent, value: Extent, element: Extent) -> tuple[Buffer, ...]:
+        """Returns the stages of V, which is in those of K if it is a part of it."""
+        return (
+            ()
+            if spec.shared_kv
+            else (Buffer("Value", "V", (keys, value), element, copies=Extent("kStages", self.stages)),)
         )
 
     def _exchanged(self, queries: Extent, keys: Extent, element: Extent) -> tuple[Buffer, ...]:
@@ -230,6 +238,10 @@ def fitting_plans(spec: AttentionSpec, target: Target, warps: int = 0) -> list[F
 
 def _preferred(spec: AttentionSpec, warps: int) -> list[tuple[int, int, int, int, int]]:
     """Returns (tile_q, tile_k, warps, stages, split) of the preferred plans."""
+    if spec.shared_kv:  # with one stage no load overlaps products, and without V's there is room for two
+        every = _WIDE_PREFERENCE if is_wide(spec) else tuple((*row, 1) for row in _PREFERENCE)
+        staged = [(*row[:3], stages, row[4]) for stages in (2, 1) for row in every]
+        return list(dict.fromkeys(staged))
     if is_wide(spec):
         return list(_WIDE_PREFERENCE)
     if not warps:
@@ -263,7 +275,7 @@ def leaves_registers(plan: ForwardPlan, spec: AttentionSpec, target: Target, mor
     """
     demand, (scores, accumulators) = demand_of(spec), _accumulators(plan, spec)
     limits = _REGISTER_LIMITS[demand.weight]
-    same_rows = padded_head(spec) == padded_value(spec)  # otherwise K and V need separate offsets
+    same_rows = padded_head(spec) == padded_value(spec) and not spec.shared_kv  # otherwise there are more addresses
     reads = demand.weight == Weight.PLAIN and demand.mask_axes  # a thread holds an array element through the mainloop
     lean = target.register_pressure == "low" and same_rows and not reads
     allowance = limits.lean if lean else limits.accumulators
