@@ -64,22 +64,23 @@ def _operator(cls: type[Operation], reflected: bool = False) -> Callable[[Any, A
     """Returns the method of a binary operator. For speed it repeats the common case of `binary`."""
     prefix = f'["{cls.__name__}",'
     name = cls.__name__
-    kinds = {a: {b: _RESULTS[name, a, b] for b in _KINDS if (name, a, b) in _RESULTS} for a in _KINDS}
+    kinds = {a: {b: _RESULTS.get((name, a, b)) for b in _KINDS} for a in _KINDS}
 
     def operator(self: Traced, other: Any) -> Any:
-        if not isinstance(other, Traced):
-            if type(other) is int and -MAX_INT <= other < MAX_INT:
-                other = Traced(_INTEGER, "int", (), (other,))
-            elif isinstance(other, Columns):
-                return NotImplemented
-            else:
+        if type(other) is int and not reflected and -MAX_INT <= other < MAX_INT:
+            kind, text = kinds[self.kind]["int"], f"{prefix}{self.text},{_INTEGER}]"
+            arrays, numbers = self.arrays, (*self.numbers, other)
+        else:
+            if not isinstance(other, Traced):
+                if isinstance(other, Columns):
+                    return NotImplemented
                 other = lift(other)
-        a, b = (other, self) if reflected else (self, other)
-        kind = kinds[a.kind].get(b.kind)
-        text = f"{prefix}{a.text},{b.text}]"
+            a, b = (other, self) if reflected else (self, other)
+            kind, text = kinds[a.kind][b.kind], f"{prefix}{a.text},{b.text}]"
+            arrays, numbers = a.arrays + b.arrays, a.numbers + b.numbers
         if kind is None or len(text) > _MAX_TEXT or (kind == "float" and not is_grad_enabled()):
-            return binary(cls, a, b)
-        return Traced(text, kind, a.arrays + b.arrays, a.numbers + b.numbers)
+            return binary(cls, other, self) if reflected else binary(cls, self, other)
+        return Traced(text, kind, arrays, numbers)
 
     return operator
 
@@ -91,15 +92,12 @@ def _logical_operator(
     prefix = f'["{boolean_operation.__name__}",'
 
     def operator(self: Traced, other: Any) -> Any:
-        if isinstance(other, Columns):
-            return NotImplemented
         a, b = (other, self) if reflected else (self, other)
-        if not isinstance(other, Traced) or a.kind != "bool" or b.kind != "bool" or a.text in _LITERALS:
-            return logic(boolean_operation, integer_operation, a, b)
-        text = f"{prefix}{a.text},{b.text}]"
-        if b.text in _LITERALS or len(text) > _MAX_TEXT:
-            return logic(boolean_operation, integer_operation, a, b)
-        return Traced(text, "bool", a.arrays + b.arrays, a.numbers + b.numbers)
+        if isinstance(other, Traced) and a.kind == "bool" == b.kind:
+            text = f"{prefix}{a.text},{b.text}]"
+            if a.text not in _LITERALS and b.text not in _LITERALS and len(text) <= _MAX_TEXT:
+                return Traced(text, "bool", a.arrays + b.arrays, a.numbers + b.numbers)
+        return NotImplemented if isinstance(other, Columns) else logic(boolean_operation, integer_operation, a, b)
 
     return operator
 
@@ -252,10 +250,7 @@ class Traced:
 
     @classmethod
     def __torch_function__(cls, function: Any, _types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        handler = HANDLED.get(function)
-        if handler is None:
-            return ANSWERS["torch"](function, arguments, keywords or {})
-        return handler(*arguments, **keywords) if keywords else handler(*arguments)
+        return ANSWERS["torch"](function, arguments, keywords or {})
 
 
 def traced_node(node: sympy.Basic) -> Traced:

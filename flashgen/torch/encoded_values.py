@@ -22,7 +22,7 @@ from flashgen.language.operations import Kind
 from flashgen.language.protocols import call_torch_named, is_supported
 from flashgen.language.rows import ComputedRow, Row
 from flashgen.language.trace import Traced, lift
-from flashgen.torch.call_keys import call_key
+from flashgen.torch.call_keys import ABSENT, call_key, distinct
 from flashgen.torch.table import constant
 
 AT, RESULT = "a mask or a score at operands", "the result"
@@ -136,16 +136,15 @@ def key_of(score: str, score_name: str, mask: str, mask_name: str, spec: str) ->
     A number is its value, or a tuple with its position. The result of a SpecError is a tuple with its message alone.
     """
     reader = _Reader(())
+    traced_score = reader.value(json.loads(score)) if score else ABSENT
+    traced_mask = reader.value(json.loads(mask)) if mask else ABSENT
+    arrays, slots = distinct(traced_score.arrays + traced_mask.arrays)
     try:
-        key, arrays, numbers = call_key(
-            (reader.value(json.loads(score)), score_name) if score else None,
-            (reader.value(json.loads(mask)), mask_name) if mask else None,
-            spec,
-        )
+        key = call_key(traced_score, score_name, traced_mask, mask_name, slots, spec)
     except SpecError as error:
         return (str(error),)
     decoded: tuple[list[Any], list[Any]] = ([], [])
-    for number in numbers:
+    for number in traced_score.numbers + traced_mask.numbers:
         decoded[_is_float(number)].append(_decoded_number(_encoded_number(number)))
     return key, tuple(array.position for array in arrays), *map(tuple, decoded)
 
