@@ -61,7 +61,7 @@ class Columns:
 
 
 def _operator(cls: type[Operation], reflected: bool = False) -> Callable[[Any, Any], Any]:
-    """Returns the method of a binary operator. For speed it repeats the common case of `binary`."""
+    """Returns the method of a binary operator. For speed it repeats the common case of `apply`."""
     prefix = f'["{cls.__name__}",'
     name = cls.__name__
     kinds = {a: {b: _RESULTS.get((name, a, b)) for b in _KINDS} for a in _KINDS}
@@ -79,7 +79,7 @@ def _operator(cls: type[Operation], reflected: bool = False) -> Callable[[Any, A
             kind, text = kinds[a.kind][b.kind], f"{prefix}{a.text},{b.text}]"
             arrays, numbers = a.arrays + b.arrays, a.numbers + b.numbers
         if kind is None or len(text) > _MAX_TEXT or (kind == "float" and not is_grad_enabled()):
-            return binary(cls, other, self) if reflected else binary(cls, self, other)
+            return apply(cls, other, self) if reflected else apply(cls, self, other)
         return Traced(text, kind, arrays, numbers)
 
     return operator
@@ -293,15 +293,14 @@ def _integer(value: Any) -> Traced:
 def _float(value: Any) -> Traced:
     """Returns a traced float. Infinities and -0.0, which captured numbers may not be, are part of the text itself."""
     value = float(value)
+    if abs(value) <= FLOAT32_MAX:
+        is_minus_zero = value == 0 and math.copysign(1, value) < 0
+        return _MINUS_ZERO if is_minus_zero else Traced(_FLOAT, "float", (), (value,))
+    if math.isinf(value):
+        return _INFINITY if value > 0 else _MINUS_INFINITY
     if value != value:
         raise SpecError("a literal is NaN: a mask or score function must not produce NaN")
-    if value in (math.inf, -math.inf):
-        return _INFINITY if value > 0 else _MINUS_INFINITY
-    if value == 0 and math.copysign(1, value) < 0:
-        return _MINUS_ZERO
-    if abs(value) > FLOAT32_MAX:
-        raise SpecError(f"the literal {value!r} is beyond float32 (about 3.4e38): use float('inf') or a smaller number")
-    return Traced(_FLOAT, "float", (), (value,))
+    raise SpecError(f"the literal {value!r} is beyond float32 (about 3.4e38): use float('inf') or a smaller number")
 
 
 def _lift_error(value: Any) -> str:
@@ -334,28 +333,16 @@ def watch_gradient_mode(ask: Callable[[], bool]) -> None:
 
 def apply(cls: type[Operation], *operands: Any) -> Traced:
     """Returns the operation applied to traced values or literals."""
-    if len(operands) == 2:
-        return binary(cls, *operands)
-    values = [lift(operand) for operand in operands]
-    text, arrays, numbers = f'["{cls.__name__}"', (), ()
-    for value in values:
-        text, arrays, numbers = f"{text},{value.text}", arrays + value.arrays, numbers + value.numbers
-    return _result(cls, (cls.__name__, *[value.kind for value in values]), text + "]", arrays, numbers)
-
-
-def binary(cls: type[Operation], left: Any, right: Any) -> Traced:
-    """Returns an operation of two operands."""
-    a = left if isinstance(left, Traced) else lift(left)
-    b = right if isinstance(right, Traced) else lift(right)
     name = cls.__name__
-    text, key = f'["{name}",{a.text},{b.text}]', (name, a.kind, b.kind)
-    return _result(cls, key, text, a.arrays + b.arrays, a.numbers + b.numbers)
-
-
-def _result(
-    cls: type[Operation], key: tuple[str, ...], text: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]
-) -> Traced:
-    """Returns the traced value of an operation. `key` is its name and the kinds of its operands."""
+    key: tuple[str, ...] = (name,)
+    text, arrays, numbers = f'["{name}"', (), ()
+    for operand in operands:
+        value = operand if isinstance(operand, Traced) else lift(operand)
+        key += (value.kind,)
+        text = f"{text},{value.text}"
+        arrays += value.arrays
+        numbers += value.numbers
+    text += "]"
     kind = _RESULTS.get(key)
     if kind is None:
         check_kinds(cls, list(key[1:]))  # type: ignore[arg-type]

@@ -16,24 +16,21 @@ import torch
 from torch._functorch.autograd_function import custom_function_call
 
 from flashgen.errors import SpecError
-from flashgen.language.bound import dtype_read
 from flashgen.language.calls import call_traced, check_signature
-from flashgen.language.captures import Leaf, array_leaf, element
+from flashgen.language.captures import element
 from flashgen.language.closures import StandIns
 from flashgen.language.elementary import where
 from flashgen.language.modifiers import MASK_SYMBOLS, SCORE_SYMBOLS, Mask, Score, name_of
-from flashgen.language.protocols import DTYPES, call_torch
+from flashgen.language.protocols import DTYPES, call_torch, leaf_of
 from flashgen.language.trace import HANDLED, Traced, lift, traced_node, watch_gradient_mode
 from flashgen.torch.autograd_functions import custom_function
 from flashgen.torch.call_keys import ABSENT, distinct
-from flashgen.torch.tensors import dtype_of
 from flashgen.torch.variants import TextOfMask
 
 watch_gradient_mode(torch.is_grad_enabled)
 DTYPES.update(bool=torch.bool, int=torch.int32, float=torch.float32)
 HANDLED[torch.Tensor.where] = lambda x, condition, y: where(condition, x, y)
 HANDLED[custom_function_call] = custom_function
-_LEAVES: dict[tuple[torch.dtype, int, bool], Leaf] = {}
 _get_item = torch.Tensor.__getitem__
 
 
@@ -41,14 +38,9 @@ def _torch_function(_cls: Any, function: Any, _types: Any, arguments: Any = (), 
     """Records a call of a function of torch with a traced value. Elements of tensors, the most common, come first."""
     if function is _get_item:
         tensor, index = arguments
-        leaf = _LEAVES.get((tensor.dtype, tensor.ndim, tensor.requires_grad)) or _add_leaf(tensor)
+        leaf = leaf_of(tensor.dtype, tensor.ndim, tensor.requires_grad)
         return element(leaf, tensor, index if type(index) is tuple else (index,))
     return call_torch(function, arguments, keywords or {})
-
-
-def _add_leaf(tensor: torch.Tensor) -> Leaf:
-    leaf = array_leaf(dtype_read(dtype_of(tensor), "table"), tensor.ndim, tensor.requires_grad)
-    return _LEAVES.setdefault((tensor.dtype, tensor.ndim, tensor.requires_grad), leaf)
 
 
 Traced.__torch_function__ = MethodType(_torch_function, Traced)  # type: ignore[method-assign]  # bound once
