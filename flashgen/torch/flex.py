@@ -78,7 +78,7 @@ def flex_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if not q_shape[0] == k_shape[0] == v_shape[0]:
         key, value = expand_batch(query, key, value)
-    if scale is not None and isinstance(scale, torch.Tensor):
+    if isinstance(scale, torch.Tensor):
         score_mod, scale = _scaled(score_mod, scale_of_call("scale", scale, query)), 1.0
     head_dim = q_shape[3]
     value_dim = spec_value_dim = v_shape[3]
@@ -94,6 +94,7 @@ def flex_attention(
         fields = (query.dtype, *sizes, emulate, q_shape, k_shape)
         results = _attend_in_graph(score_mod, mask_mod, fields, query, key, value, wants_lse, is_plain)
     else:
+        scale = None if scale is None else float(scale)
         fields = (query.dtype, head_dim, spec_value_dim, scale, emulate, q_shape, k_shape)
         results = run_functions(score_mod, mask_mod, fields, query, key, value, wants_lse, is_plain)
     if padded:

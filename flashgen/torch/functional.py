@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import FunctionType
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -134,26 +133,20 @@ def run_functions(
     score, mask = trace_functions(score_mod, mask_mod)
     numbers = score.numbers + mask.numbers
     arrays, slots, captures_plain = distinct_operands(score.arrays + mask.arrays, q.device)
-    score_name = "score_mod" if type(score_mod) is FunctionType else _kernel_name(score_mod, "score_mod")
-    mask_name = "mask_mod" if type(mask_mod) is FunctionType else _kernel_name(mask_mod, "mask_mod")
+    score_name = score_mod.name if isinstance(score_mod, Score) else "score_mod"
+    mask_name = mask_mod.name if isinstance(mask_mod, Mask) else "mask_mod"
     operator = _operator(q, k, v, is_plain and captures_plain)
-    if operator is None:
-        settings = (is_emulated(fields[4]), is_deterministic(None))
-        call = (score_name, score.text, mask_name, mask.text, slots, numbers, fields, settings)
-        chosen = CALLS.get(call)
-        if chosen is None:
-            key = call_key(score, score_name, mask, mask_name, slots, spec_of_call(*fields[:5]) or refuse_dtype(q))
-            chosen = CALLS.get_or_make(call, lambda: variant_of(key).choose(*_by_kind(numbers), q, k))
-        entry, integers, floats = chosen.found if chosen.axes is None else chosen.with_lengths(arrays)
-        return _run_plain(entry, q, k, v, arrays, integers, floats, None, return_lse)
-    key = call_key(score, score_name, mask, mask_name, slots, spec_of_call(*fields[:5]) or refuse_dtype(q))
-    out, lse = operator(q, k, v, arrays, key, *_by_kind(numbers), None)
-    return (out, lse) if return_lse else out
-
-
-def _kernel_name(function: Any, otherwise: str) -> str:
-    """Returns the name of a mask or score function in kernels."""
-    return function.name if isinstance(function, (Mask, Score)) else otherwise
+    settings = (is_emulated(fields[4]), is_deterministic(None))
+    call = (score_name, score.text, mask_name, mask.text, slots, numbers, fields, settings)
+    chosen = CALLS.get(call) if operator is None else None
+    if chosen is None:
+        key = call_key(score, score_name, mask, mask_name, slots, spec_of_call(*fields[:5]) or refuse_dtype(q))
+        if operator is not None:
+            out, lse = operator(q, k, v, arrays, key, *_by_kind(numbers), None)
+            return (out, lse) if return_lse else out
+        chosen = CALLS.get_or_make(call, lambda: variant_of(key).choose(*_by_kind(numbers), q, k))
+    entry, integers, floats = chosen.with_lengths(arrays)
+    return _run_plain(entry, q, k, v, arrays, integers, floats, None, return_lse)
 
 
 def _by_kind(numbers: tuple[Any, ...]) -> tuple[list[int], list[float]]:
