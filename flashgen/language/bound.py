@@ -38,7 +38,7 @@ class BoundArray:
         self.original, self._name = array, name
         self.given_dtype = written_name(array.dtype)
         self.dtype, self.ndim = _dtype_read(array, self.given_dtype, name), array.ndim or 1
-        self.grad = wants_gradient(array, self.dtype)
+        self.grad = "float" in self.dtype and wants_gradient(array)
         self._copies: dict[Hashable, tuple[np.ndarray[Any, Any], Any]] = {}
 
     @property
@@ -90,7 +90,9 @@ class BoundArray:
 
 def is_array(value: Any) -> bool:
     """Returns whether a value is an array of some library, not a NumPy scalar."""
-    if isinstance(value, (np.generic, type)) or not all(hasattr(value, name) for name in ("shape", "dtype", "ndim")):
+    if isinstance(value, (np.generic, type)):
+        return False
+    if not (hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "ndim")):
         return False
     return hasattr(value, "__array__") or hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
 
@@ -112,9 +114,10 @@ def is_torch(array: Any) -> bool:
     return torch is not None and isinstance(array, torch.Tensor)
 
 
-def wants_gradient(array: Any, dtype: str) -> bool:
-    """Returns whether an array that is read as this dtype has a gradient."""
-    return "float" in dtype and (bool(getattr(array, "requires_grad", False)) or _is_jax_tracer(array))
+def wants_gradient(array: Any) -> bool:
+    """Returns whether an array has a gradient, if its dtype is floating."""
+    required = getattr(array, "requires_grad", None)  # an attribute of torch's tensors
+    return _is_jax_tracer(array) if required is None else bool(required)
 
 
 def dtype_read(given: str, name: str) -> str:

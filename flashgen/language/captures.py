@@ -136,13 +136,15 @@ def element(leaf: Leaf, array: Any, indices: tuple[Any, ...]) -> Any:
     arrays: tuple[Any, ...] = () if array is None else (array,)
     numbers: tuple[Any, ...] = ()
     for item in indices:
-        value = item if isinstance(item, Traced) else _index(leaf, array, indices, item)
+        value = item if type(item) is Traced else _index(leaf, array, indices, item)
         if value.kind != "int":
             raise SpecError(
                 f"{leaf.shown}: index {_position(indices, item)} must be an integer, got {value.kind}: use // instead "
                 "of /, or to_int(x)"
             )
-        text, arrays, numbers = f"{text},{value.text}", arrays + value.arrays, numbers + value.numbers
+        text = f"{text},{value.text}"
+        arrays += value.arrays
+        numbers += value.numbers
     return Traced(text + "]", leaf.kind, arrays, numbers)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from flashgen.dtypes import written_name
@@ -12,7 +12,7 @@ from flashgen.errors import SpecError
 from flashgen.language import elementary as f
 from flashgen.language import pointwise
 from flashgen.language.bound import dtype_read, is_array, wants_gradient
-from flashgen.language.captures import array_leaf, element
+from flashgen.language.captures import Leaf, array_leaf, element
 from flashgen.language.rows import ROW_ANSWERS, ComputedRow, Row, dot, map_columns, reduce_columns
 from flashgen.language.trace import ANSWERS, HANDLED, Traced, detach, lift, literal_float, negate, number_of
 
@@ -204,7 +204,6 @@ _REDUCTIONS: dict[str, Callable[[Row], Traced]] = {
     "min": lambda row: reduce_columns(f.minimum, row), "amin": lambda row: reduce_columns(f.minimum, row),
 }
 # fmt: on
-_PRODUCTS = ("dot", "inner", "vecdot", "matmul")
 # Attributes that helper functions read before they create constants.
 _ATTRIBUTES: dict[str, Any] = {"ndim": 0, "shape": (), "device": None, "requires_grad": False}
 DTYPES: dict[str, Any] = {"float": "float32", "int": "int32", "bool": "bool"}
@@ -215,8 +214,7 @@ def answer_libraries() -> None:
     """Installs the functions of this module as the handlers of traced values and rows."""
     ANSWERS.update(method=method, numpy=call_numpy, torch=call_torch, array=zero_dimensional)
     ROW_ANSWERS.update(method=method, torch=call_torch)
-    functions = (_METHODS, _ARRAY_FUNCTIONS, _REDUCTIONS, _SHAPES, dict.fromkeys(_PRODUCTS))
-    for name in {"dtype", *_ATTRIBUTES}.union(*functions):
+    for name in {"dtype", *_ATTRIBUTES}.union(_METHODS, _ARRAY_FUNCTIONS, _REDUCTIONS):
         setattr(Traced, name, property(partial(_tensor_attribute, name)))
 
 
@@ -231,7 +229,7 @@ def method(value: Any, name: str) -> Any:
     if name == "dtype":
         return DTYPES[value.elements()[0].kind if isinstance(value, Row) else value.kind]
     if not name.startswith("_") and is_supported(name):
-        return lambda *arguments, **keywords: call(f"Tensor.{name}", name, _METHODS, (value, *arguments), keywords)
+        return lambda *arguments, **keywords: call("Tensor", name, _METHODS, (value, *arguments), keywords)
     raise AttributeError(f"a traced value has no attribute {name!r}: see flashgen.language for what can be traced")
 
 
@@ -240,7 +238,7 @@ def call_numpy(function: Any, how: str, arguments: tuple[Any, ...], keywords: di
     name = getattr(function, "__name__", str(function))
     if how != "__call__" or keywords.get("out") is not None:
         raise SpecError(f"numpy.{name}.{how} cannot be traced: it needs arrays, not elements")
-    return call(f"numpy.{name}", name, FUNCTIONS, arguments, keywords)
+    return call("numpy", name, FUNCTIONS, arguments, keywords)
 
 
 def call_torch(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -253,48 +251,61 @@ def call_torch(function: Any, arguments: tuple[Any, ...], keywords: dict[str, An
 
 def call_torch_named(name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Handles a torch function or method, given its name."""
-    if name.startswith("__") and name.endswith("__"):  # such as Tensor.__rsub__; in-place methods create a new value
-        name = name.strip("_")
-        if not is_supported(name) and name[:1] in ("r", "i") and is_supported(name[1:]):
-            arguments = arguments[::-1] if name[0] == "r" else arguments
-            name = name[1:]
-    return call(f"torch.{name}", name, _TORCH_FUNCTIONS, arguments, keywords)
+    name, is_reflected = plain_name(name)
+    return call("torch", name, _TORCH_FUNCTIONS, arguments[::-1] if is_reflected else arguments, keywords)
+
+
+@cache
+def plain_name(name: str) -> tuple[str, bool]:
+    """Returns the name of a torch function in the language, and whether its operands are reversed.
+
+    For `__rsub__` it returns ("sub", True). In-place operators such as `__iadd__` create a new value.
+    """
+    if not (name.startswith("__") and name.endswith("__")):
+        return name, False
+    name = name.strip("_")
+    if is_supported(name) or name[:1] not in ("r", "i") or not is_supported(name[1:]):
+        return name, False
+    return name[1:], name[0] == "r"
 
 
 def is_supported(name: str) -> bool:
     """Returns whether the language has a function, or a method of tensors, of this name."""
-    return name in _METHODS or name in _ARRAY_FUNCTIONS or name in _REDUCTIONS or name in _SHAPES or name in _PRODUCTS
+    return name in _METHODS or name in _ARRAY_FUNCTIONS or name in _REDUCTIONS
 
 
 def call(
-    shown: str, name: str, table: dict[str, Callable[..., Any]], arguments: tuple[Any, ...], keywords: dict[str, Any]
+    library: str, name: str, table: dict[str, Callable[..., Any]], arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Any:
-    """Calls the function of a name in a table. `shown` is its name in messages."""
+    """Calls the function of a name: of arrays and rows, or from a table. `library` is its prefix in messages."""
     try:
         if name in _ARRAY_FUNCTIONS:
             return _ARRAY_FUNCTIONS[name](*arguments, **keywords)
-        if name in _SHAPES:
-            return _SHAPES[name](*arguments, **keywords)
-        if name in _PRODUCTS:
-            return dot(*arguments)
         if name in _REDUCTIONS and _is_reduction(name, arguments, keywords):
             return _reduce(name, arguments[0])
         if name in table:
             return _apply_elementwise(table[name], arguments, keywords)
     except TypeError as error:
         raise SpecError(
-            f"{shown} called with {', '.join(keywords) or 'these arguments'} cannot be traced: {error}"
+            f"{library}.{name} called with {', '.join(keywords) or 'these arguments'} cannot be traced: {error}"
         ) from None
-    raise SpecError(f"{shown} cannot be traced; known: {', '.join(sorted(FUNCTIONS))}")
+    raise SpecError(f"{library}.{name} cannot be traced; known: {', '.join(sorted(FUNCTIONS))}")
 
 
 def _apply_elementwise(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Calls a function on values, or on each column of rows. Lifts numbers first, so that operators are recorded."""
-    if any(isinstance(argument, Row) for argument in arguments):
-        rows = [argument for argument in arguments if _is_value(argument)]
-        others = [argument for argument in arguments if not _is_value(argument)]
-        return map_columns(lambda *columns: function(*columns, *others, **keywords), *rows)
-    return function(*[lift(argument) if _is_value(argument) else argument for argument in arguments], **keywords)
+    values = []
+    for argument in arguments:
+        if isinstance(argument, Row):
+            return _apply_to_columns(function, arguments, keywords)
+        values.append(lift(argument) if _is_value(argument) else argument)
+    return function(*values, **keywords)
+
+
+def _apply_to_columns(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Row:
+    rows = [argument for argument in arguments if _is_value(argument)]
+    others = [argument for argument in arguments if not _is_value(argument)]
+    return map_columns(lambda *columns: function(*columns, *others, **keywords), *rows)
 
 
 def _is_value(argument: Any) -> bool:
@@ -345,9 +356,11 @@ def _reshape(x: Any, *shape: Any) -> Any:
     raise SpecError(f"a traced value of shape {tuple(getattr(x, 'shape', ()))} has no shape {tuple(sizes)}")
 
 
-_SHAPES: dict[str, Callable[..., Any]] = {
-    "unsqueeze": _unsqueeze, "squeeze": _squeeze, "view": _reshape, "reshape": _reshape,
-}  # fmt: skip
+@cache
+def leaf_of(dtype: Any, ndim: int, has_gradient: bool) -> Leaf:
+    """Returns the leaf of arrays of a dtype of any library. has_gradient: see `wants_gradient`."""
+    read = dtype_read(written_name(dtype), "table")
+    return array_leaf(read, ndim, has_gradient and "float" in read)
 
 
 def array_element(array: Any, index: Any) -> Any:
@@ -359,8 +372,7 @@ def array_element(array: Any, index: Any) -> Any:
             f"{type(array).__name__} cannot be indexed by a traced value: make an array outside of the function, or "
             "declare flashgen.Tensor(name, dtype, ndim), index that, and give the array at the call"
         )
-    dtype = dtype_read(written_name(array.dtype), "table")
-    leaf = array_leaf(dtype, array.ndim, wants_gradient(array, dtype))
+    leaf = leaf_of(array.dtype, array.ndim, wants_gradient(array))
     return element(leaf, array, index if isinstance(index, tuple) else (index,))
 
 
@@ -400,4 +412,6 @@ _ARRAY_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "getitem": array_element, "gather": _gather, "index_select": _index_select, "embedding": _embedding,
     "take": lambda array, index: array_element(array.reshape(-1), index),
     "select": lambda array, dim, index: _index_select(array, dim, index),
+    "unsqueeze": _unsqueeze, "squeeze": _squeeze, "view": _reshape, "reshape": _reshape,
+    **dict.fromkeys(("dot", "inner", "vecdot", "matmul"), lambda *rows, **_dim: dot(*rows)),
 }  # fmt: skip

@@ -61,25 +61,26 @@ class Columns:
 
 
 def _operator(cls: type[Operation], reflected: bool = False) -> Callable[[Any, Any], Any]:
-    """Returns the method of a binary operator. For speed it repeats the common case of `binary`."""
+    """Returns the method of a binary operator. For speed it repeats the common case of `apply`."""
     prefix = f'["{cls.__name__}",'
     name = cls.__name__
-    kinds = {a: {b: _RESULTS[name, a, b] for b in _KINDS if (name, a, b) in _RESULTS} for a in _KINDS}
+    kinds = {a: {b: _RESULTS.get((name, a, b)) for b in _KINDS} for a in _KINDS}
 
     def operator(self: Traced, other: Any) -> Any:
-        if not isinstance(other, Traced):
-            if type(other) is int and -MAX_INT <= other < MAX_INT:
-                other = Traced(_INTEGER, "int", (), (other,))
-            elif isinstance(other, Columns):
-                return NotImplemented
-            else:
+        if type(other) is int and not reflected and -MAX_INT <= other < MAX_INT:
+            kind, text = kinds[self.kind]["int"], f"{prefix}{self.text},{_INTEGER}]"
+            arrays, numbers = self.arrays, (*self.numbers, other)
+        else:
+            if not isinstance(other, Traced):
+                if isinstance(other, Columns):
+                    return NotImplemented
                 other = lift(other)
-        a, b = (other, self) if reflected else (self, other)
-        kind = kinds[a.kind].get(b.kind)
-        text = f"{prefix}{a.text},{b.text}]"
+            a, b = (other, self) if reflected else (self, other)
+            kind, text = kinds[a.kind][b.kind], f"{prefix}{a.text},{b.text}]"
+            arrays, numbers = a.arrays + b.arrays, a.numbers + b.numbers
         if kind is None or len(text) > _MAX_TEXT or (kind == "float" and not is_grad_enabled()):
-            return binary(cls, a, b)
-        return Traced(text, kind, a.arrays + b.arrays, a.numbers + b.numbers)
+            return apply(cls, other, self) if reflected else apply(cls, self, other)
+        return Traced(text, kind, arrays, numbers)
 
     return operator
 
@@ -91,15 +92,12 @@ def _logical_operator(
     prefix = f'["{boolean_operation.__name__}",'
 
     def operator(self: Traced, other: Any) -> Any:
-        if isinstance(other, Columns):
-            return NotImplemented
         a, b = (other, self) if reflected else (self, other)
-        if not isinstance(other, Traced) or a.kind != "bool" or b.kind != "bool" or a.text in _LITERALS:
-            return logic(boolean_operation, integer_operation, a, b)
-        text = f"{prefix}{a.text},{b.text}]"
-        if b.text in _LITERALS or len(text) > _MAX_TEXT:
-            return logic(boolean_operation, integer_operation, a, b)
-        return Traced(text, "bool", a.arrays + b.arrays, a.numbers + b.numbers)
+        if isinstance(other, Traced) and a.kind == "bool" == b.kind:
+            text = f"{prefix}{a.text},{b.text}]"
+            if a.text not in _LITERALS and b.text not in _LITERALS and len(text) <= _MAX_TEXT:
+                return Traced(text, "bool", a.arrays + b.arrays, a.numbers + b.numbers)
+        return NotImplemented if isinstance(other, Columns) else logic(boolean_operation, integer_operation, a, b)
 
     return operator
 
@@ -252,10 +250,7 @@ class Traced:
 
     @classmethod
     def __torch_function__(cls, function: Any, _types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        handler = HANDLED.get(function)
-        if handler is None:
-            return ANSWERS["torch"](function, arguments, keywords or {})
-        return handler(*arguments, **keywords) if keywords else handler(*arguments)
+        return ANSWERS["torch"](function, arguments, keywords or {})
 
 
 def traced_node(node: sympy.Basic) -> Traced:
@@ -298,15 +293,14 @@ def _integer(value: Any) -> Traced:
 def _float(value: Any) -> Traced:
     """Returns a traced float. Infinities and -0.0, which captured numbers may not be, are part of the text itself."""
     value = float(value)
+    if abs(value) <= FLOAT32_MAX:
+        is_minus_zero = value == 0 and math.copysign(1, value) < 0
+        return _MINUS_ZERO if is_minus_zero else Traced(_FLOAT, "float", (), (value,))
+    if math.isinf(value):
+        return _INFINITY if value > 0 else _MINUS_INFINITY
     if value != value:
         raise SpecError("a literal is NaN: a mask or score function must not produce NaN")
-    if value in (math.inf, -math.inf):
-        return _INFINITY if value > 0 else _MINUS_INFINITY
-    if value == 0 and math.copysign(1, value) < 0:
-        return _MINUS_ZERO
-    if abs(value) > FLOAT32_MAX:
-        raise SpecError(f"the literal {value!r} is beyond float32 (about 3.4e38): use float('inf') or a smaller number")
-    return Traced(_FLOAT, "float", (), (value,))
+    raise SpecError(f"the literal {value!r} is beyond float32 (about 3.4e38): use float('inf') or a smaller number")
 
 
 def _lift_error(value: Any) -> str:
@@ -339,28 +333,16 @@ def watch_gradient_mode(ask: Callable[[], bool]) -> None:
 
 def apply(cls: type[Operation], *operands: Any) -> Traced:
     """Returns the operation applied to traced values or literals."""
-    if len(operands) == 2:
-        return binary(cls, *operands)
-    values = [lift(operand) for operand in operands]
-    text, arrays, numbers = f'["{cls.__name__}"', (), ()
-    for value in values:
-        text, arrays, numbers = f"{text},{value.text}", arrays + value.arrays, numbers + value.numbers
-    return _result(cls, (cls.__name__, *[value.kind for value in values]), text + "]", arrays, numbers)
-
-
-def binary(cls: type[Operation], left: Any, right: Any) -> Traced:
-    """Returns an operation of two operands."""
-    a = left if isinstance(left, Traced) else lift(left)
-    b = right if isinstance(right, Traced) else lift(right)
     name = cls.__name__
-    text, key = f'["{name}",{a.text},{b.text}]', (name, a.kind, b.kind)
-    return _result(cls, key, text, a.arrays + b.arrays, a.numbers + b.numbers)
-
-
-def _result(
-    cls: type[Operation], key: tuple[str, ...], text: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]
-) -> Traced:
-    """Returns the traced value of an operation. `key` is its name and the kinds of its operands."""
+    key: tuple[str, ...] = (name,)
+    text, arrays, numbers = f'["{name}"', (), ()
+    for operand in operands:
+        value = operand if isinstance(operand, Traced) else lift(operand)
+        key += (value.kind,)
+        text = f"{text},{value.text}"
+        arrays += value.arrays
+        numbers += value.numbers
+    text += "]"
     kind = _RESULTS.get(key)
     if kind is None:
         check_kinds(cls, list(key[1:]))  # type: ignore[arg-type]

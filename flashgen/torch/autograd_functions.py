@@ -5,35 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._functorch.autograd_function import custom_function_call
 
 from flashgen.errors import SpecError
 from flashgen.language import elementary as f
 from flashgen.language import operations as ops
 from flashgen.language.rows import Row
-from flashgen.language.trace import HANDLED, Traced, apply, detach, lift
-
-_set_grad_enabled = torch._C._set_grad_enabled
-_enter_vmap, _leave_vmap = torch._C._functorch._vmap_increment_nesting, torch._C._functorch._vmap_decrement_nesting
-
-
-def enter_tracing() -> bool:
-    """Prepares torch for the tracing of functions. `leave_tracing` takes the result.
-
-    It enters one level of torch.func.vmap, in which no tensor is mapped: Function.apply then dispatches to the traced
-    values, and tensors keep their autograd history. Gradients are enabled, so that tracing gives the same result with
-    and without no_grad. A context manager would take twice as long.
-    """
-    grad_enabled = torch.is_grad_enabled()
-    _set_grad_enabled(True)
-    _enter_vmap(1, "same")
-    return grad_enabled
-
-
-def leave_tracing(grad_enabled: bool) -> None:
-    """Undoes `enter_tracing`."""
-    _leave_vmap()
-    _set_grad_enabled(grad_enabled)
+from flashgen.language.trace import Traced, apply, detach, lift
 
 
 class _Context:
@@ -148,7 +125,7 @@ def _not_linear(what: str) -> SpecError:
     )
 
 
-def _custom_function(cls: Any, *inputs: Any, **named: Any) -> Any:
+def custom_function(cls: Any, *inputs: Any, **named: Any) -> Any:
     """Traces a Function: its value, with the derivative that its backward computes."""
     if named:
         raise SpecError(f"the autograd Function {cls.__name__} is called with keywords inside a score function")
@@ -184,6 +161,3 @@ def _needs_gradient(value: Any) -> bool:
     if isinstance(value, Traced):
         return value.kind == "float"
     return not isinstance(value, Row) and bool(getattr(value, "requires_grad", False))
-
-
-HANDLED[custom_function_call] = _custom_function

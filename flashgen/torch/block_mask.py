@@ -20,6 +20,27 @@ Blocks = tuple[Tensor, Tensor]
 """Which blocks of queries x keys are partial, and which are full: each bool (batch, heads, rows, columns)."""
 
 
+class _Lists:
+    """An attribute that lists blocks as FlexAttention's class does, or is None without full blocks.
+
+    It is computed when it is read. A class with `__getattr__` instead would take longer to read its other attributes.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._is_full, self._is_of_queries = name.startswith("full_"), name.startswith(("q_", "full_q_"))
+        self._counts = name.endswith("num_blocks")
+
+    def __get__(self, mask: BlockMask, owner: type) -> Any:
+        if self._is_full and not mask._has_full:
+            return None
+        partial, full = mask.blocks()
+        blocks = full if self._is_full else partial if mask._has_full else partial | full
+        blocks = blocks.mT if self._is_of_queries else blocks
+        if self._counts:
+            return blocks.sum(-1, dtype=torch.int32)
+        return torch.argsort(blocks.int(), dim=-1, descending=True, stable=True).int()
+
+
 class BlockMask:
     """A mask of (batch or 1, heads or 1, len_q, len_k), as `create_block_mask` returns it.
 
@@ -80,6 +101,9 @@ class BlockMask:
         shape = (partial.shape[0], partial.shape[1], seq_lengths[0], seq_lengths[1])
         has_full = full_kv_num_blocks is not None
         self._set(mask_mod, shape, block, kv_indices.device, (partial, full), has_full)
+
+    kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices = _Lists(), _Lists(), _Lists(), _Lists()
+    q_num_blocks, q_indices, full_q_num_blocks, full_q_indices = _Lists(), _Lists(), _Lists(), _Lists()
 
     @classmethod
     def _create(cls, *given: Any) -> BlockMask:
@@ -160,6 +184,21 @@ class BlockMask:
 
         return listed
 
+    def function_for(self, q_shape: torch.Size, k_shape: torch.Size) -> Callable[..., Any] | Mask:
+        """Returns `function`. Raises ArgumentError unless the mask is for query and key of these shapes."""
+        (batch, heads), (len_q, len_k) = self.batch_and_heads, self.seq_lengths
+        if len_q != q_shape[2] or len_k != k_shape[2]:
+            raise ArgumentError(
+                f"block_mask is for {len_q} queries and {len_k} keys; query has {q_shape[2]} and key {k_shape[2]}: "
+                "create it for these lengths"
+            )
+        for name, size, given in (("B", batch, q_shape[0]), ("H", heads, q_shape[1])):
+            if size != 1 and size != given:
+                raise ArgumentError(
+                    f"block_mask was created for {name}={size}; query has {given}: give 1, None or {given}"
+                )
+        return self._mask_mod if self._blocks is None else self.function
+
     @property
     def mask(self) -> Mask:
         """The mask that kernels keep, traced when it is read."""
@@ -239,31 +278,6 @@ class BlockMask:
             pictures.append("\n".join([str(divmod(number, self.shape[1])), *lines, ""]))
         return "\n".join([*pictures, *(_MORE if len(dense) > limit else [])])
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _LISTS:
-            is_of_queries, kind, what = (
-                name.startswith(("q_", "full_q_")),
-                name.startswith("full_"),
-                name.split("_")[-2:],
-            )
-            if kind and not self._has_full:
-                return None
-            partial, full = self.blocks()
-            blocks = full if kind else partial if self._has_full else partial | full
-            blocks = blocks.mT if is_of_queries else blocks
-            if what == ["num", "blocks"]:
-                return blocks.sum(-1, dtype=torch.int32)
-            return torch.argsort(blocks.int(), dim=-1, descending=True, stable=True).int()
-        if name.startswith("_"):
-            raise AttributeError(name)
-        if isinstance(getattr(type(self), name, None), property):  # an AttributeError inside of the property
-            return object.__getattribute__(self, name)
-        raise AttributeError(
-            f"flashgen.torch.BlockMask has no {name!r}: it holds the mask function, and kernels find the tiles; "
-            "it has mask_mod, shape, seq_lengths, sparsity(), to_dense(), to_string(), as_tuple(), "
-            f"{', '.join(_LISTS)}"
-        )
-
     def __repr__(self) -> str:
         return f"BlockMask({self.mask.name}, shape={self.shape}, BLOCK_SIZE={self.BLOCK_SIZE})"
 
@@ -271,9 +285,7 @@ class BlockMask:
         return f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%, \n{self.to_string().strip()}\n)"
 
 
-_LISTS = tuple(
-    f"{full}{side}_{what}" for side in ("kv", "q") for full in ("", "full_") for what in ("num_blocks", "indices")
-)
+_LISTS = tuple(name for name, attribute in vars(BlockMask).items() if isinstance(attribute, _Lists))
 _ORDER = ("dq_write_order", "dq_write_order_full", "dq_kv_order", "dq_kv_order_spt")
 _MORE = (  # FlexAttention's own words
     "...",

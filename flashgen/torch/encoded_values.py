@@ -1,9 +1,9 @@
-"""Traced values encoded as strings, for functions that Dynamo traces: only strings and numbers can be constants there.
+"""Traced values encoded as strings, for functions that Dynamo traces.
 
-Each operation on placeholders is one call of `composed`, which Dynamo runs while it traces. So Dynamo traces and guards
-the user's function, but not the code that builds expressions. Arrays and numbers are inputs of the graph without values
-at that time. They are represented by their positions in the lists of the mode that records them
-(`placeholders.Recording`).
+`placeholders.Recording` calls `composed` once for each operation on placeholders. Dynamo runs `composed` during tracing
+and takes its result as a constant, which must consist of strings and numbers. Dynamo therefore traces and guards the
+user's function, but not the code that builds expressions. Arrays and numbers are inputs of the graph and have no values
+during tracing. An encoded value refers to them by their positions in `Recording.arrays` and `Recording.numbers`.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from flashgen.language.captures import Leaf, PartlyIndexed
 from flashgen.language.expression_json import FLOAT, INTEGER
 from flashgen.language.modifiers import at_operands
 from flashgen.language.operations import Kind
-from flashgen.language.protocols import call_torch_named, is_supported
+from flashgen.language.protocols import call_torch_named, is_supported, plain_name
 from flashgen.language.rows import ComputedRow, Row
 from flashgen.language.trace import Traced, lift
-from flashgen.torch.call_keys import call_key
+from flashgen.torch.call_keys import ABSENT, call_key, distinct
 from flashgen.torch.table import constant
 
 AT, RESULT = "a mask or a score at operands", "the result"
-"""Special function names of `composed`."""
+"""Names for `composed`: the call of a named mask or score, and the conversion of a function's result."""
 OF_LANGUAGE = "flashgen."
-"""The prefix of the names of flashgen's own functions."""
+"""The prefix of the names of flashgen's own functions in `composed`."""
 _DTYPES = {"bool": torch.bool, "int": torch.int32, "float": torch.float32}
 Values = tuple[tuple[int, int | float], ...]
-"""(position, value) of numbers that are passed by value, because an operation depends on them."""
+"""The numbers with known values, each as (position, value). Dynamo guards these values."""
 
 
 class Composed(NamedTuple):
-    """The result of an operation.
+    """The encoded result of an operation.
 
     Attributes:
-        value: a traced value, or a row of them, as JSON; "" if there is no result.
-        dtype: the dtype of a tensor that represents it: bool, int32 or float32.
-        columns: the length of a computed row; None for a single value or a part of an array.
-        array: for a part of an array, the position of the array and the number of indices given so far.
-        error: the message if there is no result; "" if the operation may need the values of numbers.
+        value: the traced value or the row as JSON; "" if the operation failed.
+        dtype: the dtype of the placeholder for the result: bool, int32 or float32.
+        columns: the number of columns of a computed row; None for other results.
+        array: the position of a partly indexed array, and the number of its indices; None for other results.
+        error: the error message if the operation failed; "" if it may succeed with the values of more numbers.
     """
 
     value: str
@@ -56,14 +56,14 @@ class Composed(NamedTuple):
 def composed(
     name: str, arguments: tuple[Any, ...], keywords: tuple[Any, ...], values: Values, detaches: bool
 ) -> tuple[Any, ...]:
-    """Applies an operation to traced values. Returns a `Composed` as a plain tuple.
+    """Applies an operation to traced values. Returns the fields of a `Composed` as a plain tuple.
 
     Args:
-        name: the name of a function of torch; OF_LANGUAGE with the name of a function of flashgen; AT or RESULT.
-        arguments: operands, as `Recording` encodes them.
-        keywords: pairs of a name and an operand.
-        values: the values of numbers that must not stay symbolic.
-        detaches: whether the function disables gradients.
+        name: the name of a torch function, OF_LANGUAGE followed by the name of a flashgen function, AT, or RESULT.
+        arguments: the operands as `Recording` encodes them.
+        keywords: the keyword arguments as pairs of a name and an encoded operand.
+        values: the numbers with known values. All other numbers stay symbolic.
+        detaches: whether gradients are disabled at the operation, so that its result has a derivative of 0.
     """
     reader = _Reader(values)
     enabled = torch.is_grad_enabled()
@@ -89,15 +89,12 @@ def _run(name: str, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
 
 
 def _names() -> dict[Any, str]:
-    """Returns the names of torch's functions and tensor methods that the language supports, by function."""
+    """Returns the names of the torch functions and tensor methods that the language supports, by function."""
     found: dict[Any, str] = {}
     for home in (torch, torch.special, torch.nn.functional, torch.Tensor):
         for name in dir(home):
-            plain = name.strip("_")
-            if not is_supported(plain) and not (plain[:1] in ("r", "i") and is_supported(plain[1:])):
-                continue
             function = getattr(home, name)
-            if callable(function) and function.__hash__ is not None:
+            if is_supported(plain_name(name)[0]) and callable(function) and function.__hash__ is not None:
                 found.setdefault(function, name)
     found[torch.Tensor.where] = "tensor_where"  # its first argument is a value, not the condition
     return found
@@ -108,22 +105,22 @@ _NAMES = _names()
 
 @constant
 def name_of(function: Any) -> str:
-    """Returns the name of a function of torch in the language."""
+    """Returns the name of a torch function for `composed`."""
     return _NAMES.get(function) or str(getattr(function, "__name__", function))
 
 
 @constant
 def leaf(name: str) -> tuple[str, torch.dtype]:
-    """Returns the encoded value of an index or of the score, and its dtype."""
+    """Returns the encoded value of the score or of an index, and its dtype. name: "score", "b", "h", "q" or "k"."""
     kind: Kind = "float" if name == "score" else "int"
     return json.dumps(_data(Traced(f'"{name}"', kind))), _DTYPES[kind]
 
 
 @constant
 def opened(value: str) -> tuple[Any, ...]:
-    """Decodes a traced value: its text, its kind, the positions of its arrays, and its numbers.
+    """Returns the text, the kind, the positions of the arrays, and the numbers of an encoded value.
 
-    A number is its value, or a tuple with its position.
+    A number is represented by its value, or by a tuple with its position if the value is unknown.
     """
     data = json.loads(value)
     return data["text"], data["kind"], tuple(data["arrays"]), tuple(map(_decoded_number, data["numbers"]))
@@ -131,41 +128,45 @@ def opened(value: str) -> tuple[Any, ...]:
 
 @constant
 def key_of(score: str, score_name: str, mask: str, mask_name: str, spec: str) -> tuple[Any, ...]:
-    """Returns the key of a call, the positions of its arrays, its integers and its floats. "" stands for no function.
+    """Returns the key of a call (`call_key`), the positions of its distinct arrays, its integers, and its floats.
 
-    A number is its value, or a tuple with its position. The result of a SpecError is a tuple with its message alone.
+    Numbers are represented as in `opened`. If `call_key` raises a SpecError, returns a tuple with its message only.
+
+    Args:
+        score, mask: the encoded results of the functions; "" for a function that the call does not have.
+        score_name, mask_name: the names of the functions in kernels.
+        spec: the other fields of the spec (`variants.spec_text`).
     """
     reader = _Reader(())
+    traced_score = reader.value(json.loads(score)) if score else ABSENT
+    traced_mask = reader.value(json.loads(mask)) if mask else ABSENT
+    arrays, slots = distinct(traced_score.arrays + traced_mask.arrays)
     try:
-        key, arrays, numbers = call_key(
-            (reader.value(json.loads(score)), score_name) if score else None,
-            (reader.value(json.loads(mask)), mask_name) if mask else None,
-            spec,
-        )
+        key = call_key(traced_score, score_name, traced_mask, mask_name, slots, spec)
     except SpecError as error:
         return (str(error),)
     decoded: tuple[list[Any], list[Any]] = ([], [])
-    for number in numbers:
+    for number in traced_score.numbers + traced_mask.numbers:
         decoded[_is_float(number)].append(_decoded_number(_encoded_number(number)))
     return key, tuple(array.position for array in arrays), *map(tuple, decoded)
 
 
 class Array:
-    """An array that is known by its position, with the attributes that the language reads."""
+    """An array without values, with the attributes that the language reads. `position` identifies it."""
 
-    __array__ = None  # marks it as an array for the language
+    __array__ = None  # `bound.is_array` looks for this attribute
 
     def __init__(self, position: int, dtype: Any = None, ndim: int = 0, requires_grad: bool = False) -> None:
         self.position, self.dtype, self.ndim, self.requires_grad = position, dtype, ndim, requires_grad
         self.shape: tuple[int | None, ...] = (None,) * ndim
 
     def reshape(self, _size: int) -> Array:
-        """Returns itself: `Recording` has already flattened the array if a function needs that."""
+        """Returns itself, because `Recording` flattens the array of `torch.take` before it encodes the operation."""
         return self
 
 
 class Number:
-    """A number that is known by its position. Operations that depend on its value raise SpecError."""
+    """A number without a value, identified by `position`. Operations on it raise SpecError."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -185,26 +186,31 @@ def _is_float(number: Any) -> bool:
 
 
 def _encoded_number(number: Any) -> Any:
-    """Encodes a number for JSON."""
+    """Converts a number to JSON: its value, or a list with the fields of a `Number`."""
     return [number.position, number.is_float] if isinstance(number, Number) else number
 
 
 def _decoded_number(number: Any) -> Any:
-    """Converts a number of JSON for Dynamo: its value, or a tuple with its position."""
+    """Converts a number from JSON to its representation in `opened`."""
     return (number[0],) if isinstance(number, list) else number
 
 
 class _Reader:
-    """Decodes operands. `has_open_numbers` becomes True when a number without a value was decoded."""
+    """Decodes operands.
+
+    Attributes:
+        has_open_numbers: whether a number without a known value has been decoded.
+    """
 
     def __init__(self, values: Values) -> None:
         self._values = dict(values)
         self._arrays: dict[int, Array] = {}
         self.has_open_numbers = False
 
-    def operand(self, written: tuple[Any, ...]) -> Any:
-        how, *given = written
-        return getattr(self, f"_{how}")(*given)
+    def operand(self, encoded: tuple[Any, ...]) -> Any:
+        """Decodes an operand: the name of a method of this class without its underscore, and the arguments."""
+        kind, *given = encoded
+        return getattr(self, f"_{kind}")(*given)
 
     def _constant(self, value: Any) -> Any:
         return value
@@ -228,7 +234,7 @@ class _Reader:
         return self.value(json.loads(value), columns)
 
     def value(self, data: dict[str, Any], columns: int | None = None) -> Any:
-        """Decodes a traced value or a row. columns: the last dimension of a part of an array."""
+        """Decodes a traced value or a row. columns: the last dimension of a partly indexed array, if it has one."""
         if "row" in data:
             return ComputedRow(tuple(self.value(each) for each in data["row"]))
         if "leaf" in data:
@@ -247,6 +253,7 @@ class _Reader:
 
 
 def _result(result: Any) -> Composed:
+    """Encodes the result of an operation."""
     if isinstance(result, Traced):
         return Composed(json.dumps(_data(result)), _DTYPES[result.kind])
     if isinstance(result, PartlyIndexed):
@@ -265,6 +272,7 @@ def _result(result: Any) -> Composed:
 
 
 def _data(value: Traced) -> dict[str, Any]:
+    """Converts a traced value to data for JSON."""
     return {
         "text": value.text, "kind": value.kind, "arrays": [array.position for array in value.arrays],
         "numbers": [_encoded_number(number) for number in value.numbers],

@@ -12,11 +12,10 @@ from flashgen.language.modifiers import Score
 from flashgen.torch.autocast import dtype_of_autocast
 from flashgen.torch.block_mask import BlockMask
 from flashgen.torch.fitting import cut_heads, expand_batch, padded_heads, scale_of_call
-from flashgen.torch.functional import run_traced, spec_of_call
+from flashgen.torch.functional import Fields, refuse_dtype, run_functions, run_traced, spec_of_call
 from flashgen.torch.placeholders import Recording
 from flashgen.torch.table import outside_of_graphs, run_where_graphs_break, specialized, warn_once
-from flashgen.torch.tensors import Tensor, check_tensors, dtype_of, is_plain
-from flashgen.torch.traced_functions import trace_call
+from flashgen.torch.tensors import Tensor, are_plain, check_tensors
 
 
 def flex_attention(
@@ -55,12 +54,19 @@ def flex_attention(
         ArgumentError: shapes, dtypes or options do not fit or are not supported.
         SpecError: score_mod or the mask function cannot be traced.
     """
-    if not (is_plain(query) and is_plain(key) and is_plain(value)):
+    if not (is_plain := are_plain(query, key, value)):
         check_tensors(query=query, key=key, value=value)
     q_shape, k_shape, v_shape = query.shape, key.shape, value.shape  # read once: it takes host time
     if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
         _refuse_shapes(query=q_shape, key=k_shape, value=v_shape)
-    mask_mod = None if block_mask is None else _mask_function(block_mask, q_shape, k_shape)
+    mask_mod = None
+    if block_mask is not None:
+        if not isinstance(block_mask, BlockMask):
+            raise ArgumentError(
+                f"block_mask of type {type(block_mask).__module__}.{type(block_mask).__name__}: make it by "
+                "flashgen.torch.create_block_mask, which takes the same arguments"
+            )
+        mask_mod = block_mask.function_for(q_shape, k_shape)
     if q_shape[1] != k_shape[1] and not enable_gqa:
         raise ArgumentError(
             f"query has {q_shape[1]} heads and key {k_shape[1]}: give enable_gqa=True if each head of key is for a "
@@ -81,18 +87,16 @@ def flex_attention(
         query, key, value, _, _, own_scale = padded_heads(query, key, value)
         scale = own_scale if scale is None else scale
         head_dim, spec_value_dim = query.shape[3], value.shape[3]
-    if compiles := torch.compiler.is_compiling():
-        run_where_graphs_break(_attend_in_graph)
-        head_dim, spec_value_dim, scale = specialized(head_dim), specialized(spec_value_dim), specialized(scale)
-    spec = spec_of_call(query.dtype, head_dim, spec_value_dim, scale, emulate)
-    if not spec:
-        raise ArgumentError(
-            f"query is {dtype_of(query)}; flashgen computes in float16 and bfloat16: convert it, or call under "
-            "torch.autocast"
-        )
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
-    attend = _attend_in_graph if compiles else _attend
-    results = attend(score_mod, mask_mod, spec, query, key, value, wants_lse)
+    if torch.compiler.is_compiling():
+        run_where_graphs_break(_attend_in_graph)
+        sizes = (specialized(head_dim), specialized(spec_value_dim), specialized(scale))
+        fields = (query.dtype, *sizes, emulate, q_shape, k_shape)
+        results = _attend_in_graph(score_mod, mask_mod, fields, query, key, value, wants_lse, is_plain)
+    else:
+        scale = None if scale is None else float(scale)
+        fields = (query.dtype, head_dim, spec_value_dim, scale, emulate, q_shape, k_shape)
+        results = run_functions(score_mod, mask_mod, fields, query, key, value, wants_lse, is_plain)
     if padded:
         results = (cut_heads(results[0], value_dim), results[1]) if wants_lse else cut_heads(results, value_dim)
     if return_aux is None:
@@ -112,18 +116,15 @@ def _scaled(score_mod: Callable[..., Any] | Score | None, scale: Tensor) -> Call
     return scaled
 
 
-def _attend(score_mod: Any, mask_mod: Any, spec: str, q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> Any:
-    """Traces the functions and runs the call, without torch.compile."""
-    return run_traced(trace_call(score_mod, mask_mod, spec, q.device), q, k, v, return_lse)
-
-
 def _attend_in_graph(
-    score_mod: Any, mask_mod: Any, spec: str, q: Tensor, k: Tensor, v: Tensor, return_lse: bool
+    score_mod: Any, mask_mod: Any, fields: Fields, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, is_plain: bool
 ) -> Any:
-    """Does the same under torch.compile. If it runs eagerly, the graph broke at its call."""
+    """Does what `run_functions` does, under torch.compile. If it runs eagerly, the graph broke at its call."""
     if not torch.compiler.is_compiling():
-        return _attend_where_graphs_break(score_mod, mask_mod, spec, q, k, v, return_lse)
-    return run_traced(Recording().trace_call(score_mod, mask_mod, spec, q.device), q, k, v, return_lse)
+        return _attend_where_graphs_break(score_mod, mask_mod, fields, q, k, v, return_lse, is_plain)
+    spec = spec_of_call(*fields[:5]) or refuse_dtype(q)
+    traced = Recording().trace_call(score_mod, mask_mod, spec, q.device)
+    return run_traced(traced, q, k, v, return_lse)
 
 
 @outside_of_graphs("flashgen traces score_mod and mask_mod")
@@ -133,7 +134,7 @@ def _attend_where_graphs_break(*call: Any) -> Any:
         "of tensors (if, .item()), or does what Dynamo cannot trace. The result is right; for one graph write where(), "
         "and operate on tensors"
     )
-    return _attend(*call)
+    return run_functions(*call)
 
 
 _BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH")
@@ -159,27 +160,3 @@ def _refuse_shapes(**shapes: torch.Size) -> None:
     for name, shape in shapes.items():
         if len(shape) != 4:
             raise ArgumentError(f"{name} has shape {tuple(shape)}: give (batch, heads, length, dim)")
-
-
-def _mask_function(block_mask: Any, q_shape: torch.Size, k_shape: torch.Size) -> Callable[..., Any]:
-    """Returns the mask function of a block mask. Raises ArgumentError unless it is one for these shapes."""
-    if not isinstance(block_mask, BlockMask):
-        raise ArgumentError(
-            f"block_mask of type {type(block_mask).__module__}.{type(block_mask).__name__}: make it by "
-            "flashgen.torch.create_block_mask, which takes the same arguments"
-        )
-    (batch, heads), (len_q, len_k) = block_mask.batch_and_heads, block_mask.seq_lengths
-    if len_q != q_shape[2] or len_k != k_shape[2]:
-        raise ArgumentError(
-            f"block_mask is for {len_q} queries and {len_k} keys; query has {q_shape[2]} and key {k_shape[2]}: "
-            "create it for these lengths"
-        )
-    if batch != 1 and batch != q_shape[0]:
-        raise _created_for("B", batch, q_shape[0])
-    if heads != 1 and heads != q_shape[1]:
-        raise _created_for("H", heads, q_shape[1])
-    return block_mask.function
-
-
-def _created_for(name: str, size: int, given: int) -> ArgumentError:
-    return ArgumentError(f"block_mask was created for {name}={size}; query has {given}: give 1, None or {given}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
@@ -11,20 +11,34 @@ from flashgen.attention.bound import BoundAttention
 from flashgen.attention.varlen import check_shared_offsets
 from flashgen.dtypes import ELEMENTS
 from flashgen.errors import ArgumentError
+from flashgen.language.modifiers import Mask, Score
 from flashgen.language.spec import AttentionSpec
 from flashgen.torch import operators
 from flashgen.torch.arguments import all_captures
 from flashgen.torch.autocast import cast, dtype_of_autocast
+from flashgen.torch.call_keys import call_key
 from flashgen.torch.placeholders import TracedCall
 from flashgen.torch.table import Registered, constant, handle, is_emulated, object_of, registered
-from flashgen.torch.tensors import PLAIN_TENSORS, Tensor, bound_tensor, check_tensors, refuse_gradients
-from flashgen.torch.transforms import is_differentiating, is_transforming, outside_transformed, transformed
-from flashgen.torch.variants import spec_text, variant_of
+from flashgen.torch.tensors import (
+    PLAIN_TENSORS,
+    Tensor,
+    bound_tensor,
+    check_tensors,
+    distinct_operands,
+    dtype_of,
+    refuse_gradients,
+)
+from flashgen.torch.traced_functions import trace_functions
+from flashgen.torch.transforms import is_differentiating, outside_transformed, transformed
+from flashgen.torch.variants import CALLS, spec_text, variant_of
 
+Fields: TypeAlias = tuple[torch.dtype, int, int, float | None, bool | None, torch.Size, torch.Size]
+"""The five arguments of `spec_of_call`, and the shapes of query and key."""
 _SEEDS = 2**62
 _ELEMENTS = {getattr(torch, name): name for name in ELEMENTS}
 _PLAIN = frozenset(PLAIN_TENSORS)
 _NO_CAPTURES: Any = ([], [], [])
+_peek_interpreter = torch._C._functorch.peek_interpreter_stack
 _forward = torch.ops.flashgen.forward  # one name: Dynamo guards each attribute of `torch.ops`
 # torch.autograd.Function.apply first looks for torch.func transforms. Callers of these have found that there are none.
 _apply = super(torch.autograd.Function, operators.Plain).apply
@@ -103,23 +117,59 @@ def call(
 
 
 def run_traced(traced: TracedCall, q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> Any:
-    """Runs an attention whose functions were traced at this call."""
+    """Runs an attention whose functions were traced under torch.compile."""
     key, arrays, integers, floats = traced
-    operator = _operator(q, k, v, arrays)
-    if operator is None:
-        entry, integers, floats = variant_of(key).at(integers, floats, q, k, arrays)
-        return _run_plain(entry, q, k, v, arrays, integers, floats, None, return_lse)
-    out, lse = operator(q, k, v, arrays, key, integers, floats, None)
+    out, lse = _operator_in_graph()(q, k, v, arrays, key, integers, floats, None)
     return (out, lse) if return_lse else out
 
 
+def run_functions(
+    score_mod: Any, mask_mod: Any, fields: Fields, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, is_plain: bool
+) -> Any:
+    """Traces the functions of a call without torch.compile, and runs its attention.
+
+    is_plain: whether q, k and v are dense tensors, not of a subclass.
+    """
+    score, mask = trace_functions(score_mod, mask_mod)
+    numbers = score.numbers + mask.numbers
+    arrays, slots, captures_plain = distinct_operands(score.arrays + mask.arrays, q.device)
+    score_name = score_mod.name if isinstance(score_mod, Score) else "score_mod"
+    mask_name = mask_mod.name if isinstance(mask_mod, Mask) else "mask_mod"
+    operator = _operator(q, k, v, is_plain and captures_plain)
+    settings = (is_emulated(fields[4]), is_deterministic(None))
+    call = (score_name, score.text, mask_name, mask.text, slots, numbers, fields, settings)
+    chosen = CALLS.get(call) if operator is None else None
+    if chosen is None:
+        key = call_key(score, score_name, mask, mask_name, slots, spec_of_call(*fields[:5]) or refuse_dtype(q))
+        if operator is not None:
+            out, lse = operator(q, k, v, arrays, key, *_by_kind(numbers), None)
+            return (out, lse) if return_lse else out
+        chosen = CALLS.get_or_make(call, lambda: variant_of(key).choose(*_by_kind(numbers), q, k))
+    entry, integers, floats = chosen.with_lengths(arrays)
+    return _run_plain(entry, q, k, v, arrays, integers, floats, None, return_lse)
+
+
+def _by_kind(numbers: tuple[Any, ...]) -> tuple[list[int], list[float]]:
+    """Returns the integers and the floats among the numbers of a trace."""
+    integers = [number for number in numbers if not isinstance(number, float)]
+    return integers, [number for number in numbers if isinstance(number, float)]
+
+
 @constant
-def spec_of_call(dtype: torch.dtype, head_dim: int, value_dim: int, scale: Any, emulate: bool | None) -> str:
-    """Returns the other fields of the spec of traced functions; "" for a dtype that kernels do not compute in."""
+def spec_of_call(dtype: torch.dtype, head_dim: int, value_dim: int, scale: float | None, emulate: bool | None) -> str:
+    """Returns the part of the key that does not depend on functions; "" for a dtype that kernels do not compute in."""
     element = _ELEMENTS.get(dtype)
     if element is None:
         return ""
     return spec_text(head_dim, value_dim, element, scale, "bhsd", is_emulated(emulate), is_deterministic(None))
+
+
+def refuse_dtype(query: Tensor) -> NoReturn:
+    """Raises ArgumentError for a query of another dtype than kernels compute in."""
+    raise ArgumentError(
+        f"query is {dtype_of(query)}; flashgen computes in float16 and bfloat16: convert it, or call under "
+        "torch.autocast"
+    )
 
 
 def is_deterministic(deterministic: bool | None) -> bool:
@@ -139,20 +189,30 @@ def run(
     return_lse: bool,
 ) -> Any:
     """Runs a call, through the dispatcher only if something may intercept operators."""
-    operator = _operator(q, k, v, arrays)
+    if torch.compiler.is_compiling():
+        operator = _operator_in_graph()
+    else:
+        is_plain = type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN
+        operator = _operator(q, k, v, is_plain and _PLAIN.issuperset(map(type, arrays)))
     if operator is None:
         return _run_plain(entry, q, k, v, arrays, integers, floats, seed, return_lse)
     out, lse = operator(q, k, v, arrays, entry.key, integers, floats, seed)
     return (out, lse) if return_lse else out
 
 
-def _operator(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor]) -> Any:
-    """Returns the operator that a call must go through; None if it can run without the dispatcher."""
-    if torch.compiler.is_compiling():
-        return outside_transformed if is_differentiating() else _forward
-    if is_transforming():
+def _operator_in_graph() -> Any:
+    """Returns the operator of a call under torch.compile."""
+    return outside_transformed if is_differentiating() else _forward
+
+
+def _operator(q: Tensor, k: Tensor, v: Tensor, is_plain: bool) -> Any:
+    """Returns the operator that a call without torch.compile must go through, or None if nothing intercepts operators.
+
+    is_plain: whether no tensor of the call is of a subclass, such as a distributed tensor, which intercepts them.
+    """
+    if _peek_interpreter() is not None:  # a transform of torch.func
         return transformed
-    if torch._C._len_torch_dispatch_stack() or not _all_plain(q, k, v, arrays):
+    if torch._C._len_torch_dispatch_stack() or not is_plain:
         check_tensors(q=q, k=k, v=v)
         return _forward
     return None
@@ -174,13 +234,6 @@ def _run_plain(
         apply = _apply_with_lse if return_lse else _apply
         return apply((entry, integers, floats, seed), q, k, v, *arrays)
     return operators.run_forward(entry, q, k, v, arrays, integers, floats, seed, return_lse)
-
-
-def _all_plain(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor]) -> bool:
-    """Whether no tensor is of a subclass that intercepts operators, such as a fake or a distributed tensor."""
-    if type(q) not in _PLAIN or type(k) not in _PLAIN or type(v) not in _PLAIN:
-        return False
-    return _PLAIN.issuperset(map(type, arrays))
 
 
 def _wants_gradients(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor]) -> bool:

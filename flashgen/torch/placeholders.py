@@ -207,12 +207,13 @@ class Recording(TorchFunctionMode):
         return self.values[self.run("the result", (result,))]
 
     def trace_call(self, score_mod: Any, mask_mod: Any, spec: str, device: torch.device) -> TracedCall:
-        """Traces the functions of a call, as `traced_functions.trace_call` without Dynamo."""
+        """Traces the functions of a call. Without Dynamo, `functional.run_functions` does this."""
         self._patch_abs()
         score = self._trace(score_mod, ("score", "b", "h", "q", "k"))
         mask = self._trace(mask_mod, ("b", "h", "q", "k"))
-        names = [each.name if isinstance(each, (Mask, Score)) else "" for each in (score_mod, mask_mod)]
-        found = self._key_of(score, names[0] or "score_mod", mask, names[1] or "mask_mod", spec)
+        score_name = score_mod.name if isinstance(score_mod, Score) else "score_mod"
+        mask_name = mask_mod.name if isinstance(mask_mod, Mask) else "mask_mod"
+        found = self._key_of(score, score_name, mask, mask_name, spec)
         if len(found) == 1:
             raise SpecError(found[0])
         key, positions, integers, floats = found

@@ -21,7 +21,7 @@ from flashgen.errors import ArgumentError, FlashgenWarning
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.caching import Cache
 from flashgen.torch.registered import Registered
-from flashgen.torch.variants import is_variant, variant_of
+from flashgen.torch.variants import CALLS, is_variant, variant_of
 
 Function = TypeVar("Function")
 _set_eval_frame: Any = torch._C._dynamo.eval_frame.set_eval_frame
@@ -228,5 +228,9 @@ def entry_of_call(
 ) -> tuple[Registered, Sequence[int], Sequence[float]]:
     """Returns the entry for a call of an operator, and the numbers that are operands of its kernel."""
     if is_variant(key):
-        return variant_of(key).at(integers, floats, q, k, arrays)
+        call = (key, q.shape, k.shape, *integers, *floats)
+        chosen = CALLS.get(call)
+        if chosen is None:
+            chosen = CALLS.get_or_make(call, lambda: variant_of(key).choose(integers, floats, q, k))
+        return chosen.with_lengths(arrays)
     return entry_of_key(key), integers, floats

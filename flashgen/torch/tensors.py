@@ -41,10 +41,13 @@ def dtype_of(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def is_plain(tensor: Any) -> bool:
-    """Whether a value is a dense tensor of torch, not of a subclass. `check_tensors` accepts some subclasses too."""
-    cls = type(tensor)
-    return (cls is torch.Tensor or cls in PLAIN_TENSORS) and tensor.layout is torch.strided and not tensor.is_nested
+def are_plain(a: Any, b: Any, c: Any) -> bool:
+    """Whether values are dense tensors of torch, not of a subclass. `check_tensors` accepts some subclasses too."""
+    if not type(a) is type(b) is type(c) is torch.Tensor and not {type(a), type(b), type(c)}.issubset(PLAIN_TENSORS):
+        return False
+    if not a.layout is b.layout is c.layout is torch.strided:
+        return False
+    return not (a.is_nested or b.is_nested or c.is_nested)
 
 
 def check_tensors(**given: Any) -> None:
@@ -262,6 +265,28 @@ def operands(arrays: Sequence[Any], device: torch.device) -> list[Tensor]:
         each if _is_read_directly(each.dtype) and each.ndim and each.device == device else _operand_of(each, device)
         for each in arrays
     ]
+
+
+def distinct_operands(held: Sequence[Any], device: torch.device) -> tuple[list[Tensor], tuple[int, ...], bool]:
+    """Returns the distinct arrays of `held` as tensors that kernels can read.
+
+    It does in one loop what `call_keys.distinct` and `operands` do, for each call without torch.compile. Also returns
+    the position of each array of `held` among the tensors, and whether no tensor is of a subclass.
+    """
+    positions: dict[int, int] = {}
+    tensors: list[Tensor] = []
+    slots = []
+    are_plain = True
+    for array in held:
+        slot = positions.setdefault(id(array), len(tensors))
+        if slot == len(tensors):
+            if array.dtype not in _DIRECTLY_READ or not array.ndim or array.device != device:
+                array = _operand_of(array, device)
+            if type(array) not in PLAIN_TENSORS:
+                are_plain = False
+            tensors.append(array)
+        slots.append(slot)
+    return tensors, tuple(slots), are_plain
 
 
 @constant

@@ -1,75 +1,53 @@
-"""Traces the functions of a call at that call: returns the key that identifies the kernel, and its operands.
+"""Traces the functions of a call at that call: returns the text of each, and the arrays and numbers that it read.
 
 The score function and the mask function run once in each call, with proxies of their indices. The call uses the values
 that they read at that time: tensors become operands of the attention, with gradients by autograd, and numbers are kept
-beside the key (`variants` decides which become constants of a kernel). Under torch.compile Dynamo runs the same
+beside the text (`variants` decides which become constants of a kernel). Under torch.compile Dynamo runs the same
 functions through `placeholders`, so that all that they read is guarded or becomes an input of the graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
+from torch._functorch.autograd_function import custom_function_call
 
 from flashgen.errors import SpecError
-from flashgen.language.bound import dtype_read
 from flashgen.language.calls import call_traced, check_signature
-from flashgen.language.captures import Leaf, array_leaf, element
+from flashgen.language.captures import element
 from flashgen.language.closures import StandIns
 from flashgen.language.elementary import where
 from flashgen.language.modifiers import MASK_SYMBOLS, SCORE_SYMBOLS, Mask, Score, name_of
-from flashgen.language.protocols import DTYPES
+from flashgen.language.protocols import DTYPES, call_torch, leaf_of
 from flashgen.language.trace import HANDLED, Traced, lift, traced_node, watch_gradient_mode
-from flashgen.torch.autograd_functions import enter_tracing, leave_tracing
-from flashgen.torch.call_keys import NamedTrace, call_key, distinct
-from flashgen.torch.placeholders import TracedCall
-from flashgen.torch.tensors import dtype_of, operands
+from flashgen.torch.autograd_functions import custom_function
+from flashgen.torch.call_keys import ABSENT, distinct
 from flashgen.torch.variants import TextOfMask
 
 watch_gradient_mode(torch.is_grad_enabled)
 DTYPES.update(bool=torch.bool, int=torch.int32, float=torch.float32)
-_LEAVES: dict[tuple[torch.dtype, int, bool], Leaf] = {}
-
-
-def _tensor_element(tensor: torch.Tensor, index: Any) -> Any:
-    """Returns the element of a tensor at traced indices."""
-    kind = (tensor.dtype, tensor.ndim, tensor.requires_grad)
-    leaf = _LEAVES.get(kind)
-    if leaf is None:
-        dtype = dtype_read(dtype_of(tensor), "table")
-        leaf = _LEAVES[kind] = array_leaf(dtype, tensor.ndim, tensor.requires_grad)
-    return element(leaf, tensor, index if isinstance(index, tuple) else (index,))
-
-
-HANDLED[torch.Tensor.__getitem__] = _tensor_element
 HANDLED[torch.Tensor.where] = lambda x, condition, y: where(condition, x, y)
+HANDLED[custom_function_call] = custom_function
+_get_item = torch.Tensor.__getitem__
+
+
+def _torch_function(_cls: Any, function: Any, _types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    """Records a call of a function of torch with a traced value. Elements of tensors, the most common, come first."""
+    if function is _get_item:
+        tensor, index = arguments
+        leaf = leaf_of(tensor.dtype, tensor.ndim, tensor.requires_grad)
+        return element(leaf, tensor, index if type(index) is tuple else (index,))
+    return call_torch(function, arguments, keywords or {})
+
+
+Traced.__torch_function__ = MethodType(_torch_function, Traced)  # type: ignore[method-assign]  # bound once
+_is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
+_enter_vmap, _leave_vmap = torch._C._functorch._vmap_increment_nesting, torch._C._functorch._vmap_decrement_nesting
 _MASK_LEAVES = tuple(traced_node(symbol) for symbol in MASK_SYMBOLS)
 _SCORE_LEAVES = tuple(traced_node(symbol) for symbol in SCORE_SYMBOLS)
-
-
-def trace_call(
-    score_mod: Callable[..., Any] | Score | None,
-    mask_mod: Callable[..., Any] | Mask | None,
-    spec: str,
-    device: torch.device,
-) -> TracedCall:
-    """Traces the functions of a call.
-
-    Args:
-        score_mod: f(score, b, h, q, k) -> score, or None.
-        mask_mod: f(b, h, q, k) -> bool, or None.
-        spec: the other fields of the spec as JSON without brackets (`variants.spec_text`).
-        device: the device that operands are moved to.
-    """
-    score, mask = _trace_functions(score_mod, mask_mod)
-    key, arrays, numbers = call_key(score, mask, spec)
-    integers: list[int] = []
-    floats: list[float] = []
-    for number in numbers:
-        (floats if isinstance(number, float) else integers).append(number)
-    return key, operands(arrays, device), integers, floats
 
 
 class TracedMask(NamedTuple):
@@ -81,9 +59,7 @@ class TracedMask(NamedTuple):
 
 def trace_mask_function(function: Callable[..., Any]) -> TracedMask:
     """Traces a mask function for a spec. Its numbers become constants."""
-    _, mask = _trace_functions(None, function)
-    assert mask is not None
-    traced, _ = mask
+    _, traced = trace_functions(None, function)
     if traced.kind != "bool":
         raise SpecError(f"a mask function must return a boolean, got {traced.kind}: compare it, e.g. return x != 0")
     arrays, slots = distinct(traced.arrays)
@@ -93,34 +69,43 @@ def trace_mask_function(function: Callable[..., Any]) -> TracedMask:
 def check_mask_function(function: Callable[..., Any]) -> None:
     """Raises SpecError if a mask function cannot be traced. Does nothing under torch.compile, which traces calls."""
     if not torch.compiler.is_compiling():
-        _trace_functions(None, function)
+        trace_functions(None, function)
 
 
-def _trace_functions(score_mod: Any, mask_mod: Any) -> tuple[NamedTrace | None, NamedTrace | None]:
-    """Returns the results of the functions for their leaves; None for None."""
-    grad_enabled = enter_tracing()
+def trace_functions(
+    score_mod: Callable[..., Any] | Score | None, mask_mod: Callable[..., Any] | Mask | None
+) -> tuple[Traced, Traced]:
+    """Returns the results of a score function and a mask function for their leaves; `ABSENT` for None.
+
+    One level of torch.func.vmap is entered, in which no tensor is mapped: Function.apply then dispatches to the traced
+    values, and tensors keep their autograd history. Gradients are enabled, so that tracing gives the same result with
+    and without no_grad. Context managers would take twice as long.
+    """
+    grad_enabled = _is_grad_enabled()
+    _set_grad_enabled(True)
+    _enter_vmap(1, "same")
     try:
-        score = None if score_mod is None else _trace(score_mod, _SCORE_LEAVES, "score_mod")
-        mask = None if mask_mod is None else _trace(mask_mod, _MASK_LEAVES, "mask_mod")
+        score = ABSENT if score_mod is None else _trace(score_mod, _SCORE_LEAVES)
+        return score, ABSENT if mask_mod is None else _trace(mask_mod, _MASK_LEAVES)
     finally:
-        leave_tracing(grad_enabled)
-    return score, mask
+        _leave_vmap()
+        _set_grad_enabled(grad_enabled)
 
 
-def _trace(function: Any, leaves: tuple[Traced, ...], name: str) -> NamedTrace:
-    """Returns the result of a function for its leaves. name: that of a function without its own."""
-    if isinstance(function, (Mask, Score)):
-        return function(*leaves), function.name
+def _trace(function: Any, leaves: tuple[Traced, ...]) -> Traced:
+    """Returns the result of a function for its leaves."""
     try:
         result = function(*leaves)
         if type(result) is Traced:
-            return result, name
+            return result
     except Exception:
+        if isinstance(function, (Mask, Score)):
+            raise
         result = _run_with_stand_ins(function, leaves)
     if isinstance(result, (Mask, Score)):
         result = result(*leaves)
     try:
-        return lift(result), name
+        return lift(result)
     except SpecError as error:
         raise SpecError(f"{_kind_of(leaves)} function: {error}") from error
 

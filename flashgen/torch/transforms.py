@@ -96,8 +96,3 @@ def is_differentiating() -> bool:
     """Whether a transform of torch.func other than vmap is active."""
     stack = torch._C._functorch.get_interpreter_stack() or ()
     return any(each.key() != torch._C._functorch.TransformType.Vmap for each in stack)
-
-
-def is_transforming() -> bool:
-    """Whether a transform of torch.func is active."""
-    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -25,7 +25,7 @@ from flashgen.torch.negative_indices import any_below_zero, counting_from_the_en
 from flashgen.torch.registered import Registered
 
 _MAX_VARIANTS = 1024
-_MAX_CALLS = 1024  # cached by an entry, by sizes and numbers
+_MAX_CALLS = 1024  # whose choice is cached
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 Numbers = tuple[Any, ...]
 _Found = tuple[Registered, list[int], list[float]]
@@ -34,8 +34,8 @@ _Found = tuple[Registered, list[int], list[float]]
 def spec_text(
     head_dim: int, value_dim: int, dtype: str, scale: float | None, layout: str, emulate: bool, deterministic: bool
 ) -> str:
-    """Returns the part of a key that does not depend on the functions."""
-    shown = "null" if scale is None else repr(float(scale))
+    """Returns the part of a key that does not depend on the functions. The scales 0.0 and -0.0 are one."""
+    shown = "null" if scale is None else repr(float(scale) + 0.0)
     flags = f"{'true' if emulate else 'false'},{'true' if deterministic else 'false'}"
     return f'{head_dim},{value_dim},"{dtype}",{shown},"{layout}",{flags}'
 
@@ -45,16 +45,23 @@ def is_variant(key: str) -> bool:
     return key.startswith("[")
 
 
-class _Chosen(NamedTuple):
+class Chosen(NamedTuple):
     """What runs the calls of some sizes and numbers.
 
     Attributes:
-        found: the entry and the numbers.
+        found: the entry and the numbers that are its operands.
         axes: the axes whose lengths are further integers, each as the position of the array and the axis; or None.
     """
 
     found: _Found
     axes: list[tuple[int, int]] | None
+
+    def with_lengths(self, arrays: Sequence[Any]) -> _Found:
+        """Returns `found`, with the lengths of `axes` in these arrays."""
+        if self.axes is None:
+            return self.found
+        entry, integers, floats = self.found
+        return entry, [*integers, *(arrays[position].shape[axis] for position, axis in self.axes)], floats
 
 
 class _Entry:
@@ -69,12 +76,12 @@ class _Entry:
         self.clamping = Registered(key, spec, None, **options)
         self._open = open_indices(spec, names)
 
-    def at(self, integers: list[int], floats: list[float], q: Any, k: Any) -> _Chosen:
+    def at(self, integers: list[int], floats: list[float], q: Any, k: Any) -> Chosen:
         """Returns the version that runs a call, for the numbers that are operands in it."""
         if not self._open or not self._counts_from_the_end(integers, floats, q, k):
-            return _Chosen((self.clamping, integers, floats), None)
+            return Chosen((self.clamping, integers, floats), None)
         axes = sorted({each.size: (self._names.index(each.name), each.axis) for each in self._open}.items())
-        return _Chosen((self._from_the_end, integers, floats), [axis for _, axis in axes])
+        return Chosen((self._from_the_end, integers, floats), [axis for _, axis in axes])
 
     @cached_property
     def _from_the_end(self) -> Registered:
@@ -90,7 +97,7 @@ class Variant:
     """The specs of one key, which differ in the numbers that are operands.
 
     Attributes:
-        key: the key (`traced_functions.trace_call`).
+        key: the key (`call_keys.call_key`).
     """
 
     def __init__(self, key: str) -> None:
@@ -100,24 +107,9 @@ class Variant:
         self._first: tuple[Numbers, Numbers] | None = None
         self._varying: tuple[int, ...] = ()
         self._entries: dict[tuple[int, ...], _Entry] = {}
-        self._by_call: dict[Any, _Chosen] = {}
 
-    def at(self, integers: Sequence[int], floats: Sequence[float], q: Any, k: Any, arrays: Sequence[Any]) -> _Found:
-        """Returns the entry for a call of (batch, heads, length, dim), and the numbers that are its operands."""
-        call = (q.shape, k.shape, *integers, *floats)
-        chosen = self._by_call.get(call)
-        if chosen is None:
-            chosen = self._find(integers, floats, q, k)
-            if len(self._by_call) >= _MAX_CALLS:
-                self._by_call.clear()
-            self._by_call[call] = chosen
-        found, axes = chosen
-        if axes is None:
-            return found
-        entry, operands, others = found
-        return entry, [*operands, *(arrays[position].shape[axis] for position, axis in axes)], others
-
-    def _find(self, integers: Sequence[int], floats: Sequence[float], q: Any, k: Any) -> _Chosen:
+    def choose(self, integers: Sequence[int], floats: Sequence[float], q: Any, k: Any) -> Chosen:
+        """Returns what runs a call with q and k of (batch, heads, length, dim)."""
         numbers = (tuple(integers), tuple(floats))
         first = self._first
         if first == numbers:
@@ -125,7 +117,7 @@ class Variant:
         if first is None:
             with self._lock:
                 self._first = first = self._first or numbers
-            return self._find(integers, floats, q, k)
+            return self.choose(integers, floats, q, k)
         values, before = [*integers, *floats], [*first[0], *first[1]]
         changed = {position for position, (new, old) in enumerate(zip(values, before, strict=True)) if new != old}
         varying = self._varying
@@ -251,6 +243,8 @@ def _leaves(data: Any) -> list[Any]:
 
 
 _VARIANTS: Cache[str, Variant] = Cache(_MAX_VARIANTS)
+CALLS: Cache[Any, Chosen] = Cache(_MAX_CALLS)
+"""What runs a call, by all that the choice depends on: functions, numbers, sizes and the other fields of a spec."""
 
 
 def variant_of(key: str) -> Variant:

@@ -185,7 +185,7 @@ def test_combined_functions_are_functions() -> None:
         (lambda: ours.or_masks(causal, 3), "or_masks got 3"),
         (lambda: ours.create_block_mask(causal, None, None, 8.0, 8), "Q_LEN=8.0 must be an integer"),
         (lambda: ours.create_block_mask(causal, None, None, 8, 8, separate=True), "no argument separate"),
-        (lambda: ours.create_block_mask(causal, None, None, 8, 8).as_list(), "has no 'as_list'"),
+        (lambda: ours.create_block_mask(causal, None, None, 8, 8).as_list(), "no attribute 'as_list'"),
         (lambda: ours.BlockMask((8, 8), ONE, ONE[..., None], blocks=3), "BlockMask has no argument blocks"),
         (lambda: ours.BlockMask((200, 8), ONE, ONE[..., None]), r"seq_lengths=\(200, 8\): the lists have 1 rows"),
         (lambda: ours.BlockMask((8, 8), ONE, ONE[..., None], ONE), "of full blocks both numbers and indices"),

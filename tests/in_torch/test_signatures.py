@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="flashgen.torch needs torch: pip install 'flashgen[torch]'")
@@ -138,6 +139,13 @@ def test_a_function_that_changed_is_traced_again() -> None:
     table = torch.ones(16).cumsum(0)
     assert not torch.equal(first, second) and not torch.equal(second, third)
     assert not torch.equal(ours.flex_attention(q, q, q, score), third)
+
+
+@pytest.mark.parametrize("scale", [0.5, np.float32(0.5), np.array(0.5), torch.tensor(0.5)], ids=repr)
+def test_scales_of_any_library(scale: Any) -> None:
+    q, k, v = (torch.randn(1, 2, 24, 32, dtype=torch.bfloat16) for _ in range(3))
+    expected, _ = plain.attention(q, k, v, scale=0.5)
+    plain.assert_close(ours.flex_attention(q, k, v, scale=scale), expected)
 
 
 @pytest.mark.parametrize("columns", [1, 5, 8])

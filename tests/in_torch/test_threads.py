@@ -120,6 +120,7 @@ def test_threads_that_start_together(name: str, at_once: AtOnce, monkeypatch: py
     """None of the specs is registered when they start: one entry is created for each, with the bits of one thread."""
     monkeypatch.setattr(table, "_BY_SPEC", Cache())
     monkeypatch.setattr(variants, "_VARIANTS", Cache())
+    variants.CALLS.clear()
     attend = attends(True, 5)[name]
 
     def work(thread: int) -> list[Any]:

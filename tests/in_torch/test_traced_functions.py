@@ -22,7 +22,8 @@ from torch.nn import functional
 import flashgen as fg
 import flashgen.torch as ours
 from flashgen.errors import SpecError
-from flashgen.torch.traced_functions import trace_call
+from flashgen.torch.call_keys import ABSENT, call_key
+from flashgen.torch.traced_functions import trace_functions
 from flashgen.torch.variants import spec_text, variant_of
 
 HEADS, LENGTH, DIM = 2, 24, 32
@@ -147,16 +148,18 @@ def test_a_number_is_read_at_the_call(name: str, q: Any, kv: Any) -> None:
     write(3)
 
 
+def key_of(score: Any, mask: Any) -> str:
+    return call_key(score, "score_mod", mask, "mask_mod", (), spec_text(DIM, DIM, "float16", None, "bhsd", True, False))
+
+
 def test_a_changing_number_becomes_an_operand_at_its_second_value() -> None:
-    device, text = torch.device("cpu"), spec_text(DIM, DIM, "float16", None, "bhsd", True, False)
-
     def traced(window: int, far: int = 0) -> Any:
-        return trace_call(None, lambda b, h, i, j: (i - j <= window) & (j - i <= far), text, device)
+        return trace_functions(None, lambda b, h, i, j: (i - j <= window) & (j - i <= far))[1]
 
-    (key,) = {traced(window)[0] for window in range(3)}
+    (key,) = {key_of(ABSENT, traced(window)) for window in range(3)}
     q = torch.empty(1, HEADS, LENGTH, DIM)
-    at = lambda *integers: variant_of(key).at(integers, [], q, q, [])
-    entry, integers, _ = at(*traced(4)[2])
+    at = lambda *integers: variant_of(key).choose(integers, [], q, q).with_lengths([])
+    entry, integers, _ = at(*traced(4).numbers)
     assert integers == [] and entry.spec.captures == () and at(4, 0)[0] is entry
     for window in (9, 5, 100):
         general, integers, _ = at(window, 0)
@@ -170,12 +173,10 @@ def test_a_changing_number_becomes_an_operand_at_its_second_value() -> None:
 
 
 def test_numbers_that_cannot_be_captures_are_in_the_text() -> None:
-    device, text = torch.device("cpu"), spec_text(DIM, DIM, "float16", None, "bhsd", True, False)
+    def key(value: float) -> str:
+        return key_of(*trace_functions(lambda s, b, h, i, j: torch.where(i >= j, s, value), None))
 
-    def key_of(value: float) -> str:
-        return trace_call(lambda s, b, h, i, j: torch.where(i >= j, s, value), None, text, device)[0]
-
-    assert len({key_of(value) for value in (-INFINITY, INFINITY, -0.0, 1.0)}) == 4 and key_of(1.0) == key_of(0.0)
+    assert len({key(value) for value in (-INFINITY, INFINITY, -0.0, 1.0)}) == 4 and key(1.0) == key(0.0)
 
 
 # Tensors --------------------------------------------------------------------------------------------------------------
