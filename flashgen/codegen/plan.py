@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, ClassVar, Protocol
 
 from flashgen.codegen.shared_memory import SharedMemoryLayout
 from flashgen.codegen.targets import Target
+from flashgen.codegen.tiling import MAX_UNSPLIT
 from flashgen.errors import UnsupportedError
-from flashgen.language.spec import AttentionSpec
+from flashgen.language.spec import CACHED_DIM, AttentionSpec
 
 
 class _Checkable(Protocol):
@@ -38,6 +40,20 @@ def shared_memory_problem(taken: int, target: Target, remedy: str) -> str | None
         return None
     return (
         f"it takes {taken} bytes of shared memory and a block of {target.name} has {target.shared_per_block}: {remedy}"
+    )
+
+
+def too_many_columns(spec: AttentionSpec, target: Target, fits: Callable[[AttentionSpec], bool]) -> UnsupportedError:
+    """Returns the error for a spec of more than MAX_UNSPLIT columns, of which no plan fits the target's shared memory.
+
+    It names the maximum of head_dim and value_dim, if they are equal, for which `fits` is true.
+    """
+    given = {each.name: getattr(spec, each.name) for each in fields(spec)}
+    sizes = range(MAX_UNSPLIT, spec.max_dim, CACHED_DIM if spec.kv_dtype else 8)
+    most = max(dim for dim in sizes if fits(AttentionSpec(**{**given, "head_dim": dim, "value_dim": dim})))
+    return UnsupportedError(
+        f"{spec.widest}: a block of {target.name} has {target.shared_per_block} bytes of shared memory, which hold "
+        f"tiles of up to {most} columns"
     )
 
 

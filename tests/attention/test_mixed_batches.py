@@ -119,12 +119,15 @@ def test_page_sizes(size: int) -> None:
         (fg.AttentionSpec(40, value_dim=72, mask=fg.causal(), page_size=256, layout="thd"), (4, 1)),
         (fg.AttentionSpec(128, "bfloat16", mask=fg.causal(), page_size=64, layout="thd"), (8, 1)),
         (fg.AttentionSpec(32, mask=fg.causal(align="top_left"), page_size=8, layout="thd"), (20, 1)),
+        (fg.AttentionSpec(512, mask=fg.causal(), page_size=64, layout="thd"), (4, 2)),
+        (fg.AttentionSpec(64, value_dim=264, score=fg.softcap(8.0), page_size=1, layout="thd"), (3, 1)),
+        (fg.AttentionSpec(512, kv_dtype="int8", page_size=16, layout="thd"), (2, 1)),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_specs(spec: fg.AttentionSpec, heads: tuple[int, int]) -> None:
     """Tiles of rows of several queries and heads, and several such tiles with masks that need different keys."""
-    for target in ("sm_75", "sm_80", "sm_90a"):
+    for target in ("sm_75", "sm_80", "sm_90a" if spec.max_dim <= 256 else "sm_90"):
         if spec.dtype == "float16" or target != "sm_75":
             assert_right(spec, inputs_of(spec, ((1, 333), (9, 40), (70, 97), (1, 0), (33, 160)), heads), target=target)
 

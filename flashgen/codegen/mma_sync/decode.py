@@ -76,7 +76,7 @@ def cache_context(spec: AttentionSpec, names: Names) -> dict[str, Any]:
         "partial_padding": PARTIAL_PADDING,
         "partials_at_once": PARTIALS_AT_ONCE,
         "page_size": spec.page_size,
-        "split_depth": spec.max_dim > MAX_UNSPLIT,
+        "split_depth": spec.max_dim > MAX_UNSPLIT,  # plans check that it is so
         "widen": f"widen_{WIDENS[spec.kv_dtype]}" if spec.kv_dtype else None,
     }
 

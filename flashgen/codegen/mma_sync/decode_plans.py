@@ -4,9 +4,9 @@ The rows of a tile are the queries of all query heads of one KV head, so that K 
 Each warp of a CTA loops over its own tiles of keys and prefetches them: no warp waits for another, and an SM has
 blocks x warps x (stages - 1) tiles of K and V in flight.
 
-The output of more than MAX_UNSPLIT columns does not fit the registers of a warp. Then all warps of a CTA share each tile
-of keys: a warp multiplies a part of the depth of Q * K^T, the warps add up their products through shared memory, and each
-has a part of the output's columns. A stage of K is loaded again while P * V still reads V, so that an SM has
+An output of more than MAX_UNSPLIT columns does not fit the registers of a warp. Then all warps of a CTA share each tile
+of keys: a warp multiplies a part of the depth of Q * K^T, the warps add up their products through shared memory, and
+each has a part of the output's columns. K of a stage is loaded again while P * V still reads its V, so that an SM has
 blocks x (stages - 1/2) tiles in flight.
 """
 
@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.mma_sync.forward_plans import MMA_ROWS, ForwardPlan
-from flashgen.codegen.plan import Checked, shared_memory_problem
+from flashgen.codegen.plan import Checked, shared_memory_problem, too_many_columns
 from flashgen.codegen.shared_memory import (
     BYTE,
     FLOAT,
@@ -58,6 +58,7 @@ _MANY_ROWS = 32
 _TILE_OVERHEAD = 4  # cost of an output tile's first copies and its partial output, in tiles of keys of a warp
 _MAX_REGISTERS = 248  # estimate for a thread; some kernels take a few more
 _MAX_STREAM_K_REGISTERS = 224  # the same for stream-K plans
+_MAX_SHARED_REGISTERS = 220  # the same for plans whose warps share tiles
 _WIDE_RING = (8, 3)  # (warps, stages) for 8-bit keys
 _PLAIN_RING = (4, 3, 2)  # (warps, stages, blocks) of the default plans with which other_few_row_plans was compared
 _RINGS = (
@@ -117,7 +118,7 @@ class DecodePlan(Checked):
 
     @property
     def groups(self) -> int:
-        """The tiles of keys that a CTA processes at the same time: one for each warp, or for the warps that share it."""
+        """The tiles of keys that a CTA processes at a time: one for each warp, or one that its warps share."""
         return self.warps // self.split
 
     @property
@@ -180,7 +181,8 @@ class DecodePlan(Checked):
 
         Warps that share tiles have common stages, and space for the scores that each has summed over its part of the
         depth. In the epilogue the partial outputs of the warps, or of the CTA, overlay all of it: their rows, then the
-        maximum and the sum of each row. In scheduled plans the search for the work unit overlays it at the start; the unit has its own space.
+        maximum and the sum of each row. In scheduled plans the search for the work unit overlays it at the start; the
+        unit has its own space.
 
         Args:
             work_unit_bytes: bytes of a work unit.
@@ -252,10 +254,11 @@ def decode_rows(spec: AttentionSpec, target: Target) -> tuple[int, ...]:
     if demand.listed or demand.weight >= Weight.HEAVY:
         return (FEW_ROWS,)
     if spec.max_dim > MAX_UNSPLIT:
-        fits = any(plan.problem(spec, target) is None for plan in decode_rings(spec, target, _MANY_ROWS))
-        return (FEW_ROWS, _MANY_ROWS) if fits else (FEW_ROWS,)
-    many = DecodePlan(_MANY_ROWS, _tile_k(spec), 1, 2)
-    return (FEW_ROWS,) if many.registers(spec) > _MAX_REGISTERS else (FEW_ROWS, _MANY_ROWS)
+        rings, limit = decode_rings(spec, target, _MANY_ROWS), _MAX_SHARED_REGISTERS
+        fits = any(plan.problem(spec, target) is None and plan.registers(spec) <= limit for plan in rings)
+    else:
+        fits = DecodePlan(_MANY_ROWS, _tile_k(spec), 1, 2).registers(spec) <= _MAX_REGISTERS
+    return (FEW_ROWS, _MANY_ROWS) if fits else (FEW_ROWS,)
 
 
 def decode_plans(spec: AttentionSpec, target: Target) -> tuple[DecodePlan, ...]:
@@ -291,8 +294,19 @@ def choose_decode_plan(
     plans = decode_rings(spec, target, rows, scheduled)
     fitting = [plan for plan in plans if plan.problem(spec, target) is None]
     if not fitting:
-        plans[-1].check(spec, target)
+        refuse(spec, target, plans[-1])
     return fitting[0] if fitting[0].split > 1 else max(fitting, key=lambda plan: plan.keys_in_flight)
+
+
+def refuse(spec: AttentionSpec, target: Target, smallest: Checked) -> None:
+    """Raises UnsupportedError if no plan fits the target, of which `smallest` needs the least shared memory."""
+    if spec.max_dim > MAX_UNSPLIT:
+        raise too_many_columns(spec, target, lambda other: _fits(other, target))
+    smallest.check(spec, target)
+
+
+def _fits(spec: AttentionSpec, target: Target) -> bool:
+    return any(plan.problem(spec, target) is None for plan in decode_rings(spec, target, FEW_ROWS))
 
 
 def decode_rings(spec: AttentionSpec, target: Target, rows: int, scheduled: bool = False) -> list[DecodePlan]:
@@ -316,7 +330,8 @@ def _shared_rings(spec: AttentionSpec, target: Target, rows: int, scheduled: boo
         for keys, stages in _SHARED_RINGS
         if not spec.dropout or keys % DROPOUT_COLUMNS == 0
     ]
-    return sorted(plans, key=lambda plan: -plan.blocks) if spec.kv_dtype else plans
+    plans = [plan for plan in plans if plan.registers(spec) <= _MAX_SHARED_REGISTERS] or plans[-1:]
+    return sorted(plans, key=lambda plan: plan.blocks == 1 or plan.stages == 1) if spec.kv_dtype else plans
 
 
 def _tile_k(spec: AttentionSpec) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar, NamedTuple
 
 from flashgen.codegen.demand import Weight, demand_of, divides_tiles, is_power_of_2
-from flashgen.codegen.plan import Checked, shared_memory_problem
+from flashgen.codegen.plan import Checked, shared_memory_problem, too_many_columns
 from flashgen.codegen.shared_memory import FLOAT, Buffer, Extent, SharedMemoryLayout
 from flashgen.codegen.targets import TARGETS, Target
 from flashgen.codegen.tiling import (
@@ -25,7 +25,6 @@ from flashgen.codegen.tiling import (
     padded_value,
     value_extent,
 )
-from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
 MMA_ROWS = 16
@@ -248,23 +247,11 @@ def choose_forward_plan(spec: AttentionSpec, target: Target) -> ForwardPlan:
     """
     candidates = fitting_plans(spec, target)
     if not candidates:
-        raise UnsupportedError(
-            f"{spec.widest}: a block of {target.name} has {target.shared_per_block} bytes of shared memory, which hold "
-            f"tiles of up to {_max_dim(spec, target)} columns"
-        )
+        raise too_many_columns(spec, target, lambda other: bool(fitting_plans(other, target)))
     for plan in candidates:
         if leaves_registers(plan, spec, target):
             return plan
     return min(candidates, key=lambda plan: _accumulators(plan, spec)[1])
-
-
-def _max_dim(spec: AttentionSpec, target: Target) -> int:
-    """Returns the maximum of head_dim and value_dim, if they are equal, for which some preferred plan fits."""
-    given = {each.name: getattr(spec, each.name) for each in fields(spec)}
-    sizes = range(MAX_UNSPLIT, spec.max_dim, 8)
-    return max(
-        dim for dim in sizes if fitting_plans(AttentionSpec(**{**given, "head_dim": dim, "value_dim": dim}), target)
-    )
 
 
 def leaves_registers(plan: ForwardPlan, spec: AttentionSpec, target: Target, more: int = 0) -> bool:

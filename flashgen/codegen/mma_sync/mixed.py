@@ -102,6 +102,7 @@ def render_mixed(spec: AttentionSpec, target: Target, plan: MixedPlan | None = N
     )
     context |= cache_context(spec, _NAMES) | {
         "mixed": True,
+        "split": plan.prompt is not None and plan.prompt.split > 1,
         "looks_up_ahead": False,
         "stream_k": True,
         "header": header(spec, target, plan, _GRIDS[has_prefill], _METHODS[has_prefill], title, cost),
