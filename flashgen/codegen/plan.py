@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Protocol
 
 from flashgen.codegen.shared_memory import SharedMemoryLayout
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import MAX_UNSPLIT
 from flashgen.errors import UnsupportedError
 from flashgen.language.spec import CACHED_DIM, AttentionSpec
 
@@ -43,17 +42,22 @@ def shared_memory_problem(taken: int, target: Target, remedy: str) -> str | None
     )
 
 
-def too_many_columns(spec: AttentionSpec, target: Target, fits: Callable[[AttentionSpec], bool]) -> UnsupportedError:
-    """Returns the error for a spec of more than MAX_UNSPLIT columns, of which no plan fits the target's shared memory.
+def too_wide(
+    kernel: str, spec: AttentionSpec, target: Target, fits: Callable[[AttentionSpec], bool]
+) -> UnsupportedError:
+    """Returns the error for a spec whose rows have too many columns for the plans of a target.
 
-    It names the maximum of head_dim and value_dim, if they are equal, for which `fits` is true.
+    Args:
+        kernel: What the plans are for, for the message.
+        fits: Whether some plan fits a spec. The error names the largest dim, of head and value alike, that fits.
     """
     given = {each.name: getattr(spec, each.name) for each in fields(spec)}
-    sizes = range(MAX_UNSPLIT, spec.max_dim, CACHED_DIM if spec.kv_dtype else 8)
-    most = max(dim for dim in sizes if fits(AttentionSpec(**{**given, "head_dim": dim, "value_dim": dim})))
+    step = CACHED_DIM if spec.kv_dtype else 8
+    narrower = range(spec.max_dim - spec.max_dim % step, 0, -step)
+    largest = next(dim for dim in narrower if fits(AttentionSpec(**{**given, "head_dim": dim, "value_dim": dim})))
     return UnsupportedError(
         f"{spec.widest}: a block of {target.name} has {target.shared_per_block} bytes of shared memory, which hold "
-        f"tiles of up to {most} columns"
+        f"{kernel} tiles of up to {largest} columns"
     )
 
 

@@ -96,7 +96,7 @@ def test_warps_share_tiles_of_more_than_256_columns(name: str, dim: int) -> None
 
 
 def test_more_columns_than_shared_memory_holds_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"head_dim=512: .* which hold tiles of up to 336 columns"):
+    with pytest.raises(UnsupportedError, match=r"head_dim=512: .* which hold decode tiles of up to 320 columns"):
         choose_decode_plan(AttentionSpec(512, dropout=0.1), TARGETS["sm_75"])
 
 

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.mma_sync.forward_plans import MMA_ROWS, ForwardPlan
-from flashgen.codegen.plan import Checked, shared_memory_problem, too_many_columns
+from flashgen.codegen.plan import Checked, Plan, shared_memory_problem, too_wide
 from flashgen.codegen.shared_memory import (
     BYTE,
     FLOAT,
@@ -41,6 +41,7 @@ from flashgen.codegen.tiling import (
     WARP,
     element_sizes,
     head_extent,
+    is_wide,
     padded,
     value_extent,
 )
@@ -234,11 +235,7 @@ class DecodePlan(Checked):
             return f"tile_q={self.tile_q} must be a multiple of {MMA_ROWS}"
         if self.tile_k % MMA_DEPTH or (spec.dropout and self.tile_k % DROPOUT_COLUMNS):
             return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout"
-        if (
-            (self.split > 1) != (spec.max_dim > MAX_UNSPLIT)
-            or self.split not in (1, self.warps)
-            or self.split > MAX_SPLIT
-        ):
+        if (self.split > 1) != (is_wide(spec)) or self.split not in (1, self.warps) or self.split > MAX_SPLIT:
             return (
                 f"split={self.split} must be 1, or warps={self.warps}, which is then 2 or {MAX_SPLIT}, if head_dim or "
                 f"value_dim is above {MAX_UNSPLIT}"
@@ -253,7 +250,7 @@ def decode_rows(spec: AttentionSpec, target: Target) -> tuple[int, ...]:
     demand = demand_of(spec)
     if demand.listed or demand.weight >= Weight.HEAVY:
         return (FEW_ROWS,)
-    if spec.max_dim > MAX_UNSPLIT:
+    if is_wide(spec):
         rings, limit = decode_rings(spec, target, _MANY_ROWS), _MAX_SHARED_REGISTERS
         fits = any(plan.problem(spec, target) is None and plan.registers(spec) <= limit for plan in rings)
     else:
@@ -298,10 +295,10 @@ def choose_decode_plan(
     return fitting[0] if fitting[0].split > 1 else max(fitting, key=lambda plan: plan.keys_in_flight)
 
 
-def refuse(spec: AttentionSpec, target: Target, smallest: Checked) -> None:
+def refuse(spec: AttentionSpec, target: Target, smallest: Plan) -> None:
     """Raises UnsupportedError if no plan fits the target, of which `smallest` needs the least shared memory."""
-    if spec.max_dim > MAX_UNSPLIT:
-        raise too_many_columns(spec, target, lambda other: _fits(other, target))
+    if is_wide(spec):
+        raise too_wide("decode", spec, target, lambda narrower: _fits(narrower, target))
     smallest.check(spec, target)
 
 
@@ -311,7 +308,7 @@ def _fits(spec: AttentionSpec, target: Target) -> bool:
 
 def decode_rings(spec: AttentionSpec, target: Target, rows: int, scheduled: bool = False) -> list[DecodePlan]:
     """Returns the plans of `rows` rows for all pairs of warps and stages, the one of least shared memory last."""
-    if spec.max_dim > MAX_UNSPLIT:
+    if is_wide(spec):
         return _shared_rings(spec, target, rows, scheduled)
     keys = _stream_k_tile_k(spec, rows) if scheduled else _tile_k(spec)
     plans = [DecodePlan(rows, keys, *ring, scheduled=scheduled) for ring in _RINGS]
@@ -431,8 +428,7 @@ def other_few_row_plans(spec: AttentionSpec, target: Target) -> tuple[DecodePlan
     1024.
     """
     plan = choose_decode_plan(spec, target)
-    wide = spec.max_dim > MAX_UNSPLIT
-    if wide or spec.of_cache or demand_of(spec).weight >= Weight.HEAVY or demand_of(spec).listed:
+    if is_wide(spec) or spec.of_cache or demand_of(spec).weight >= Weight.HEAVY or demand_of(spec).listed:
         return ()
     many, long = _many_and_long_plans(spec)
     fits = long.tile_k <= _MAX_KEYS and long.problem(spec, target) is None

@@ -18,7 +18,7 @@ from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, fitting_plans, 
 from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.shared_memory import NO_SHARED_MEMORY, SharedMemoryLayout
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import MAX_UNSPLIT, MMA_DEPTH, RESERVED_SHARED, padded
+from flashgen.codegen.tiling import MMA_DEPTH, RESERVED_SHARED, is_wide, padded
 from flashgen.language.spec import AttentionSpec
 
 MIXED_WORK_UNIT_BYTES = 32  # shared memory of the current work unit
@@ -149,7 +149,7 @@ def choose_mixed_plan(spec: AttentionSpec, target: Target) -> MixedPlan:
     fitting = [plan for plan in plans if plan.problem(spec, target) is None]
     if not fitting:
         refuse(spec, target, MixedPlan(decode_rings(spec, target, FEW_ROWS, scheduled=True)[-1]))
-    if spec.max_dim > MAX_UNSPLIT and not any(plan.prompt for plan in fitting):
+    if is_wide(spec) and not any(plan.prompt for plan in fitting):
         return fitting[0]
     fitting = [plan for plan in fitting if plan.prompt] or fitting
     more = _extra_accumulators(spec, target)
@@ -174,7 +174,7 @@ def _candidates(spec: AttentionSpec, target: Target) -> Iterator[MixedPlan]:
     Plans of more than MAX_UNSPLIT columns without prefill tiles come last: tiles of both kinds may not fit.
     """
     rings = decode_rings(spec, target, FEW_ROWS, scheduled=True)
-    wide = spec.max_dim > MAX_UNSPLIT
+    wide = is_wide(spec)
     if not wide:
         rings += [replace(few, tile_k=few.tile_k // 2) for few in rings if few.tile_k > MMA_DEPTH]
     if spec.kv_dtype:
