@@ -182,6 +182,17 @@ def test_under_sanitizers(sanitize: Any, plan: MixedPlan | HopperMixedPlan | Non
         assert_right(CAUSAL, inputs_of(CAUSAL, MIXTURES[name]), plan=plan, sanitize=sanitize, schedule=schedule)
 
 
+@pytest.mark.parametrize("sanitize", ["address", "thread"])
+@pytest.mark.parametrize(
+    "options", [{"mask": fg.causal(), "page_size": 1}, {"kv_dtype": "int8", "page_size": 16}], ids=["causal", "int8"]
+)
+@pytest.mark.rotated(2)
+def test_shared_tiles_under_sanitizers(options: Any, sanitize: Any) -> None:
+    spec = fg.AttentionSpec(288, layout="thd", **options)
+    inputs, schedule = inputs_of(spec, ((1, 60), (66, 70), (1, 0)), (2, 1)), Schedule("random", "late", seed=3)
+    assert_right(spec, inputs, sanitize=sanitize, schedule=schedule)
+
+
 def test_wide_heads_with_dropout_on_turing() -> None:
     """Sequences of few queries with a prompt among them, and one stage of keys."""
     spec = fg.AttentionSpec(256, dropout=0.2, page_size=16, layout="thd")

@@ -208,6 +208,15 @@ def test_default_decode_plans_spill_no_registers(name: str) -> None:
             assert not fg.compile(spec, target=target, plan=plan).resources.spills, (target, plan)
 
 
+@pytest.mark.gpu
+@pytest.mark.quick
+@pytest.mark.parametrize("name", [name for name in DECODED if name != "documents"])
+def test_decode_on_a_gpu(name: str) -> None:
+    case = Case(fg.AttentionSpec(**DECODED[name]), Shape(3, 1500, 3, 8, 2))
+    for result in verify([case], passes=("forward",), target="sm_90"):
+        assert result.ok, (result.problem, result.verdicts)
+
+
 # ---- refusals
 
 REFUSALS: Any = [
