@@ -13,6 +13,7 @@ from flashgen.codegen.sizes import Sizes
 from flashgen.dtypes import ELEMENTS
 from flashgen.errors import ArgumentError
 from flashgen.language.batch_layout import BATCH_LAYOUTS
+from flashgen.language.spec import MAX_DIM
 from flashgen.launch.argument_writer import ArgumentWriter
 from flashgen.launch.engines import Emulator, Engine, Gpu, Launch, Place, Runner
 from flashgen.runtime import gpu
@@ -20,7 +21,7 @@ from flashgen.runtime.arrays import View, give_back
 from flashgen.runtime.caching import Cache
 
 _DTYPES = (*ELEMENTS, "float32")
-_COLUMNS, _WIDEST = 8, 256  # columns of a thread; the maximum of a row
+_COLUMNS = 8  # of a thread
 _ALIGNMENT = 16
 _MOST_BLOCKS = 2**31 - 1
 _RUNNERS: Cache[Any, tuple[Any, Runner]] = Cache()
@@ -44,7 +45,7 @@ def merge_states(outs: Sequence[Any], lses: Sequence[Any], *, layout: str = "bhs
     Args:
         outs: 2 to 16 outputs of calls with return_lse=True, each (batch, heads, len_q, dim), or (batch, len_q, heads,
             dim) with layout="bshd". All have one shape and dtype: float16, bfloat16 or float32, C-contiguous, dim a
-            multiple of 8 up to 256. CuPy, PyTorch, JAX, DLPack or CUDA array interface; NumPy arrays are copied to the
+            multiple of 8 up to 512. CuPy, PyTorch, JAX, DLPack or CUDA array interface; NumPy arrays are copied to the
             GPU and back.
         lses: the LSE of each output, float32 (batch, heads, len_q), natural logarithms.
         layout: the layout of the outputs, "bhsd" or "bshd".
@@ -111,8 +112,8 @@ def _check(views: dict[str, View], count: int, layout: str) -> None:
     first = views["out0"]
     if len(first.shape) != 4 or first.dtype not in _DTYPES:
         raise ArgumentError(f"outs[0] is {first.dtype} {first.shape}; give 4 dimensions of {', '.join(_DTYPES)}")
-    if first.shape[3] % _COLUMNS or first.shape[3] > _WIDEST:
-        raise ArgumentError(f"outs[0] has rows of {first.shape[3]}; give a multiple of 8 up to {_WIDEST}")
+    if first.shape[3] % _COLUMNS or first.shape[3] > MAX_DIM:
+        raise ArgumentError(f"outs[0] has rows of {first.shape[3]}; give a multiple of 8 up to {MAX_DIM}")
     for i in range(count):
         out, lse = views[f"out{i}"], views[f"lse{i}"]
         check_kind(f"outs[{i}]", out, first.shape, first.dtype)

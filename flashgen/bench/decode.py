@@ -102,6 +102,7 @@ def own_choices(splits: Sequence[int], plans: Sequence[DecodePlan]) -> dict[str,
     chosen: dict[str, tuple[int | None, DecodePlan | None]] = {f"{count} splits": (count, None) for count in splits}
     for plan in plans:
         name = f"{plan.tile_q}x{plan.tile_k}x{plan.warps}x{plan.stages}x{plan.blocks}"
+        name += f"x{plan.split}" if plan.split > 1 else ""
         chosen |= {name: (None, plan)} | {f"{name}, {count} splits": (count, plan) for count in splits}
     return chosen
 

@@ -258,13 +258,16 @@ def serving(
 
 
 def decode_plan(text: str) -> Any:
-    """Parses "16x16x4x3x2": 16 rows, 16 keys, 4 warps, 3 stages, 2 blocks per multiprocessor."""
+    """Parses "16x16x4x3x2": 16 rows, 16 keys, 4 warps, 3 stages, 2 blocks per multiprocessor.
+
+    A sixth number is how many warps share tiles, for more than 256 columns.
+    """
     from flashgen.codegen.mma_sync.decode_plans import DecodePlan
 
-    if not re.fullmatch(r"\d+(x\d+){4}", text):
+    if not re.fullmatch(r"\d+(x\d+){4,5}", text):
         raise ArgumentError(f"--plans {text!r} must be rows x keys x warps x stages x blocks, such as 16x16x4x3x2")
-    rows, keys, warps, stages, blocks = (int(part) for part in text.split("x"))
-    return DecodePlan(rows, keys, warps, stages, blocks)
+    rows, keys, warps, stages, blocks, *split = (int(part) for part in text.split("x"))
+    return DecodePlan(rows, keys, warps, stages, blocks, False, *split)
 
 
 def decode_size(text: str) -> bench_module.DecodeSize:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 from flashgen.codegen.shared_memory import SharedMemoryLayout
 from flashgen.codegen.targets import Target
 from flashgen.errors import UnsupportedError
-from flashgen.language.spec import AttentionSpec
+from flashgen.language.spec import CACHED_DIM, AttentionSpec
 
 
 class _Checkable(Protocol):
@@ -52,7 +52,8 @@ def too_wide(
         fits: Whether some plan fits a spec. The error names the largest dim, of head and value alike, that fits.
     """
     given = {each.name: getattr(spec, each.name) for each in fields(spec)}
-    narrower = (dim for dim in range(spec.max_dim - spec.max_dim % 8, 0, -8))
+    step = CACHED_DIM if spec.kv_dtype else 8
+    narrower = range(spec.max_dim - spec.max_dim % step, 0, -step)
     largest = next(dim for dim in narrower if fits(AttentionSpec(**{**given, "head_dim": dim, "value_dim": dim})))
     return UnsupportedError(
         f"{spec.widest}: a block of {target.name} has {target.shared_per_block} bytes of shared memory, which hold "

@@ -42,10 +42,13 @@ def padded_output_gradient(spec: AttentionSpec) -> int:
 def _padded_columns(spec: AttentionSpec, width: int) -> int:
     """Returns a width rounded up to a multiple of an mma's depth.
 
-    If rows are wide, warps share the columns of the output and of gradients, and each part of them is such a multiple.
+    If rows are wide, warps share the columns of the output and of gradients, and each part of them is such a multiple:
+    of two mma, if elements of 8 bits are read for two at a time.
     """
-    parts = MAX_SPLIT if is_wide(spec) else 1
-    return -(-width // (MMA_DEPTH * parts)) * MMA_DEPTH * parts
+    if not is_wide(spec):
+        return padded(width)
+    multiple = MMA_DEPTH * MAX_SPLIT * (2 if spec.kv_dtype else 1)
+    return -(-width // multiple) * multiple
 
 
 def is_wide(spec: AttentionSpec) -> bool:

@@ -67,7 +67,7 @@ _STEP_MEANINGS = {
         "o": "the merged output",
         "lse": "the merged LSE, (batch, heads, len_q)",
         "rows": "batch * heads * len_q; count is rows << lane_bits",
-        "dim": "elements of a row, a multiple of 8 up to 256",
+        "dim": "elements of a row, a multiple of 8 up to 512",
         "heads": "query heads",
         "len_q": "queries",
     },

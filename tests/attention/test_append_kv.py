@@ -71,6 +71,7 @@ def test_types_and_dims() -> None:
     assert_appended(problem(16, 3, ml_dtypes.bfloat16), emulate=True)
     assert_appended(problem(16, 3, dims=(192, 8)), emulate=True)
     assert_appended(problem(16, 3, dims=(8, 256)), emulate=True)
+    assert_appended(problem(16, 3, dims=(512, 264)), emulate=True)
 
 
 def test_strides() -> None:

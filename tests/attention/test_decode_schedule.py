@@ -14,7 +14,7 @@ from flashgen.attention import DecodeSchedule
 from flashgen.attention.callable import Attention
 from flashgen.bench.decode import with_cache
 from flashgen.codegen.mma_sync import stream_k
-from flashgen.codegen.mma_sync.decode_plans import TILE_OVERHEAD, DecodePlan
+from flashgen.codegen.mma_sync.decode_plans import DecodePlan
 from flashgen.codegen.mma_sync.stream_k import INTS_PER_WORK_UNIT
 from flashgen.codegen.targets import target_named
 from flashgen.errors import ArgumentError
@@ -98,6 +98,9 @@ def test_lengths_and_thread_orders(lengths: tuple[int, ...], order: Any, copies:
         (fg.AttentionSpec(128, "bfloat16", mask=fg.causal(), page_size=64), 5, (8, 1)),
         (fg.AttentionSpec(64, mask=fg.causal(), page_size=16, kv_dtype="int8"), 2, (4, 2)),
         (fg.AttentionSpec(32, mask=fg.causal(align="top_left"), page_size=8), 20, (2, 1)),
+        (fg.AttentionSpec(512, "bfloat16", mask=fg.causal(), page_size=16), 2, (4, 2)),
+        (fg.AttentionSpec(264, value_dim=320, mask=fg.sliding_window(70), page_size=64), 9, (2, 1)),
+        (fg.AttentionSpec(512, mask=fg.causal(), page_size=16, kv_dtype="int8"), 2, (4, 2)),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
@@ -180,7 +183,7 @@ def test_work_units_are_equal_and_cover_every_tile_once(lengths: tuple[int, ...]
     runs = memory[: sizes.columns * INTS_PER_WORK_UNIT].reshape(-1, INTS_PER_WORK_UNIT)
     starts = memory[sizes.columns * INTS_PER_WORK_UNIT :]
     tiles = np.maximum(-(-np.asarray(lengths) // sizes.plan.tile_k), 1)
-    np.testing.assert_array_equal(np.diff(starts), tiles + TILE_OVERHEAD)
+    np.testing.assert_array_equal(np.diff(starts), tiles + sizes.plan.tile_overhead)
     assert starts[0] == 0 and len(set(runs[:, 2])) == 1
     length = int(runs[0, 2])
     assert length == max(-(-int(starts[-1]) // sizes.columns), sizes.plan.warps)

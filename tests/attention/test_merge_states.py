@@ -49,7 +49,7 @@ def assert_merged(found: Any, outs: list[Any], lses: list[Any], dtype: str, layo
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("parts", "dim"), [(2, 64), (3, 8), (5, 24), (16, 256)])
+@pytest.mark.parametrize(("parts", "dim"), [(2, 64), (3, 8), (5, 24), (16, 256), (2, 512)])
 @pytest.mark.covering(4)
 def test_merged_states_equal_the_reference(dtype: str, parts: int, dim: int, layout: str) -> None:
     outs, lses = parts_of(dtype, parts, (2, 3, 7, dim), layout)
@@ -100,7 +100,7 @@ OUT, LSE = np.zeros((2, 3, 5, 64), np.float16), np.zeros((2, 3, 5), np.float32)
         ([OUT, OUT], [LSE], "2 outputs and 1 LSEs"),
         ([OUT, OUT[:1]], [LSE, LSE], r"outs\[1\] is float16 \(1, 3, 5, 64\); give float16 \(2, 3, 5, 64\)"),
         ([OUT, OUT], [LSE, LSE.astype(np.float64)], r"lses\[1\] is float64 .*; give float32"),
-        ([OUT[..., :60], OUT[..., :60]], [LSE, LSE], "rows of 60; give a multiple of 8 up to 256"),
+        ([OUT[..., :60], OUT[..., :60]], [LSE, LSE], "rows of 60; give a multiple of 8 up to 512"),
         ([OUT.astype(np.int32)] * 2, [LSE, LSE], r"outs\[0\] is int32"),
         ([OUT[:, :, ::2], OUT[:, :, ::2]], [LSE[..., ::2]] * 2, r"outs\[0\] has strides .*; give a C-contiguous array"),
         ([OUT[0], OUT[0]], [LSE[0], LSE[0]], r"outs\[0\] is float16 \(3, 5, 64\); give 4 dimensions"),

@@ -119,12 +119,15 @@ def test_page_sizes(size: int) -> None:
         (fg.AttentionSpec(40, value_dim=72, mask=fg.causal(), page_size=256, layout="thd"), (4, 1)),
         (fg.AttentionSpec(128, "bfloat16", mask=fg.causal(), page_size=64, layout="thd"), (8, 1)),
         (fg.AttentionSpec(32, mask=fg.causal(align="top_left"), page_size=8, layout="thd"), (20, 1)),
+        (fg.AttentionSpec(512, mask=fg.causal(), page_size=64, layout="thd"), (4, 2)),
+        (fg.AttentionSpec(64, value_dim=264, score=fg.softcap(8.0), page_size=1, layout="thd"), (3, 1)),
+        (fg.AttentionSpec(512, kv_dtype="int8", page_size=16, layout="thd"), (2, 1)),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_specs(spec: fg.AttentionSpec, heads: tuple[int, int]) -> None:
     """Tiles of rows of several queries and heads, and several such tiles with masks that need different keys."""
-    for target in ("sm_75", "sm_80", "sm_90a"):
+    for target in ("sm_75", "sm_80", "sm_90a" if spec.max_dim <= 256 else "sm_90"):
         if spec.dtype == "float16" or target != "sm_75":
             assert_right(spec, inputs_of(spec, ((1, 333), (9, 40), (70, 97), (1, 0), (33, 160)), heads), target=target)
 
@@ -177,6 +180,17 @@ def test_under_sanitizers(sanitize: Any, plan: MixedPlan | HopperMixedPlan | Non
     for number, name in enumerate(("a prompt among single queries", "sequences without queries")):
         schedule = Schedule("random", "late", seed=number)
         assert_right(CAUSAL, inputs_of(CAUSAL, MIXTURES[name]), plan=plan, sanitize=sanitize, schedule=schedule)
+
+
+@pytest.mark.parametrize("sanitize", ["address", "thread"])
+@pytest.mark.parametrize(
+    "options", [{"mask": fg.causal(), "page_size": 1}, {"kv_dtype": "int8", "page_size": 16}], ids=["causal", "int8"]
+)
+@pytest.mark.rotated(2)
+def test_shared_tiles_under_sanitizers(options: Any, sanitize: Any) -> None:
+    spec = fg.AttentionSpec(288, layout="thd", **options)
+    inputs, schedule = inputs_of(spec, ((1, 60), (66, 70), (1, 0)), (2, 1)), Schedule("random", "late", seed=3)
+    assert_right(spec, inputs, sanitize=sanitize, schedule=schedule)
 
 
 def test_wide_heads_with_dropout_on_turing() -> None:

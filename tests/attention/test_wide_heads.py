@@ -1,15 +1,20 @@
-"""Heads of more than 256 columns: the columns of the output and of gradients are split over warps."""
+"""Heads of more than 256 columns, where the columns of the output and of gradients are split over warps."""
 
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 
 import flashgen as fg
+from flashgen import attention
+from flashgen.codegen.mma_sync.decode_plans import DecodePlan, decode_plans
+from flashgen.codegen.targets import TARGETS as KNOWN_TARGETS
 from flashgen.errors import UnsupportedError
+from flashgen.runtime.schedule import Schedule
 from flashgen.verify import Case, verify
-from flashgen.verify.problems import Shape
+from flashgen.verify.check import judged
+from flashgen.verify.problems import Shape, random_inputs
+from paged import call
 
 SPECS: Mapping[str, dict[str, Any]] = {
     "512": {"head_dim": 512, "dtype": "bfloat16", "mask": fg.causal()},
@@ -104,11 +109,129 @@ def test_default_backward_plans_spill_few_registers(name: str, deterministic: bo
                 assert used.spills <= MAX_SPILLS, (kernel, target, used)
 
 
+# ---- decode
+
+DECODED: Mapping[str, dict[str, Any]] = SPECS | {
+    "narrow heads": {"head_dim": 16, "value_dim": 264, "mask": fg.causal()},
+    "384 and 320": {"head_dim": 384, "value_dim": 320, "score": fg.alibi("slopes"), "dtype": "bfloat16"},
+    "pages of a key": {"head_dim": 264, "page_size": 1, "score": fg.softcap(8.0)},
+    "pages of many keys": {"head_dim": 512, "page_size": 64, "mask": fg.sliding_window(100), "layout": "bshd"},
+    "int8": {"head_dim": 512, "kv_dtype": "int8", "mask": fg.causal()},
+    "int8, 288": {"head_dim": 288, "kv_dtype": "int8", "sink": fg.Tensor("sinks", "float32", 1)},
+    "int8, 320 and 32": {"head_dim": 320, "value_dim": 32, "kv_dtype": "int8", "score": fg.softcap(8.0)},
+    "float8 pages": {"head_dim": 288, "value_dim": 512, "kv_dtype": "float8_e4m3fn", "page_size": 16},
+    "float32 output": {"head_dim": 512, "out_dtype": "float32", "sink": fg.Tensor("sinks", "float32", 1)},
+}
+DECODED = {name: options for name, options in DECODED.items() if options.get("layout") != "thd"}
+DECODE_TARGETS = ("sm_75", *TARGETS)
+SHAPES = (Shape(1, 301, 2, 4, 2), Shape(5, 280, 1, 6, 1), Shape(1, 270, 1, 2, 2), Shape(20, 90, 1, 2, 1))
+
+
+def assert_decode_is_right(spec: fg.AttentionSpec, shape: Shape, splits: int | None, **how: Any) -> None:
+    compiled = attention.compile(spec, emulate=True, **how)
+    inputs, dropout = random_inputs(spec, shape), {"seed": 7} if spec.dropout else {}
+    verdict = judged(
+        spec,
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        *call(compiled, inputs, num_splits=splits, **dropout),
+        inputs.captures,
+        **dropout,
+    )
+    assert verdict.ok, f"{splits} splits of {shape}: {verdict}"
+
+
+def fits(spec: fg.AttentionSpec, target: str) -> bool:
+    """Whether both the forward and the decode kernels support a spec."""
+    try:
+        attention.compile(spec, target=target, emulate=True)
+    except UnsupportedError:
+        return False
+    return True
+
+
+@pytest.mark.rotated(4)
+@pytest.mark.parametrize("target", DECODE_TARGETS)
+@pytest.mark.parametrize("name", DECODED)
+def test_decode(name: str, target: str) -> None:
+    """With the plans of few and of many rows, with and without splits, in other orders of threads and copies."""
+    spec = fg.AttentionSpec(**DECODED[name])
+    if not fits(spec, target):
+        pytest.skip("too little shared memory, or no bfloat16")
+    for number, plan in enumerate(decode_plans(spec, KNOWN_TARGETS[target])):
+        if plan.scheduled:
+            continue
+        shape = Shape(90, 90, 1, 2, 1) if name == "documents" else SHAPES[(len(name) + number) % len(SHAPES)]
+        for splits in (1, 3):
+            schedule = Schedule("random", "late", seed=splits)
+            assert_decode_is_right(spec, shape, splits, target=target, plan=plan, schedule=schedule)
+
+
+@pytest.mark.parametrize("plan", [(16, 16, 4, 1), (16, 16, 2, 2), (32, 16, 4, 3), (16, 32, 4, 2)], ids=str)
+@pytest.mark.parametrize(("order", "copies"), [("reverse", "early"), ("greedy_warp", "late"), ("random", "random")])
+@pytest.mark.rotated(3)
+def test_decode_plans_and_thread_orders(plan: tuple[int, int, int, int], order: Any, copies: Any) -> None:
+    """One, two and three stages, and two and four warps that share tiles; splits without keys."""
+    spec, schedule = fg.AttentionSpec(264, value_dim=320, mask=fg.causal()), Schedule(order, copies, seed=len(order))
+    for splits in (1, 2, 9):
+        given = DecodePlan(*plan, split=plan[2])
+        assert_decode_is_right(spec, Shape(3, 140, 1, 4, 2), splits, target="sm_80", plan=given, schedule=schedule)
+
+
+@pytest.mark.rotated(4)
+@pytest.mark.parametrize("sanitize", ["address", "thread"])
+@pytest.mark.parametrize("name", ["512", "sink", "dropout", "pages", "int8", "int8, 288", "float8 pages"])
+def test_races_and_overflows_of_decode(name: str, sanitize: Any) -> None:
+    spec = fg.AttentionSpec(**DECODED[name])
+    for target in ("sm_80", "sm_75")[: 1 if spec.dtype == "bfloat16" or spec.dropout else 2]:
+        plan = None if fits(spec, target) else DecodePlan(16, 16, 4, 1, split=4)
+        for splits in (1, 3):
+            schedule = Schedule("random", "late", seed=splits)
+            shape = Shape(3, 130, 1, 4, 2)
+            assert_decode_is_right(spec, shape, splits, target=target, plan=plan, sanitize=sanitize, schedule=schedule)
+
+
+def test_few_queries_of_wide_heads_are_decoded() -> None:
+    for target in ("sm_80", "sm_86", "sm_90"):
+        for options in ({}, {"page_size": 16}, {"kv_dtype": "int8"}):
+            compiled = attention.compile(fg.AttentionSpec(512, **options), target=target, emulate=True)
+            assert isinstance(compiled.plan_for(1, 4096, 8, 8, 4), DecodePlan)
+
+
+@pytest.mark.rotated(4)
+@pytest.mark.parametrize("name", DECODED)
+def test_default_decode_plans_spill_no_registers(name: str) -> None:
+    spec = fg.AttentionSpec(**DECODED[name])
+    for target in (*DECODE_TARGETS, "sm_100", "sm_120"):
+        for plan in decode_plans(spec, KNOWN_TARGETS[target]) if fits(spec, target) else ():
+            assert not fg.compile(spec, target=target, plan=plan).resources.spills, (target, plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.quick
+@pytest.mark.parametrize("name", [name for name in DECODED if name != "documents"])
+def test_decode_on_a_gpu(name: str) -> None:
+    case = Case(fg.AttentionSpec(**DECODED[name]), Shape(3, 1500, 3, 8, 2))
+    for result in verify([case], passes=("forward",), target="sm_90"):
+        assert result.ok, (result.problem, result.verdicts)
+
+
+# ---- refusals
+
 REFUSALS: Any = [
     ({}, {"target": "sm_75"}, "head_dim=512: a block of sm_75 has 65536 bytes .* tiles of up to 384 columns"),
     ({"dropout": 0.5}, {"target": "sm_86"}, "head_dim=512: a block of sm_86 .* tiles of up to 320 columns"),
-    ({"kv_dtype": "int8"}, {"target": "sm_80"}, "the warps of a decode kernel hold up to 256 columns"),
-    ({"page_size": 16, "layout": "thd"}, {"target": "sm_80"}, "the warps of a decode kernel hold up to 256 columns"),
+    (
+        {"dropout": 0.5, "page_size": 16, "layout": "thd"},
+        {"target": "sm_75"},
+        "head_dim=512: a block of sm_75 has 65536 bytes .* tiles of up to 320 columns",
+    ),
+    (
+        {},
+        {"target": "sm_80", "plan": DecodePlan(16, 16, 4, 2)},
+        "split=1 must be 1, or warps=4, which is then 2 or 4, if head_dim or value_dim is above 256",
+    ),
 ]
 
 
@@ -116,11 +239,3 @@ REFUSALS: Any = [
 def test_what_has_no_kernel_is_refused_by_name(options: Any, where: Any, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         fg.compile(fg.AttentionSpec(512, **options), **where)
-
-
-def test_calls_that_have_no_kernel_are_refused_by_name() -> None:
-    compiled = fg.compile(fg.AttentionSpec(512), target="sm_80", emulate=True)
-    q, k = np.ones((1, 1, 1, 512), "float16"), np.ones((1, 1, 300, 512), "float16")
-    assert np.array_equal(compiled(q, k, k), q), "few queries run in the forward kernel"
-    with pytest.raises(UnsupportedError, match="the warps of a decode kernel hold up to 256 columns"):
-        compiled(q, k, k, num_splits=2)

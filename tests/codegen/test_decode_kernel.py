@@ -77,9 +77,33 @@ def test_enough_bytes_are_in_flight_on_an_h200() -> None:
         assert plan.blocks * plan.warps * (plan.stages - 1) * plan.tile_k * 4 * dim >= 64 * 1024, plan
 
 
+@pytest.mark.parametrize("name", ["sm_80", "sm_86", "sm_90", "sm_120"])
+@pytest.mark.parametrize("dim", [264, 320, 384, 512])
+def test_warps_share_tiles_of_more_than_256_columns(name: str, dim: int) -> None:
+    """A tile of K and V is loaded while another is read, in as many bytes as hide the latency of each memory."""
+    target = TARGETS[name]
+    for options in ({}, {"value_dim": 512}, {"kv_dtype": "int8"}, {"dropout": 0.1}):
+        if dim % 32 and "kv_dtype" in options:
+            continue
+        spec = AttentionSpec(dim, **options)
+        for plan in decode_plans(spec, target):
+            assert plan.problem(spec, target) is None and plan.split == plan.warps == 4
+            assert plan.blocks * (plan.shared_bytes(spec) + 1024) <= target.shared_per_multiprocessor
+        few = choose_decode_plan(spec, target)
+        tile = few.blocks * few.tile_k * spec.kv_element.bytes * (spec.head_dim + spec.value_dim)
+        in_flight = tile * few.stages - tile // 2  # K of a stage is loaded again before its V
+        assert in_flight >= (80 if name == "sm_90" else 40 if name == "sm_80" else 16) * 1024, few
+
+
+def test_more_columns_than_shared_memory_holds_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"head_dim=512: .* which hold decode tiles of up to 320 columns"):
+        choose_decode_plan(AttentionSpec(512, dropout=0.1), TARGETS["sm_75"])
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        ({"split": 4}, "split=4 must be 1, or warps=4, .* if head_dim or value_dim is above 256"),
         ({"tile_q": 8}, "multiple of 16"),
         ({"tile_k": 24}, "multiple of 16, of 32 with dropout"),
         ({"stages": 0}, "must be positive"),
@@ -275,10 +299,13 @@ def test_text_over_pages_follows_the_conventions_of_all_kernels(page_size: int) 
     for spec in (
         AttentionSpec(64, mask=fg.causal(), page_size=page_size),
         AttentionSpec(40, value_dim=96, mask=fg.document("ids"), score=fg.alibi("slopes"), page_size=page_size),
+        AttentionSpec(264, value_dim=320, mask=fg.causal(), dropout=0.1, page_size=page_size),
+        AttentionSpec(512, mask=fg.sliding_window(100), kv_dtype="int8", page_size=page_size),
     ):
         for part, kernel in kernels_of(spec, TARGETS["sm_80"], ("decode",)).items():
             tidy(kernel.source)
-            functions_fit(kernel, longest_file=590 if "scheduled" in part else 510)
+            exchange = 25 if spec.max_dim > 256 else 0  # lines
+            functions_fit(kernel, longest_file=exchange + (590 if "scheduled" in part else 510))
             unconditional(kernel.source)
             all_used(kernel)
             all_called(kernel)

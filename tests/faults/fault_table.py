@@ -46,6 +46,7 @@ INSTRUCTIONS, MIXED, VARLEN, LISTS = "Hopper's instructions", "mixed batch", "va
 # Statements that patterns use.
 BARRIER, ANY_WAIT = r"__syncthreads\(\);", r"copy_async_wait<\d>\(\);"
 WAIT, STEP_WAIT = r"copy_async_wait<0>\(\);", r"copy_async_wait<kStages - 2>\(\);"
+TILE_WAIT = r"copy_async_wait<2 \* kStages - 2>\(\);"
 OF_SEQUENCE = r"min\(max\((__ldg\(arguments\.seqused_k \+ blockIdx\.z\)), 0\), most\)"
 LAST_PAGE = r"return min\(static_cast<unsigned>\((.*?)\), arguments\.pages - 1u\);"
 FULL_WAIT, EMPTY_WAIT = r"mbarrier_wait\(full\(use\), parity\(use\)\);", r"mbarrier_wait\(empty\(use\), [^;]*;"
@@ -176,7 +177,17 @@ FAULTS = [
         ("missing wait of a step", "splits", rf"{STEP_WAIT}(\s+__syncwarp)", r"\1"),
         ("wait for the previous step", "splits", rf"{STEP_WAIT}(\s+__syncwarp)", r"copy_async_wait<kStages - 1>();\1"),
     ]),
+    *caught_by(FORWARD, [LATE_COPIES, DATA_RACE], [
+        ("K not waited for", "shared tiles", rf"{TILE_WAIT}(\s+{BARRIER}\s+load_values)", r"\1"),
+        ("V not waited for", "shared tiles", rf"{TILE_WAIT}(\s+{BARRIER}\s+load_keys)", r"\1"),
+        ("wait for K of the previous step", "shared tiles", rf"{TILE_WAIT}(\s+{BARRIER}\s+load_values)",
+         r"copy_async_wait<2 * kStages - 1>();\1"),
+    ]),
     *caught_by(FORWARD, [DATA_RACE], [
+        ("V loaded over V that is read", "shared tiles", rf"{BARRIER}(\s+load_values)", r"\1"),
+        ("products read before all are stored", "shared tiles", rf"{BARRIER}(\s+load_keys)", r"\1"),
+        ("Q over partial outputs", "shared tiles, empty splits", r"copy_async_wait<0>\(\);(\s+// without a step)",
+         r"\1"),
         ("missing wait for queries", "splits", rf"{STEP_WAIT}(\s+__syncthreads)", r"\1"),
         ("no wait for a step", "splits, one stage", r"copy_async_wait<0>\(\);(\s+__syncwarp)", r"\1"),
         ("queries of another tile", "one split", rf"{BARRIER}(\s+// Q has arrived)", r"\1"),
@@ -194,6 +205,16 @@ FAULTS = [
         ("a tile of an empty split", "splits", r" \+ min\(split, tiles % splits\)"),
         ("keys of another step", "one split", r"(const int first_key = )tiles[^;]*;", r"\1tiles.first_key(step + 1);"),
         ("every warp reads all keys", "one split", r"(arguments\.splits\)) \+ threadIdx\.x / 32;", r"\1;"),
+        ("products of one part of the depth", "shared tiles", r"warp < kSplit; \+\+warp", "warp < 1; ++warp"),
+        ("every warp has the first part of the depth", "shared tiles", r"q_tile, keys, threadIdx\.x / 32\)",
+         "q_tile, keys, 0)"),
+        ("columns of V of the first warp", "shared tiles", r"first_chunk = threadIdx\.x / 32 \* kValueTiles;",
+         "first_chunk = 0;"),
+        ("bytes of V of the first warp", "shared tiles, 8 bits", r"first_chunk = threadIdx\.x / 32[^;]*;",
+         "first_chunk = 0;"),
+        ("columns of the first warp", "shared tiles", r" \+ warp \* kValueTiles \* 8"),
+        ("keys of a part of the warps", "shared tiles", r"\+\+iteration, \+\+step\)", "++iteration, step += 2)"),
+        ("page of the first key", "shared tiles, large pages", r"first_key\(step \+ 1\)", "first_key(begin)"),
         ("the first to arrive merges", "splits", r"splits - 1\) \+ 1 == splits", "9) == 0"),
         ("one partial output too few", "splits", r"kFromWarps \? kWarps : arguments\.splits;", "kWarps;"),
         ("partial outputs not weighted", "splits, steep scores", r"exp2_approx\(\(state\[i\]\.x - [^;]*;", "1.0f;"),
@@ -241,6 +262,7 @@ FAULTS = [
         ("unguarded division", "splits, rows without keys", r"empty \? make_uint2\(0, 0\) : rounded", "rounded"),
     ]),
     *caught_by(FORWARD, [OVERFLOW], [
+        ("Q beyond its columns", "shared tiles, 8 bits", r"chunk \* 8 < kHeadDim;", "chunk < kChunks;"),
         ("splits from their own work unit on", "runs", r"launched\.splits \+ first;", "launched.splits + column;"),
         ("a page beyond the last", "pages", LAST_PAGE, r"return \1 + arguments.pages;"),
         ("a length beyond the table", "large pages", OF_SEQUENCE, r"\1 + 1000"),

@@ -47,7 +47,7 @@ class ForwardSubject:
         if self.scheduled:
             return DecodePlan(16, self.tile_k, 2, self.stages, scheduled=True)
         if self.splits:
-            return DecodePlan(16, self.tile_k, 2, self.stages)
+            return DecodePlan(16, self.tile_k, max(self.split, 2), self.stages, split=self.split)
         if self.target == "sm_90a":
             return HopperPlan(2, self.tile_k, self.stages, takes_turns=True, packed_heads=self.packed_heads)
         return ForwardPlan(32, self.tile_k, 2 * self.split, self.stages, split=self.split)
@@ -153,5 +153,17 @@ def forward_subjects() -> dict[str, ForwardSubject]:
             target="sm_90a",
         ),
         "wide": ForwardSubject(fg.AttentionSpec(264, scale=1.0, mask=fg.causal()), ragged, split=2),
+        "shared tiles": ForwardSubject(
+            fg.AttentionSpec(264, scale=1.0, mask=fg.causal()), Shape(5, 150, 1, 6, 2), 2, 16, splits=2, split=2
+        ),
+        "shared tiles, 8 bits": ForwardSubject(
+            fg.AttentionSpec(288, kv_dtype="int8"), Shape(5, 150, 1, 6, 2), 2, 16, splits=2, split=4
+        ),
+        "shared tiles, empty splits": ForwardSubject(
+            fg.AttentionSpec(264, mask=fg.causal()), Shape(5, 20, 1, 6, 2), 2, 16, splits=4, split=2
+        ),
+        "shared tiles, large pages": ForwardSubject(
+            fg.AttentionSpec(264, mask=fg.causal(), page_size=64), Shape(5, 150, 3, 2, 1), 2, 16, splits=2, split=2
+        ),
         "packed": ForwardSubject(causal, Shape(70, 100, 1, 8, 2), stages=2, target="sm_90a", packed_heads=4),
     }

@@ -27,6 +27,7 @@ from flashgen.codegen.mma_sync.stream_k import (
 from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace, entry_name, kernel_name
 from flashgen.codegen.sizes import Grid, Sizes
 from flashgen.codegen.targets import Target
+from flashgen.codegen.tiling import is_wide
 from flashgen.codegen.variant import layout_of, variant_of
 from flashgen.errors import UnsupportedError
 from flashgen.language.operations import HEAD
@@ -75,6 +76,7 @@ def cache_context(spec: AttentionSpec, names: Names) -> dict[str, Any]:
         "partial_padding": PARTIAL_PADDING,
         "partials_at_once": PARTIALS_AT_ONCE,
         "page_size": spec.page_size,
+        "split_depth": is_wide(spec),  # plans check that it is so
         "widen": f"widen_{WIDENS[spec.kv_dtype]}" if spec.kv_dtype else None,
     }
 

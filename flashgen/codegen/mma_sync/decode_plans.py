@@ -3,6 +3,11 @@
 The rows of a tile are the queries of all query heads of one KV head, so that K and V are read once for all of them.
 Each warp of a CTA loops over its own tiles of keys and prefetches them: no warp waits for another, and an SM has
 blocks x warps x (stages - 1) tiles of K and V in flight.
+
+An output of more than MAX_UNSPLIT columns does not fit the registers of a warp. Then all warps of a CTA share each tile
+of keys: a warp multiplies a part of the depth of Q * K^T, the warps add up their products through shared memory, and
+each has a part of the output's columns. K of a stage is loaded again while P * V still reads its V, so that an SM has
+blocks x (stages - 1/2) tiles in flight.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from typing import ClassVar
 
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.mma_sync.forward_plans import MMA_ROWS, ForwardPlan
-from flashgen.codegen.plan import Checked, shared_memory_problem
+from flashgen.codegen.plan import Checked, Plan, shared_memory_problem, too_wide
 from flashgen.codegen.shared_memory import (
     BYTE,
     FLOAT,
@@ -28,6 +33,7 @@ from flashgen.codegen.targets import Target
 from flashgen.codegen.tile_list_kernel import depends_on_head
 from flashgen.codegen.tiling import (
     DROPOUT_COLUMNS,
+    MAX_SPLIT,
     MAX_THREADS,
     MAX_UNSPLIT,
     MMA_DEPTH,
@@ -35,13 +41,13 @@ from flashgen.codegen.tiling import (
     WARP,
     element_sizes,
     head_extent,
+    is_wide,
     padded,
     value_extent,
 )
 from flashgen.codegen.workload import Workload, steps_of
 from flashgen.language.spec import AttentionSpec
 
-TILE_OVERHEAD = 4  # cost of an output tile's first copies and its partial output, in tiles of keys
 WORK_UNIT_BYTES = 16  # shared memory of the current stream-K work unit
 MAX_STREAM_K_TILES = 2**30  # tiles of keys of all sequences, which stream-K kernels count in int32
 PARTIAL_PADDING = 8  # floats between the rows of a warp's partial output, so that 8 rows of lanes write to other banks
@@ -50,8 +56,10 @@ _MAX_KEYS = 64  # of a tile
 _MAX_BLOCKS = 2
 FEW_ROWS = 16  # of the default plan's tiles
 _MANY_ROWS = 32
+_TILE_OVERHEAD = 4  # cost of an output tile's first copies and its partial output, in tiles of keys of a warp
 _MAX_REGISTERS = 248  # estimate for a thread; some kernels take a few more
 _MAX_STREAM_K_REGISTERS = 224  # the same for stream-K plans
+_MAX_SHARED_REGISTERS = 220  # the same for plans whose warps share tiles
 _WIDE_RING = (8, 3)  # (warps, stages) for 8-bit keys
 _PLAIN_RING = (4, 3, 2)  # (warps, stages, blocks) of the default plans with which other_few_row_plans was compared
 _RINGS = (
@@ -63,6 +71,9 @@ _RINGS = (
     (2, 2),
     (1, 2),
 )  # (warps, stages); among plans with as many tiles in flight the first wins
+_SHARING_WARPS = 4
+_SHARED_RINGS = ((32, 4), (32, 3), (32, 2), (16, 4), (16, 3), (16, 2), (32, 1), (16, 1))
+"""(keys, stages) of plans whose warps share tiles, in order of preference: larger tiles have fewer barriers."""
 _SMALLEST_RING = (1, 1)  # if nothing else fits: wide heads with dropout on sm_75, where tiles have 32 keys
 
 
@@ -84,11 +95,13 @@ class DecodePlan(Checked):
     Attributes:
         tile_q: rows of a tile: (query, head) pairs of one KV head, heads fastest. All warps share them.
         tile_k: keys of a tile, which one warp processes per iteration.
-        warps: warps of a CTA. They process its tiles of keys round-robin.
-        stages: pipeline stages of K and V for each warp; with one stage nothing is prefetched.
+        warps: warps of a CTA. They process its tiles of keys round-robin, unless they share them.
+        stages: pipeline stages of K and V for each warp, or of the CTA; with one stage a warp prefetches nothing.
         blocks: CTAs that should fit on an SM at once, which limits the registers of a thread.
         scheduled: with a paged KV cache, whether CTAs divide the keys of all sequences equally (stream_k.py). Otherwise
             every sequence has the same number of splits.
+        split: warps that share tiles of keys: 1, or all of them for outputs that one warp cannot hold. Each then adds a
+            part of the depth of Q * K^T and has a part of the output's columns.
     """
 
     tile_q: int
@@ -97,6 +110,7 @@ class DecodePlan(Checked):
     stages: int
     blocks: int = 1
     scheduled: bool = False
+    split: int = 1
     packed_heads: ClassVar[int] = 1  # how many heads share a tile is a size of the call
 
     @property
@@ -104,13 +118,29 @@ class DecodePlan(Checked):
         return self.warps * WARP
 
     @property
+    def groups(self) -> int:
+        """The tiles of keys that a CTA processes at a time: one for each warp, or one that its warps share."""
+        return self.warps // self.split
+
+    @property
+    def keys_in_flight(self) -> int:
+        """The minimum number of keys that are in flight to an SM."""
+        return self.blocks * self.groups * (self.stages - 1) * self.tile_k
+
+    @property
+    def tile_overhead(self) -> int:
+        """The fixed cost of an output tile in tiles of keys, for stream-K."""
+        return _TILE_OVERHEAD if self.split == 1 else 1
+
+    @property
     def register_budget(self) -> int:
         return self._forward.register_budget
 
     @property
     def _forward(self) -> ForwardPlan:
-        """The forward plan whose warps do as much work per iteration: here each warp has all rows of the tile."""
-        return ForwardPlan(self.tile_q * self.warps, self.tile_k, self.warps, blocks=self.blocks)
+        """The forward plan whose warps hold as much per iteration: here each warp has all rows and keys of a tile."""
+        rows, keys = self.tile_q * self.groups, self.tile_k * self.split
+        return ForwardPlan(rows, keys, self.warps, blocks=self.blocks, split=self.split)
 
     def part(self, spec: AttentionSpec) -> str:
         """Returns the name of a default plan's kernel among the decode kernels."""
@@ -130,17 +160,18 @@ class DecodePlan(Checked):
 
     def matrix_cycles(self, spec: AttentionSpec) -> float:
         """Estimates the cycles of one iteration of all warps."""
-        return self._forward.matrix_cycles(spec)
+        return ForwardPlan(self.tile_q * self.groups, self.tile_k, self.groups).matrix_cycles(spec)
 
     def exposed(self, blocks: int) -> float:
         return self._forward.exposed(blocks)
 
     def summary(self, spec: AttentionSpec) -> str:
         """Returns the line that the kernel's header has about the plan."""
-        shared = "stream-K work units, " if self.scheduled else ""
+        units = "stream-K work units, " if self.scheduled else ""
+        shared, each = ("the keys", " each") if self.split == 1 else ("each tile", "")
         return (
-            f"{self.tile_q} rows x {self.tile_k} keys, {self.warps} warps that share the keys, {self.stages} stages of "
-            f"K and V each, {shared}{self.blocks} block(s) per multiprocessor, {self.shared_bytes(spec)} bytes of "
+            f"{self.tile_q} rows x {self.tile_k} keys, {self.warps} warps that share {shared}, {self.stages} stages of "
+            f"K and V{each}, {units}{self.blocks} block(s) per multiprocessor, {self.shared_bytes(spec)} bytes of "
             "shared memory"
         )
 
@@ -149,29 +180,51 @@ class DecodePlan(Checked):
     ) -> SharedMemoryLayout:
         """Returns the layout: Q, the pipeline stages of each warp, and with 8-bit keys the scales of Q's rows.
 
-        In the epilogue the partial outputs of the warps overlay all of it: their rows, then the maximum and the sum of
-        each row. In scheduled plans the search for the work unit overlays it at the start; the unit has its own space.
+        Warps that share tiles have common stages, and space for the scores that each has summed over its part of the
+        depth. In the epilogue the partial outputs of the warps, or of the CTA, overlay all of it: their rows, then the
+        maximum and the sum of each row. In scheduled plans the search for the work unit overlays it at the start; the
+        unit has its own space.
 
         Args:
             work_unit_bytes: bytes of a work unit.
             min_bytes: minimum size of the allocation, for kernels in which other CTAs need more.
         """
-        rows, keys, warps = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k), Extent("kWarps", self.warps)
+        rows, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
         head, value, (element, kv_element) = head_extent(spec), value_extent(spec), element_sizes(spec)
         stage = (Buffer("Key", "K", (keys, head), kv_element), Buffer("Value", "V", (keys, value), kv_element))
-        ring = Extent("kWarps * kStages", self.warps * self.stages)
-        partial_columns = Extent("kPartialColumns", value.value + PARTIAL_PADDING)
         unit = Buffer("WorkUnit", "work unit", (literal(work_unit_bytes),), BYTE, at_end=True)
         return SharedMemoryLayout(
             (
                 Buffer("Query", "Q", (rows, head), element),
-                Buffer("Stage", "stages of warps", copies=ring, parts=stage, note="those of a warp side by side"),
+                self._stages(stage),
+                *self._exchanged(rows, keys),
                 *([Buffer("RowScales", "scales of rows", (rows,), FLOAT)] if spec.kv_dtype else []),
-                Buffer("Partial", "partial O of warps", (rows, partial_columns), FLOAT, copies=warps, overlays="Query"),
-                Buffer("States", "maxima and sums of warps", (rows,), FLOAT2, copies=warps),
+                *self._partials(rows, Extent("kPartialColumns", value.value + PARTIAL_PADDING)),
                 *((*search_buffers(self.warps, work_unit_bytes), unit) if self.scheduled else ()),
             ),
             min_bytes=min_bytes,
+        )
+
+    def _stages(self, parts: tuple[Buffer, ...]) -> Buffer:
+        """Returns the buffer of all stages of K and V."""
+        if self.split > 1:
+            return Buffer("Stage", "stages", copies=Extent("kStages", self.stages), parts=parts)
+        ring = Extent("kWarps * kStages", self.warps * self.stages)
+        return Buffer("Stage", "stages of warps", copies=ring, parts=parts, note="those of a warp side by side")
+
+    def _exchanged(self, rows: Extent, keys: Extent) -> tuple[Buffer, ...]:
+        """Returns the buffer by which warps that share tiles add up their products."""
+        warps = Extent("kWarps", self.warps)
+        return (
+            (Buffer("Score", "scores over parts of the depth", (rows, keys), FLOAT, warps),) if self.split > 1 else ()
+        )
+
+    def _partials(self, rows: Extent, columns: Extent) -> tuple[Buffer, Buffer]:
+        """Returns the buffers of partial outputs and of their softmax states: of each warp, or of the CTA."""
+        whose, copies = (" of warps", Extent("kWarps", self.warps)) if self.split == 1 else ("", None)
+        return (
+            Buffer("Partial", f"partial O{whose}", (rows, columns), FLOAT, copies=copies, overlays="Query"),
+            Buffer("States", f"maxima and sums{whose}", (rows,), FLOAT2, copies=copies),
         )
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
@@ -182,33 +235,41 @@ class DecodePlan(Checked):
             return f"tile_q={self.tile_q} must be a multiple of {MMA_ROWS}"
         if self.tile_k % MMA_DEPTH or (spec.dropout and self.tile_k % DROPOUT_COLUMNS):
             return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout"
-        if spec.max_dim > MAX_UNSPLIT:
-            return f"{spec.widest}: the warps of a decode kernel hold up to {MAX_UNSPLIT} columns of the output"
+        if (self.split > 1) != (is_wide(spec)) or self.split not in (1, self.warps) or self.split > MAX_SPLIT:
+            return (
+                f"split={self.split} must be 1, or warps={self.warps}, which is then 2 or {MAX_SPLIT}, if head_dim or "
+                f"value_dim is above {MAX_UNSPLIT}"
+            )
         if self.scheduled and not spec.page_size:
             return "scheduled=True needs a paged KV cache, whose lengths the device knows: declare page_size=..."
         return shared_memory_problem(self.shared_bytes(spec), target, "take fewer warps, keys or stages")
 
 
-def decode_rows(spec: AttentionSpec) -> tuple[int, ...]:
+def decode_rows(spec: AttentionSpec, target: Target) -> tuple[int, ...]:
     """Returns the numbers of rows that tiles of default plans may have, in ascending order."""
-    demand, many = demand_of(spec), DecodePlan(_MANY_ROWS, _tile_k(spec), 1, 2)
-    if demand.listed or demand.weight >= Weight.HEAVY or many.registers(spec) > _MAX_REGISTERS:
+    demand = demand_of(spec)
+    if demand.listed or demand.weight >= Weight.HEAVY:
         return (FEW_ROWS,)
-    return FEW_ROWS, _MANY_ROWS
+    if is_wide(spec):
+        rings, limit = decode_rings(spec, target, _MANY_ROWS), _MAX_SHARED_REGISTERS
+        fits = any(plan.problem(spec, target) is None and plan.registers(spec) <= limit for plan in rings)
+    else:
+        fits = DecodePlan(_MANY_ROWS, _tile_k(spec), 1, 2).registers(spec) <= _MAX_REGISTERS
+    return (FEW_ROWS, _MANY_ROWS) if fits else (FEW_ROWS,)
 
 
 def decode_plans(spec: AttentionSpec, target: Target) -> tuple[DecodePlan, ...]:
     """Returns the plans that calls may use, in ascending order of rows; with pages then those with a schedule."""
-    if spec.max_dim > MAX_UNSPLIT:
-        return ()
     kinds = (False, True) if spec.page_size else (False,)
-    few, *others = [choose_decode_plan(spec, target, rows, kind) for kind in kinds for rows in decode_rows(spec)]
+    few, *others = [
+        choose_decode_plan(spec, target, rows, kind) for kind in kinds for rows in decode_rows(spec, target)
+    ]
     return few, *other_few_row_plans(spec, target), *others
 
 
 def stream_k_tiles(plan: DecodePlan, row_tiles: int, len_k: int) -> int:
     """Returns the maximum tiles of keys of `row_tiles` output tiles, including the fixed cost of each."""
-    return row_tiles * (-(-len_k // plan.tile_k) + TILE_OVERHEAD)
+    return row_tiles * (-(-len_k // plan.tile_k) + plan.tile_overhead)
 
 
 def choose_decode_plan(
@@ -230,17 +291,44 @@ def choose_decode_plan(
     plans = decode_rings(spec, target, rows, scheduled)
     fitting = [plan for plan in plans if plan.problem(spec, target) is None]
     if not fitting:
-        plans[-1].check(spec, target)
-    return max(fitting, key=lambda plan: plan.blocks * plan.warps * (plan.stages - 1))
+        refuse(spec, target, plans[-1])
+    return fitting[0] if fitting[0].split > 1 else max(fitting, key=lambda plan: plan.keys_in_flight)
+
+
+def refuse(spec: AttentionSpec, target: Target, smallest: Plan) -> None:
+    """Raises UnsupportedError if no plan fits the target, of which `smallest` needs the least shared memory."""
+    if is_wide(spec):
+        raise too_wide("decode", spec, target, lambda narrower: _fits(narrower, target))
+    smallest.check(spec, target)
+
+
+def _fits(spec: AttentionSpec, target: Target) -> bool:
+    return any(plan.problem(spec, target) is None for plan in decode_rings(spec, target, FEW_ROWS))
 
 
 def decode_rings(spec: AttentionSpec, target: Target, rows: int, scheduled: bool = False) -> list[DecodePlan]:
     """Returns the plans of `rows` rows for all pairs of warps and stages, the one of least shared memory last."""
+    if is_wide(spec):
+        return _shared_rings(spec, target, rows, scheduled)
     keys = _stream_k_tile_k(spec, rows) if scheduled else _tile_k(spec)
     plans = [DecodePlan(rows, keys, *ring, scheduled=scheduled) for ring in _RINGS]
     if all(plan.problem(spec, target) for plan in plans):
         plans.append(DecodePlan(rows, keys, *_SMALLEST_RING, scheduled=scheduled))
     return [_with_blocks(plan, spec, target) for plan in plans]
+
+
+def _shared_rings(spec: AttentionSpec, target: Target, rows: int, scheduled: bool) -> list[DecodePlan]:
+    """Returns the plans whose warps share tiles, in order of preference, the one of least shared memory last.
+
+    8-bit keys arrive in half the time, in which four warps do not finish a tile; a second CTA overlaps with the first.
+    """
+    plans = [
+        _with_blocks(DecodePlan(rows, keys, _SHARING_WARPS, stages, 1, scheduled, _SHARING_WARPS), spec, target)
+        for keys, stages in _SHARED_RINGS
+        if not spec.dropout or keys % DROPOUT_COLUMNS == 0
+    ]
+    plans = [plan for plan in plans if plan.registers(spec) <= _MAX_SHARED_REGISTERS] or plans[-1:]
+    return sorted(plans, key=lambda plan: plan.blocks == 1 or plan.stages == 1) if spec.kv_dtype else plans
 
 
 def _tile_k(spec: AttentionSpec) -> int:
@@ -285,7 +373,7 @@ def decode_plan_for(spec: AttentionSpec, target: Target, workload: Workload) -> 
     One output tile reads K and V once, at the bandwidth of global memory. Several read them several times, through L2.
     That is faster only while the larger tiles of the forward kernel are too few to fill the GPU.
     """
-    if (spec.max_dim > MAX_UNSPLIT or spec.shared_kv) and not spec.kv_dtype:
+    if spec.shared_kv:
         return None
     if spec.of_cache:
         if spec.page_size and not spec.kv_dtype and _is_prompt(workload):
@@ -342,7 +430,7 @@ def other_few_row_plans(spec: AttentionSpec, target: Target) -> tuple[DecodePlan
     1024.
     """
     plan = choose_decode_plan(spec, target)
-    if spec.of_cache or demand_of(spec).weight >= Weight.HEAVY or demand_of(spec).listed:
+    if is_wide(spec) or spec.of_cache or demand_of(spec).weight >= Weight.HEAVY or demand_of(spec).listed:
         return ()
     many, long = _many_and_long_plans(spec)
     fits = long.tile_k <= _MAX_KEYS and long.problem(spec, target) is None
@@ -363,14 +451,15 @@ def _is_prompt(workload: Workload) -> bool:
 
 @lru_cache(maxsize=256)
 def _can_prefetch(spec: AttentionSpec, target: Target) -> bool:
-    """Whether some plan that prefetches fits the target's shared memory."""
-    return any(plan.stages > 1 and not plan.problem(spec, target) for plan in decode_rings(spec, target, FEW_ROWS))
+    """Whether some plan that prefetches fits the target's shared memory. Warps that share a stage load its K early."""
+    rings = (plan for plan in decode_rings(spec, target, FEW_ROWS) if plan.stages > 1 or plan.split > 1)
+    return any(not plan.problem(spec, target) for plan in rings)
 
 
 @lru_cache(maxsize=256)
 def plan_of_rows(spec: AttentionSpec, target: Target, rows: int, scheduled: bool = False) -> DecodePlan:
     """Returns the default plan for calls with `rows` rows per KV head. It does not depend on the batch."""
-    sizes = decode_rows(spec)
+    sizes = decode_rows(spec, target)
     return choose_decode_plan(spec, target, next((size for size in sizes if rows <= size), sizes[-1]), scheduled)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from flashgen.codegen.mma_sync.decode_plans import (
@@ -17,6 +18,7 @@ from flashgen.codegen.tiling import padded
 from flashgen.language.spec import AttentionSpec
 
 _WARPS, _STAGES, _KEYS = (1, 2, 3, 4, 5, 6, 8), (2, 3, 4, 5), (16, 32, 64)
+_SHARING = (2, 4)  # warps that share tiles
 _MAX_BLOCKS = 4
 _BYTES_IN_FLIGHT, _WARPS_PER_SM = 112 * 1024, 8
 """What good plans have: default plans, measured on an H200, have 80 to 128 KB in flight and 4 to 10 warps per SM."""
@@ -31,11 +33,12 @@ def every_decode_plan(spec: AttentionSpec, target: Target, own: DecodePlan) -> I
     Bytes in flight hide the latency of memory, but more of them than needed take longer to fill. More warps process
     what arrives sooner, but have more partial outputs to merge.
     """
-    plans = (
-        DecodePlan(own.tile_q, keys, warps, stages, blocks, own.scheduled)
-        for keys, warps, stages in product(_KEYS, _WARPS, _STAGES)
-        for blocks in range(1, _max_blocks(DecodePlan(own.tile_q, keys, warps, stages), spec, target) + 1)
+    sharing = own.split > 1
+    rings = (
+        DecodePlan(own.tile_q, keys, warps, stages, scheduled=own.scheduled, split=warps if sharing else 1)
+        for keys, warps, stages in product(_KEYS, _SHARING if sharing else _WARPS, _STAGES)
     )
+    plans = (replace(ring, blocks=blocks) for ring in rings for blocks in range(1, _max_blocks(ring, spec, target) + 1))
     measured = other_few_row_plans(spec, target) if own.tile_q == FEW_ROWS and not own.scheduled else ()
     return iter(dict.fromkeys((*measured, *sorted(plans, key=lambda plan: _rank(plan, spec)))))
 
@@ -47,7 +50,6 @@ def _max_blocks(plan: DecodePlan, spec: AttentionSpec, target: Target) -> int:
 def _rank(plan: DecodePlan, spec: AttentionSpec) -> tuple[float, str]:
     """Returns the distance of the plan from the measured ones. Its text breaks ties, so the order is deterministic."""
     warps = plan.blocks * plan.warps
-    keys = warps * (plan.stages - 1) * plan.tile_k
-    in_flight = keys * (padded(spec.head_dim) + padded(spec.value_dim)) * spec.kv_element.bytes
+    in_flight = plan.keys_in_flight * (padded(spec.head_dim) + padded(spec.value_dim)) * spec.kv_element.bytes
     distance = abs(math.log2(in_flight / _BYTES_IN_FLIGHT)) + abs(math.log2(warps / _WARPS_PER_SM)) / 2
     return distance, str(plan)

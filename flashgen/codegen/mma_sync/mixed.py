@@ -20,7 +20,7 @@ from flashgen.codegen.expressions.function_text import DEVICE_NAMES, Names
 from flashgen.codegen.forward_kernel import forward_context, forward_kernel
 from flashgen.codegen.header import header
 from flashgen.codegen.mma_sync.decode import cache_context, cache_fields, partial_workspaces
-from flashgen.codegen.mma_sync.decode_plans import MAX_STREAM_K_TILES, TILE_OVERHEAD, stream_k_tiles
+from flashgen.codegen.mma_sync.decode_plans import MAX_STREAM_K_TILES, stream_k_tiles
 from flashgen.codegen.mma_sync.mixed_plans import FEW, MixedPlan, choose_mixed_plan
 from flashgen.codegen.mma_sync.splits import head_groups, packed_heads
 from flashgen.codegen.mma_sync.stream_k import LAST_QUERY, arrival_counters, full_wave_work_units, partial_slots
@@ -102,13 +102,14 @@ def render_mixed(spec: AttentionSpec, target: Target, plan: MixedPlan | None = N
     )
     context |= cache_context(spec, _NAMES) | {
         "mixed": True,
+        "split": plan.prompt is not None and plan.prompt.split > 1,
         "looks_up_ahead": False,
         "stream_k": True,
         "header": header(spec, target, plan, _GRIDS[has_prefill], _METHODS[has_prefill], title, cost),
         "score_query": _QUERY,
         "divides_tiles": all(divides_tiles(spec, tile_k) for tile_k in key_tiles),
-        "tile_overhead": TILE_OVERHEAD,
-        "min_unit_tiles": plan.few.warps,
+        "tile_overhead": plan.few.tile_overhead,
+        "min_unit_tiles": plan.few.groups,
         "layouts": {"decode_constants": plan.shared_memory(spec), "prefill_constants": plan.prompt_memory(spec)},
     }
     few = {"name": kernel_name(FEW, target, spec), "entry": entry_name(f"attention_{FEW}", spec), "role": FEW}

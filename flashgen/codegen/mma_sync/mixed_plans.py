@@ -13,12 +13,12 @@ from functools import lru_cache
 from typing import ClassVar
 
 from flashgen.codegen.demand import Weight, demand_of
-from flashgen.codegen.mma_sync.decode_plans import FEW_ROWS, DecodePlan, decode_rings, search_buffers
+from flashgen.codegen.mma_sync.decode_plans import FEW_ROWS, DecodePlan, decode_rings, refuse, search_buffers
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, fitting_plans, leaves_registers
 from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.shared_memory import NO_SHARED_MEMORY, SharedMemoryLayout
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import MMA_DEPTH, RESERVED_SHARED, padded
+from flashgen.codegen.tiling import MMA_DEPTH, RESERVED_SHARED, is_wide, padded
 from flashgen.language.spec import AttentionSpec
 
 MIXED_WORK_UNIT_BYTES = 32  # shared memory of the current work unit
@@ -148,7 +148,10 @@ def choose_mixed_plan(spec: AttentionSpec, target: Target) -> MixedPlan:
     plans = list(_candidates(spec, target))
     fitting = [plan for plan in plans if plan.problem(spec, target) is None]
     if not fitting:
-        MixedPlan(decode_rings(spec, target, FEW_ROWS, scheduled=True)[-1]).check(spec, target)
+        refuse(spec, target, MixedPlan(decode_rings(spec, target, FEW_ROWS, scheduled=True)[-1]))
+    if is_wide(spec) and not any(plan.prompt for plan in fitting):
+        return fitting[0]
+    fitting = [plan for plan in fitting if plan.prompt] or fitting
     more = _extra_accumulators(spec, target)
     spare = [plan for plan in fitting if plan.prompt is None or leaves_registers(plan.prompt, spec, target, more)]
     return min(spare, key=_rank) if spare else min(fitting, key=lambda plan: plan.registers(spec))
@@ -166,26 +169,29 @@ def _rank(plan: MixedPlan) -> tuple[bool, int]:
 
 
 def _candidates(spec: AttentionSpec, target: Target) -> Iterator[MixedPlan]:
-    """Yields plans in order of preference: by prefill tiles, then by the keys that work units have in flight."""
+    """Yields plans in order of preference: by prefill tiles, then by the keys that work units have in flight.
+
+    Plans of more than MAX_UNSPLIT columns without prefill tiles come last: tiles of both kinds may not fit.
+    """
     rings = decode_rings(spec, target, FEW_ROWS, scheduled=True)
-    rings += [replace(few, tile_k=few.tile_k // 2) for few in rings if few.tile_k > MMA_DEPTH]
+    wide = is_wide(spec)
+    if not wide:
+        rings += [replace(few, tile_k=few.tile_k // 2) for few in rings if few.tile_k > MMA_DEPTH]
     if spec.kv_dtype:
-        yield from sorted(map(MixedPlan, rings), key=lambda plan: -_keys_in_flight(plan.few))
+        yield from map(MixedPlan, rings if wide else sorted(rings, key=lambda few: -few.keys_in_flight))
         return
     for warps in sorted({few.warps for few in rings}, reverse=True):
-        prompts = (plan for plan in fitting_plans(spec, target, warps) if plan.tile_k <= _max_prompt_keys(spec))
-        for prompt in prompts:
+        for prompt in fitting_plans(spec, target, warps):
+            if prompt.warps != warps or prompt.tile_k > _max_prompt_keys(spec):
+                continue
             for few in (few for few in rings if few.warps == warps):
                 needed = MixedPlan(few, prompt).shared_bytes(spec) + RESERVED_SHARED
                 blocks = min(prompt.blocks, max(target.shared_per_multiprocessor // needed, 1))
                 yield MixedPlan(replace(few, blocks=blocks), replace(prompt, blocks=blocks))
+    if wide:
+        yield from map(MixedPlan, rings)
 
 
 def _max_prompt_keys(spec: AttentionSpec) -> int:
     """Returns the maximum keys of a prefill tile for which registers suffice. Captured arrays need registers too."""
     return _PROMPT_KEYS // 2 if spec.captures and padded(spec.value_dim) > _WIDE else _PROMPT_KEYS
-
-
-def _keys_in_flight(few: DecodePlan) -> int:
-    """Returns the keys that are in flight to an SM."""
-    return few.blocks * few.warps * (few.stages - 1) * few.tile_k

@@ -58,15 +58,15 @@ def choose_splits(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:
     slots = sizes.multiprocessors * plan.blocks
     queries = ceil_div(plan.tile_q, packed_heads(spec, sizes))
     key_tiles = max(round(steps_of_rounded_length(spec, sizes.len_q, sizes.len_k, queries, plan.tile_k)), 1)
-    limit = min(ceil_div(key_tiles, plan.warps), MAX_SPLITS)
+    limit = min(ceil_div(key_tiles, plan.groups), MAX_SPLITS)
 
     def iterations(splits: int) -> int:
-        return ceil_div(ceil_div(key_tiles, splits), plan.warps)
+        return ceil_div(ceil_div(key_tiles, splits), plan.groups)
 
     def cost(splits: int) -> float:
         waves = ceil_div(tiles * splits, slots)
         return waves * (iterations(splits) + _BEGIN) + (_MERGE * splits if splits > 1 else 0)
 
     filling = [min(max(int(waves * slots) // tiles, 1), limit) for waves in _WAVES]
-    fewest = [ceil_div(key_tiles, iterations(splits) * plan.warps) for splits in filling]  # with as few iterations
+    fewest = [ceil_div(key_tiles, iterations(splits) * plan.groups) for splits in filling]  # with as few iterations
     return min(sorted({1, *fewest}), key=cost)

@@ -27,7 +27,7 @@ from flashgen.analysis.closed_forms.tile_ranges import TileRange
 from flashgen.codegen.arguments import Field, capture_fields, ordered
 from flashgen.codegen.assembly import ENDS_OF_TILES, assemble, visited_tiles
 from flashgen.codegen.environment import environment
-from flashgen.codegen.mma_sync.decode_plans import MAX_STREAM_K_TILES, TILE_OVERHEAD, DecodePlan, stream_k_tiles
+from flashgen.codegen.mma_sync.decode_plans import MAX_STREAM_K_TILES, DecodePlan, stream_k_tiles
 from flashgen.codegen.mma_sync.splits import choose_splits, head_groups, packed_heads, row_tiles
 from flashgen.codegen.rendered_kernel import RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.shared_memory import slot_per_warp
@@ -91,7 +91,7 @@ def full_wave_work_units(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes, ti
 
     enough = _FULL * max(map(occupancy, counts))
     chosen = next(count for count in counts if occupancy(count) >= enough)
-    return min(chosen, max(-(-tiles // plan.warps), 1))
+    return min(chosen, max(-(-tiles // plan.groups), 1))
 
 
 def schedule_size(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:
@@ -124,7 +124,7 @@ def work_unit_values(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> dic
 
 def work_unit_context(plan: DecodePlan) -> dict[str, Any]:
     """Returns the context of templates/mma_sync/decode/work_units.cuh.jinja for a plan."""
-    return {"stream_k": plan.scheduled, "tile_overhead": TILE_OVERHEAD, "min_unit_tiles": plan.warps}
+    return {"stream_k": plan.scheduled, "tile_overhead": plan.tile_overhead, "min_unit_tiles": plan.groups}
 
 
 def arrival_counters(spec: AttentionSpec, sizes: Sizes) -> int:
