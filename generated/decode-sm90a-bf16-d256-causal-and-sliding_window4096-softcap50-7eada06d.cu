@@ -696,7 +696,7 @@ __device__ __forceinline__ void compute_warp_partials(const WorkTile& work, cons
   for (int iteration = 0, step = begin; step < end; ++iteration, step += kWarps) {
     const int first_key = tiles.first_key(step);
     const unsigned stage = stages + iteration % kStages * kStageBytes;
-    // K and V of this step have arrived, and every lane has read those of the previous step, whose stage is loaded again.
+    // The tile of this step has arrived, and every lane has read that of the previous step, whose stage is loaded again.
     copy_async_wait<kStages - 2>();
     __syncwarp();
     load_stage(iteration + kStages - 1);

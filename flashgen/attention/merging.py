@@ -13,7 +13,7 @@ from flashgen.codegen.sizes import Sizes
 from flashgen.dtypes import ELEMENTS
 from flashgen.errors import ArgumentError
 from flashgen.language.batch_layout import BATCH_LAYOUTS
-from flashgen.language.spec import MAX_DIM
+from flashgen.language.spec import MAX_VALUE_DIM
 from flashgen.launch.argument_writer import ArgumentWriter
 from flashgen.launch.engines import Emulator, Engine, Gpu, Launch, Place, Runner
 from flashgen.runtime import gpu
@@ -112,8 +112,8 @@ def _check(views: dict[str, View], count: int, layout: str) -> None:
     first = views["out0"]
     if len(first.shape) != 4 or first.dtype not in _DTYPES:
         raise ArgumentError(f"outs[0] is {first.dtype} {first.shape}; give 4 dimensions of {', '.join(_DTYPES)}")
-    if first.shape[3] % _COLUMNS or first.shape[3] > MAX_DIM:
-        raise ArgumentError(f"outs[0] has rows of {first.shape[3]}; give a multiple of 8 up to {MAX_DIM}")
+    if first.shape[3] % _COLUMNS or first.shape[3] > MAX_VALUE_DIM:
+        raise ArgumentError(f"outs[0] has rows of {first.shape[3]}; give a multiple of 8 up to {MAX_VALUE_DIM}")
     for i in range(count):
         out, lse = views[f"out{i}"], views[f"lse{i}"]
         check_kind(f"outs[{i}]", out, first.shape, first.dtype)

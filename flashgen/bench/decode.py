@@ -162,7 +162,7 @@ def bytes_needed(spec: AttentionSpec, size: DecodeSize) -> int:
 
 
 def _elements_needed(spec: AttentionSpec, size: DecodeSize) -> int:
-    return keys_needed(spec, size) * size.batch * size.heads_kv * (spec.head_dim + spec.value_dim)
+    return keys_needed(spec, size) * size.batch * size.heads_kv * spec.kv_columns
 
 
 def keys_needed(spec: AttentionSpec, size: DecodeSize) -> int:

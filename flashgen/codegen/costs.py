@@ -116,7 +116,7 @@ def _attention_cost(spec: AttentionSpec, keys: Count, **details: Any) -> Cost:
     """Returns the cost of a kernel that reads Q and `keys` rows of K and V, and writes O and the LSE."""
     queries = _amounts(spec).queries
     of_query = spec.element.bytes * spec.head_dim + spec.out_element.bytes * spec.value_dim + _SUM
-    of_key = spec.kv_element.bytes * (spec.head_dim + spec.value_dim)
+    of_key = spec.kv_element.bytes * spec.kv_columns
     return Cost(
         lambda work: product_flops(spec, "forward", work),
         lambda work: of_query * queries(work) + of_key * keys(work),
@@ -197,13 +197,13 @@ def _backward_counts(
 ) -> tuple[Count | None, Count]:
     of, head, value = _amounts(spec), spec.head_dim, spec.value_dim
     element, gradient = spec.element.bytes, spec.grad_element.bytes
-    read = element * (head + value)  # bytes of a row of Q and dO, or of K and V
+    read, read_key = element * (head + value), element * spec.kv_columns  # bytes of a row of Q and dO, of K and V
     sums = 0 if dq_apart else 2 * _SUM * columns  # bytes read and written for a row of the dQ accumulator
     per_score = products(spec, "backward") - (head if dq_apart else 0)  # without dQ if it has a kernel of its own
     converted = gradient * head if finishes else 0
     reduced = (spec.out_element.bytes + element) * value + _SUM  # bytes of a row of O, dO and the LSE
     written = reduced + _STATISTICS + sums // 2  # zeroes the accumulator
-    of_query, of_key = read + _STATISTICS + sums + converted, read + gradient * (head + value)
+    of_query, of_key = read + _STATISTICS + sums + converted, read_key + gradient * spec.kv_columns
     counts: dict[str, tuple[Count | None, Count]] = {
         "preprocess": (lambda work: 2 * value * of.queries(work), lambda work: written * of.queries(work)),
         "dkdv": (
@@ -212,7 +212,7 @@ def _backward_counts(
         ),
         "dq": (  # QK, dP, dQ
             lambda work: 2 * (2 * head + value) * of.scores(work),
-            lambda work: (read + _STATISTICS + gradient * head) * of.queries(work) + read * of.keys(work),
+            lambda work: (read + _STATISTICS + gradient * head) * of.queries(work) + read_key * of.keys(work),
         ),
         "postprocess": _conversion(of.queries, head, columns, gradient),
         "postprocess_dk": _conversion(of.keys, head, columns, gradient),

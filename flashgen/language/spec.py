@@ -224,6 +224,11 @@ class AttentionSpec:
         return ("q", "k") if self.shared_kv else ("q", "k", "v")
 
     @property
+    def kv_columns(self) -> int:
+        """The elements that a call reads for each key: those of K and V, or of K alone where V is a part of it."""
+        return self.head_dim + (0 if self.shared_kv else self.value_dim)
+
+    @property
     def max_dim(self) -> int:
         """The larger of head_dim and value_dim."""
         return max(self.head_dim, self.value_dim)

@@ -105,9 +105,9 @@ def _without_cache(spec: AttentionSpec, tiles: TileMap, sizes: CallSizes) -> int
         int(count) * (min((column + 1) * tiles.tile[1], sizes.len_k) - column * tiles.tile[1])
         for column, count in enumerate(by_column)
     )
-    width = spec.head_dim + spec.value_dim
     rows = sizes.batch * sizes.heads_q * sizes.len_q
-    return spec.element.bytes * (rows * width + keys * repeats * width) + _LSE_BYTES * rows
+    of_rows = rows * (spec.head_dim + spec.value_dim)
+    return spec.element.bytes * (of_rows + keys * repeats * spec.kv_columns) + _LSE_BYTES * rows
 
 
 def _with_ratios(rows: list[tuple[str, int, str]]) -> list[TrafficRow]:

@@ -9,7 +9,9 @@ import pytest
 
 import flashgen as fg
 from flashgen import reference
+from flashgen.codegen.costs import WorkSizes, forward_cost
 from flashgen.codegen.dispatch import render_backward_kernels, render_forward
+from flashgen.codegen.mma_sync.decode_plans import decode_plans
 from flashgen.codegen.targets import TARGETS
 from flashgen.errors import ArgumentError, UnsupportedError
 from flashgen.verify import Case, random_inputs, verify
@@ -44,6 +46,41 @@ def test_deterministic_backward(name: str) -> None:
     shape = Shape(70, 70, 2, 4, 2) if "ids" in str(SPECS[name]) else Shape(70, 100, 2, 4, 2)
     cases = [Case(fg.AttentionSpec(shared_kv=True, **SPECS[name]), shape)]
     for result in verify(cases, passes=("backward",), deterministic=True, target="sm_80", emulate=True):
+        assert result.ok, (result.problem, result.verdicts)
+
+
+CACHED: Mapping[str, tuple[dict[str, Any], Shape]] = {
+    "contiguous": ({"head_dim": 576, "value_dim": 512}, Shape(1, 700, 2, 16, 1)),
+    "narrow": ({"head_dim": 128, "value_dim": 64, "mask": fg.causal()}, Shape(3, 700, 2, 4, 1)),
+    "pages": ({"head_dim": 576, "value_dim": 512, "page_size": 64, "dtype": "bfloat16"}, Shape(2, 300, 3, 12, 1)),
+    "small pages": ({"head_dim": 72, "value_dim": 40, "page_size": 1}, Shape(1, 300, 2, 8, 2)),
+    "prompts": ({"head_dim": 512, "page_size": 16}, Shape(90, 150, 2, 2, 1)),
+    "mixed": ({"head_dim": 576, "value_dim": 512, "page_size": 16, "layout": "thd"}, Shape(70, 200, 3, 4, 1)),
+    "mixed, narrow": (
+        {"head_dim": 96, "value_dim": 40, "page_size": 8, "layout": "thd", "mask": fg.causal(), "dropout": 0.25},
+        Shape(70, 200, 3, 4, 2),
+    ),
+    "sink": ({"head_dim": 512, "page_size": 64, "sink": fg.Tensor("sinks", "float32", 1)}, Shape(1, 300, 3, 8, 1)),
+}
+
+
+@pytest.mark.rotated(2)
+@pytest.mark.parametrize("sanitize", [None, "address", "thread"])
+@pytest.mark.parametrize("target", TARGETS_TESTED)
+@pytest.mark.parametrize("name", CACHED)
+def test_decode_pages_and_mixed_batches(name: str, target: str, sanitize: Any) -> None:
+    options, shape = CACHED[name]
+    cases = [Case(fg.AttentionSpec(shared_kv=True, **options), shape)]
+    for result in verify(cases, target=target, emulate=True, sanitize=sanitize):
+        assert result.ok, (result.problem, result.verdicts)
+
+
+@pytest.mark.gpu
+@pytest.mark.quick
+@pytest.mark.parametrize("name", CACHED)
+def test_caches_on_a_gpu(name: str) -> None:
+    options, shape = CACHED[name]
+    for result in verify([Case(fg.AttentionSpec(shared_kv=True, **options), shape)]):
         assert result.ok, (result.problem, result.verdicts)
 
 
@@ -110,9 +147,17 @@ def test_kernels_load_k_alone(target: str) -> None:
     kernels = [render_forward(spec, TARGETS[target])]
     for deterministic in (False, True):
         kernels += render_backward_kernels(spec, TARGETS[target], deterministic=deterministic)
+    kernels += [render_forward(spec, TARGETS[target], plan) for plan in decode_plans(spec, TARGETS[target])]
     for kernel in kernels:
         assert not {"v", "v_strides", "dv"} & {field.name for field in kernel.layout.fields}, kernel.name
         assert not re.search(r"\b(load_values|d_values|v_strides)\b", kernel.source), kernel.name
+
+
+def test_costs_count_keys_once() -> None:
+    work = WorkSizes(1, 1, 1, 1, 1000)
+    shared, apart = (fg.AttentionSpec(576, value_dim=512, shared_kv=each) for each in (True, False))
+    assert forward_cost(apart).hbm(work) - forward_cost(shared).hbm(work) == 1000 * 512 * 2
+    assert forward_cost(apart).flops(work) == forward_cost(shared).flops(work)
 
 
 def test_json_of_other_specs_is_unchanged() -> None:

@@ -98,7 +98,7 @@ def partial_workspaces(spec: AttentionSpec, rows: Callable[[Sizes], tuple[int, .
 
 def decode_layout(spec: AttentionSpec, lists: bool, scheduled: bool = False) -> ArgumentLayout:
     """Returns the argument struct of the decode kernel."""
-    fields = [Field("const Element*", name) for name in "qkv"] + [output_field(spec)]
+    fields = [Field("const Element*", name) for name in spec.inputs] + [output_field(spec)]
     fields.append(Field("float*", "lse", comment="(batch, heads_q, len_q), or null"))
     shape = "groups of heads, work units, 2 slots" if scheduled else "output tiles, splits"
     fields.append(Field("float*", "partial_outputs", comment=f"({shape}, kTileQ, kValueDim)"))
@@ -108,7 +108,7 @@ def decode_layout(spec: AttentionSpec, lists: bool, scheduled: bool = False) -> 
     if scheduled:
         fields.append(Field("const int*", "schedule", comment="null if each CTA finds its own work unit"))
     fields += cache_fields(spec)
-    fields += [Field("Strides", f"{name}_strides") for name in "qkvo"]
+    fields += [Field("Strides", f"{name}_strides") for name in (*spec.inputs, "o")]
     fields += [Field("int", name) for name in ("heads_q", "len_q", "len_k")]
     fields += work_unit_fields() if scheduled else _SPLIT_FIELDS
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))

@@ -7,7 +7,7 @@ blocks x warps x (stages - 1) tiles of K and V in flight.
 An output of more than MAX_UNSPLIT columns does not fit the registers of a warp. Then all warps of a CTA share each tile
 of keys: a warp multiplies a part of the depth of Q * K^T, the warps add up their products through shared memory, and
 each has a part of the output's columns. K of a stage is loaded again while P * V still reads its V, so that an SM has
-blocks x (stages - 1/2) tiles in flight.
+blocks x (stages - 1/2) tiles in flight, or blocks x (stages - 1) where V is a part of K.
 """
 
 from __future__ import annotations
@@ -191,7 +191,9 @@ class DecodePlan(Checked):
         """
         rows, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
         head, value, (element, kv_element) = head_extent(spec), value_extent(spec), element_sizes(spec)
-        stage = (Buffer("Key", "K", (keys, head), kv_element), Buffer("Value", "V", (keys, value), kv_element))
+        stage: tuple[Buffer, ...] = (Buffer("Key", "K", (keys, head), kv_element),)
+        if not spec.shared_kv:
+            stage += (Buffer("Value", "V", (keys, value), kv_element),)
         unit = Buffer("WorkUnit", "work unit", (literal(work_unit_bytes),), BYTE, at_end=True)
         return SharedMemoryLayout(
             (
@@ -240,6 +242,8 @@ class DecodePlan(Checked):
                 f"split={self.split} must be 1, or warps={self.warps}, which is then 2 or {MAX_SPLIT}, if head_dim or "
                 f"value_dim is above {MAX_UNSPLIT}"
             )
+        if self.split > 1 and spec.shared_kv and self.stages < 2:
+            return f"stages={self.stages} must be at least 2 with shared_kv=True"
         if self.scheduled and not spec.page_size:
             return "scheduled=True needs a paged KV cache, whose lengths the device knows: declare page_size=..."
         return shared_memory_problem(self.shared_bytes(spec), target, "take fewer warps, keys or stages")
@@ -325,7 +329,7 @@ def _shared_rings(spec: AttentionSpec, target: Target, rows: int, scheduled: boo
     plans = [
         _with_blocks(DecodePlan(rows, keys, _SHARING_WARPS, stages, 1, scheduled, _SHARING_WARPS), spec, target)
         for keys, stages in _SHARED_RINGS
-        if not spec.dropout or keys % DROPOUT_COLUMNS == 0
+        if (not spec.dropout or keys % DROPOUT_COLUMNS == 0) and (stages > 1 or not spec.shared_kv)
     ]
     plans = [plan for plan in plans if plan.registers(spec) <= _MAX_SHARED_REGISTERS] or plans[-1:]
     return sorted(plans, key=lambda plan: plan.blocks == 1 or plan.stages == 1) if spec.kv_dtype else plans
@@ -333,7 +337,8 @@ def _shared_rings(spec: AttentionSpec, target: Target, rows: int, scheduled: boo
 
 def _tile_k(spec: AttentionSpec) -> int:
     """Returns the keys of a tile: a power of 2, so that it does not straddle the blocks of block masks."""
-    keys = _STAGE_BYTES // (spec.kv_element.bytes * (padded(spec.head_dim) + padded(spec.value_dim)))
+    columns = padded(spec.head_dim) + (0 if spec.shared_kv else padded(spec.value_dim))
+    keys = _STAGE_BYTES // (spec.kv_element.bytes * columns)
     fewest = DROPOUT_COLUMNS if spec.dropout else MMA_DEPTH
     return min(max(1 << keys.bit_length() - 1, fewest), _MAX_KEYS)
 
@@ -373,8 +378,6 @@ def decode_plan_for(spec: AttentionSpec, target: Target, workload: Workload) -> 
     One output tile reads K and V once, at the bandwidth of global memory. Several read them several times, through L2.
     That is faster only while the larger tiles of the forward kernel are too few to fill the GPU.
     """
-    if spec.shared_kv:
-        return None
     if spec.of_cache:
         if spec.page_size and not spec.kv_dtype and _is_prompt(workload):
             return None

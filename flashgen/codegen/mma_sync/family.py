@@ -28,7 +28,6 @@ from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes
 from flashgen.codegen.targets import Target
 from flashgen.codegen.workload import Workload
-from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
 
@@ -70,8 +69,6 @@ _CHOOSE: Mapping[type[Plan], Callable[[AttentionSpec, Target], Plan]] = {
 
 def _default_class(spec: AttentionSpec) -> type[Plan]:
     """Returns the class of the default plan: the forward's, or of the only kernel that reads such keys and values."""
-    if spec.is_mixed and spec.shared_kv:
-        raise UnsupportedError("shared_kv=True: there is no kernel of varlen batches over pages: leave out page_size")
     if spec.is_mixed:
         return MixedPlan
     return DecodePlan if spec.kv_dtype else ForwardPlan
@@ -90,8 +87,6 @@ class MmaSyncForward(ForwardFamily):
 
     def plan_classes(self, spec: AttentionSpec) -> tuple[type[Plan], ...]:
         default = _default_class(spec)
-        if spec.shared_kv:
-            return (default,)
         return (default, DecodePlan) if default is ForwardPlan else (default,)
 
     def default_plan(self, spec: AttentionSpec, target: Target) -> Plan:

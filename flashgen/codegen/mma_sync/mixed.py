@@ -54,7 +54,7 @@ _PREFILL_SLOTS, _SLOTS = 3, 4
 
 def mixed_layout(spec: AttentionSpec, plan: MixedPlan) -> ArgumentLayout:
     """Returns the argument struct of the mixed kernel."""
-    fields = [Field("const Element*", name) for name in "qkv"] + [output_field(spec)]
+    fields = [Field("const Element*", name) for name in spec.inputs] + [output_field(spec)]
     fields.append(Field("float*", "lse", comment="(heads_q, total_q), or null"))
     shape = "(groups of heads, work units, 2 slots, kTileQ"
     fields.append(Field("float*", "partial_outputs", comment=f"{shape}, kValueDim)"))
@@ -62,7 +62,7 @@ def mixed_layout(spec: AttentionSpec, plan: MixedPlan) -> ArgumentLayout:
     fields.append(Field("unsigned*", "arrivals", comment="(groups of heads, work units): 0 before and after a launch"))
     fields.append(Field("const int*", "cu_seqlens_q", comment="(batch + 1): first row of each sequence in q"))
     fields += cache_fields(spec)
-    fields += [Field("Strides", f"{name}_strides") for name in "qkvo"]
+    fields += [Field("Strides", f"{name}_strides") for name in (*spec.inputs, "o")]
     fields += [Field("int", "batch"), Field("int", "total_q", comment="rows of q")]
     fields += [Field("int", name, comment="maximum over the sequences") for name in ("len_q", "len_k")]
     fields.append(Field("int", "packed", comment="query heads that share a tile of rows in decode"))
