@@ -100,6 +100,18 @@ def test_every_command_of_the_readme_exists() -> None:
         assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0, command
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/command-line.md"])
+def test_commands_name_existing_files(page: str) -> None:
+    """Files that a command reads. Kernels that `show` wrote, and results of `bench`, come from the commands before."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    written = set(re.findall(r"--(?:output|out) (\S+)", text)) | {"flashgen-bench.json"}
+    for command in re.findall(r"^ *((?:flashgen|python) .*?)(?: {2,}#.*)?$", text, flags=re.MULTILINE):
+        for word in re.sub(r"--(?:output|out|dtype) \S+", "", command).split():
+            path = word.partition(":")[0]
+            if re.fullmatch(r"[\w./-]+(?:\.(?:py|npz|toml|json|cu)|/)", path) and path not in written:
+                assert (ROOT / path).exists(), f"{page}: {command}"
+
+
 def test_it_is_short_and_begins_with_two_commands() -> None:
     """Details and timings are in docs/."""
     assert README.count("\n") <= MOST_LINES
