@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,9 +16,8 @@ from flashgen.cli.arrays import Arrays, load_arrays
 from flashgen.cli.console import note, print_json, progress, stdout
 from flashgen.cli.machine import engine_text, gpus
 from flashgen.cli.options import Emulate, Json, Target
-from flashgen.cli.writing import make_folder, writing
+from flashgen.cli.writing import Force, check_folder, check_unedited, write_output, writing
 from flashgen.errors import FlashgenError
-from flashgen.files import write_file
 from flashgen.remedies import install
 
 if TYPE_CHECKING:
@@ -35,6 +34,8 @@ flashgen demo --emulate --output /tmp/demo
 """
 
 EXAMPLE = "minilm_qkv.npz"
+SUMMARY, PAGE = "summary.json", "index.html"
+VARIANT_FILES = ("kernel.cu", "tile_lists.cu", "spec.json", "tiles.svg")
 SEED = 7
 BLOCK = 16  # queries and keys of a cell of a drawn mask
 LEGEND = (
@@ -85,6 +86,7 @@ def demo(
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")] = Path("flashgen-demo"),
     target: Target = None,
     emulate: Emulate = False,
+    force: Force = False,
     json: Json = False,
 ) -> None:
     """Generate, compile, run and check several attention variants on q, k and v of a trained layer.
@@ -94,9 +96,10 @@ def demo(
     this machine's GPU. Without a GPU they run on the emulator, which runs the same CUDA on the CPU.
     """
     emulate = emulate or not gpus()
-    make_folder(output)
+    check_folder(output)
     example = load_arrays(example_path())
     specs = variants(example)
+    check_unedited((output / name for name in file_names(specs)), force)
     note(f"engine: {engine_text(emulate)}")
     note(f"input:  {len(example['tokens'])} tokens, {example['q'].shape[1]} heads of {example['q'].shape[3]}, float16")
     if not json:
@@ -113,9 +116,8 @@ def demo(
     weight_lines = list(read_attention(example, target, emulate))
     failures = sum(not outcome.verdict.ok for outcome in outcomes)
     summary = {"engine": engine_text(emulate), "variants": [outcome.to_dict() for outcome in outcomes]}
-    with writing(output):
-        write_file(output / "summary.json", json_module.dumps(summary, indent=2) + "\n")
-        write_file(output / "index.html", index_page(outcomes, engine_text(emulate), weight_lines, output))
+    write_output(output / SUMMARY, json_module.dumps(summary, indent=2) + "\n")
+    write_output(output / PAGE, index_page(outcomes, engine_text(emulate), weight_lines, output))
     if json:
         print_json(summary)
     else:
@@ -179,8 +181,7 @@ def run_variant(spec: AttentionSpec, example: Arrays, output: Path, target: str 
         tile_map(spec.mask.expression, (size, size), length, length, captures=mask_arrays) for size in (BLOCK, 1)
     )
     folder = output / spec.name
-    with writing(output):
-        keep_files(folder, attention, tiles)
+    keep_files(folder, attention, tiles)
     return Outcome(attention, verdict, folder, ready, ran, tiles, blocks, elements)
 
 
@@ -203,12 +204,18 @@ def keep_files(folder: Path, attention: Attention, tiles: TileMap) -> None:
     """Writes the CUDA source of the kernel and of its tile-list kernel, if any, the spec and the tile map."""
     from flashgen.analysis.drawing.tile_maps import to_svg
 
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    kernel_file, lists_file, spec_file, map_file = VARIANT_FILES
     for kernel in attention.kernels:
-        name = "kernel.cu" if kernel.source == attention.source else "tile_lists.cu"
-        write_file(folder / name, kernel.source)
-    write_file(folder / "spec.json", attention.spec.to_json() + "\n")
-    write_file(folder / "tiles.svg", to_svg(tiles, title=attention.spec.mask.name))
+        write_output(folder / (kernel_file if kernel.source == attention.source else lists_file), kernel.source)
+    write_output(folder / spec_file, attention.spec.to_json() + "\n")
+    write_output(folder / map_file, to_svg(tiles, title=attention.spec.mask.name))
+
+
+def file_names(specs: Sequence[AttentionSpec]) -> Iterator[str]:
+    """Yields the names of all files that the demo writes, relative to its folder."""
+    yield from (SUMMARY, PAGE, *(f"{spec.name}/{name}" for spec in specs for name in VARIANT_FILES))
 
 
 def print_legend() -> None:

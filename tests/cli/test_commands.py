@@ -137,7 +137,7 @@ def test_show_writes_into_a_folder_or_reports_why_not(tmp_path: Path) -> None:
     arguments = ("show", "causal()", "--target", "sm_80", "--output")
     assert "must be a folder" in invoke(*arguments, tmp_path / "causal.cu", expect=2).stderr
     (tmp_path / "file").write_text("mine")
-    assert "cannot be written: " in invoke(*arguments, tmp_path / "file", expect=2).stderr
+    assert "is a file: give a folder" in invoke(*arguments, tmp_path / "file", expect=2).stderr
     assert (tmp_path / "file").read_text() == "mine"
     refused = invoke("show", "causal()", "--what", "spec", "--output", tmp_path / "out", expect=2)
     assert "--what spec only prints" in refused.stderr

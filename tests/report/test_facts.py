@@ -194,7 +194,7 @@ def test_cycles_are_not_presented_as_time_across_targets(tmp_path: Path, second:
         ('report "causal()" --plan stages=40 --target sm_80 --json', "stages=40 must be 1 or 2"),
         ('report "causal()" --heads 3 --heads-kv 2 --json', "heads_q=3 must be a multiple of heads_kv=2"),
         ('report "causal()" --target sm_12 --json', "not supported"),
-        ('show "causal()" --what timeline --output x.png --target sm_80', "written to a .svg file"),
+        ('show "causal()" --what timeline --output x.png --target sm_80', "pictures are written as SVG"),
     ],
 )
 def test_refusals(words: str, said: str) -> None:
