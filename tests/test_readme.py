@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,22 @@ def test_commands_name_existing_files(page: str) -> None:
             path = word.partition(":")[0]
             if re.fullmatch(r"[\w./-]+(?:\.(?:py|npz|toml|json|cu)|/)", path) and path not in written:
                 assert (ROOT / path).exists(), f"{page}: {command}"
+
+
+def test_one_command_sets_up_and_runs_the_tests() -> None:
+    """Of all installed extras, each is one of the project; `.ci/run` runs the command as its last step."""
+    found = re.search(r"<!-- test -->\n```sh\n(.*?)```", README, flags=re.DOTALL)
+    assert found and found[1].count("\n") == 1
+    command = re.fullmatch(r"pip install -e '\.\[([\w,]+)\]' && pytest -n 2\n", found[1])
+    assert command
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert {"test", "dev"} <= {*command[1].split(",")} <= {*project["optional-dependencies"]}
+    steps = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert "\ntests=$(readme_block test)\n" in steps and steps.endswith('\nbash -euo pipefail -c "$tests"\n')
+
+
+def test_the_folder_of_the_demo_is_ignored() -> None:
+    assert "flashgen-demo/" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
 
 
 def test_it_is_short_and_begins_with_two_commands() -> None:

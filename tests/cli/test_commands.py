@@ -511,6 +511,24 @@ def test_doctor() -> None:
     assert "emulator\tplain\tworks" in invoke("doctor").stdout
 
 
+def test_doctor_lists_each_remedy_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [doctor.Finding("python", "numpy", "2.0", "install it")]
+    found += [doctor.Finding("cuda", name, None, "pip install '.[cuda13]'") for name in ("CuPy", "NVRTC")]
+    found += [
+        doctor.Finding("cuda", "driver", None, "a driver"),
+        doctor.Finding("target", "sm_80", None, found[1].remedy),
+    ]
+    monkeypatch.setattr(doctor, "examine", lambda: iter(found))
+    rows, missing = invoke("doctor").stdout.split("\n\n")
+    assert rows.splitlines()[1:3] == ["python\tnumpy\t2.0", "cuda\tCuPy\tno"]
+    assert missing.splitlines()[1:] == ["CuPy, NVRTC, sm_80\tpip install '.[cuda13]'", "driver\ta driver"]
+    assert [row["remedy"] for row in json.loads(invoke("doctor", "--json").stdout)] == [
+        "",
+        *[found[1].remedy] * 2,
+        *["a driver", found[1].remedy],
+    ]
+
+
 @needs_nvrtc
 @pytest.mark.parametrize(
     ("architecture", "runs"), [("sm_90", {"sm_90", "sm_90a"}), ("sm_86", {"sm_80", "sm_86"}), ("sm_120", {"sm_120"})]
