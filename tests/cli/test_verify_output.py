@@ -104,7 +104,9 @@ def test_the_time_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "verify", one_run)
     done = CliRunner().invoke(app, ["verify", "--emulate"])
     runs = 2 * len(sweep_cases("small"))
-    assert f"\n{runs} runs of 79 specs: about {pace.duration(runs * SECONDS_PER_RUN[None])} on two cores\n" in done.stderr
+    assert (
+        f"\n{runs} runs of 79 specs: about {pace.duration(runs * SECONDS_PER_RUN[None])} on two cores\n" in done.stderr
+    )
     assert expected_time(100, False, None) == ""
     assert expected_time(100, True, "thread") != expected_time(100, True, None)
 
