@@ -135,7 +135,7 @@ def verify(
         source=source,
     )
     sweep = Sweep(cases, schedules * len(passes.chosen), shown=not json)
-    note(f"{sweep.planned} runs of {sweep.specs} specs{expected_time(sweep.planned, emulate, sanitize)}")
+    note(f"{sweep.planned} runs of {sweep.specs} specs{expected_time(sweep.specs, sweep.planned, emulate, sanitize)}")
     interrupted = collect(sweep, running)
     if json:
         print_json(sweep.to_dict() | {"interrupted": interrupted})
@@ -160,12 +160,15 @@ def collect(sweep: Sweep, running: Iterator[Result]) -> bool:
     return interrupted
 
 
-SECONDS_PER_RUN = {None: 0.8, "address": 1.2, "thread": 3.0}  # on the emulator, by sanitizer, on two cores
+# Measured on the emulator: seconds to compile the kernels of a spec and of a run, and how much longer sanitizers take.
+SECONDS_PER_SPEC, SECONDS_PER_RUN = 1.2, 0.23
+SLOWDOWN = {None: 1.0, "address": 1.4, "thread": 2.0}
 
 
-def expected_time(runs: int, emulate: bool, sanitize: str | None) -> str:
+def expected_time(specs: int, runs: int, emulate: bool, sanitize: str | None) -> str:
     """Returns how long the runs take on the emulator, as text; "" on a GPU, whose speed is known after some runs."""
-    return f": about {duration(runs * SECONDS_PER_RUN[sanitize])} on two cores" if emulate else ""
+    seconds = (SECONDS_PER_SPEC * specs + SECONDS_PER_RUN * runs) * SLOWDOWN[sanitize]
+    return f": about {duration(seconds)} on two idle cores" if emulate else ""
 
 
 def sweep_size(every: bool, quick: bool) -> SweepSize:

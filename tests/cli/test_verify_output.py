@@ -15,7 +15,7 @@ from flashgen import verify
 from flashgen.cli import pace, verify_rows
 from flashgen.cli.app import app
 from flashgen.cli.options import SpecOptions
-from flashgen.cli.verify import SECONDS_PER_RUN, cases_of_spec, expected_time
+from flashgen.cli.verify import cases_of_spec, expected_time
 from flashgen.reference import Verdict
 from flashgen.verify import Case, Result, Shape
 from flashgen.verify.sweeps import sweep_cases
@@ -104,11 +104,11 @@ def test_the_time_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "verify", one_run)
     done = CliRunner().invoke(app, ["verify", "--emulate"])
     runs = 2 * len(sweep_cases("small"))
-    assert (
-        f"\n{runs} runs of 79 specs: about {pace.duration(runs * SECONDS_PER_RUN[None])} on two cores\n" in done.stderr
-    )
-    assert expected_time(100, False, None) == ""
-    assert expected_time(100, True, "thread") != expected_time(100, True, None)
+    specs = len({case.spec for case in sweep_cases("small")})
+    assert f"\n{runs} runs of {specs} specs{expected_time(specs, runs, True, None)}\n" in done.stderr
+    assert expected_time(79, 334, False, None) == ""
+    assert expected_time(79, 334, True, None) == ": about 3 min on two idle cores"
+    assert expected_time(79, 334, True, "thread") == ": about 6 min on two idle cores"
 
 
 def test_quick_is_a_part_of_every_kind() -> None:
