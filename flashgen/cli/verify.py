@@ -135,7 +135,8 @@ def verify(
         source=source,
     )
     sweep = Sweep(cases, schedules * len(passes.chosen), shown=not json)
-    note(f"{sweep.planned} runs of {sweep.specs} specs{expected_time(sweep.specs, sweep.planned, emulate, sanitize)}")
+    specs_text = f"{sweep.specs} spec{'s' if sweep.specs > 1 else ''}"
+    note(f"{sweep.planned} runs of {specs_text}{expected_time(sweep.specs, sweep.planned, emulate, sanitize)}")
     interrupted = collect(sweep, running)
     if json:
         print_json(sweep.to_dict() | {"interrupted": interrupted})

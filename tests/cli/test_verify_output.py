@@ -106,6 +106,8 @@ def test_the_time_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = 2 * len(sweep_cases("small"))
     specs = len({case.spec for case in sweep_cases("small")})
     assert f"\n{runs} runs of {specs} specs{expected_time(specs, runs, True, None)}\n" in done.stderr
+    one = CliRunner().invoke(app, ["verify", "causal()", "--emulate", "--pass", "forward", "--quick"])
+    assert "\n2 runs of 1 spec: about 2 s on two idle cores\n" in one.stderr
     assert expected_time(79, 334, False, None) == ""
     assert expected_time(79, 334, True, None) == ": about 3 min on two idle cores"
     assert expected_time(79, 334, True, "thread") == ": about 6 min on two idle cores"
