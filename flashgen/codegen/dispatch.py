@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from flashgen.codegen.families import backward_family, forward_family, targets_of
-from flashgen.codegen.family import BackwardFamily, ForwardFamily, PlanKind
+from flashgen.codegen.family import PlanKind
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes
@@ -22,21 +22,7 @@ _PLAN_KINDS: dict[type[Plan], PlanKind] = {
 
 def default_plan(spec: AttentionSpec, target: Target) -> Plan:
     """Returns the plan of the spec's forward kernel when none is given. UnsupportedError if the target has none."""
-    _check_dims(spec, target, forward_family, "forward")
     return forward_family(target).default_plan(spec, target)
-
-
-def _check_dims(
-    spec: AttentionSpec, target: Target, family_of: Callable[[Target], ForwardFamily | BackwardFamily], kernels: str
-) -> None:
-    """Raises UnsupportedError if the kernels of the target's family have fewer columns than the spec."""
-    max_dim = family_of(target).max_dim
-    if spec.max_dim > max_dim:
-        others = [each for each in TARGETS.values() if family_of(each).max_dim >= spec.max_dim]
-        same = next((each for each in others if each.compute_capability == target.compute_capability), others[0])
-        raise UnsupportedError(
-            f"{spec.widest}: {kernels} kernels of {target.name} have up to {max_dim} columns; take target={same.name!r}"
-        )
 
 
 def decode_plan(spec: AttentionSpec, target: Target, workload: Workload) -> Plan | None:
@@ -120,15 +106,13 @@ def render_forward_kernels(spec: AttentionSpec, target: Target, plan: Plan | Non
     Raises UnsupportedError if the target or the plan cannot run the spec.
     """
     family = forward_family(target)
-    _check_dims(spec, target, forward_family, "forward")
-    if spec.of_cache:
-        plan = plan or default_plan(spec, target)
-        if type(plan) not in family.plan_classes(spec):
+    plan = plan or default_plan(spec, target)
+    if type(plan) not in family.plan_classes(spec):
+        if spec.of_cache:
             name, own = ("kernel of mixed batches", "MixedPlan") if spec.is_mixed else ("decode kernel", "DecodePlan")
             raise UnsupportedError(f"{plan}: {_cache(spec)} is for the {name}: give a {own}, or none")
-    elif plan is not None and type(plan) not in family.plan_classes(spec):
-        raise _wrong_class("plan", plan, target, (family.plan,), targets_of(plan))
-    return _PLAN_KINDS[type(plan) if plan else family.plan].render(spec, target, plan)
+        raise _wrong_class("plan", plan, target, family.plan_classes(spec)[:1], targets_of(plan))
+    return _PLAN_KINDS[type(plan)].render(spec, target, plan)
 
 
 def render_forward(spec: AttentionSpec, target: Target, plan: Plan | None = None) -> RenderedKernel:
@@ -146,10 +130,9 @@ def render_backward_kernels(
     family = backward_family(target)
     if spec.of_cache:
         raise UnsupportedError(f"{_cache(spec)}: there is no backward of it; gather k and v, in {spec.dtype}")
-    _check_dims(spec, target, backward_family, "backward")
-    if plan is not None and type(plan) not in family.plans:
-        takers = [other for other in TARGETS.values() if type(plan) in backward_family(other).plans]
-        raise _wrong_class("backward_plan", plan, target, family.plans, takers)
+    if plan is not None and type(plan) not in (own := family.plan_classes(spec)):
+        takers = [other for other in TARGETS.values() if type(plan) in backward_family(other).plan_classes(spec)]
+        raise _wrong_class("backward_plan", plan, target, own, takers)
     return family.render(spec, target, plan, deterministic)
 
 

@@ -112,14 +112,12 @@ class ForwardFamily(ABC):
         plan_kinds: The classes of all plans that its targets run, with those of its decode kernels.
         decode: Its decode kernels.
         size_rules: Plans for calls of some sizes; None if one plan is used for all sizes.
-        max_dim: The maximum of head_dim and value_dim.
     """
 
     plan: type[Plan]
     plan_kinds: ClassVar[Mapping[type[Plan], PlanKind]]
     decode: DecodeFamily
     size_rules: SizeRules | None = None
-    max_dim: ClassVar[int]
 
     @abstractmethod
     def plan_classes(self, spec: AttentionSpec) -> tuple[type[Plan], ...]:
@@ -150,14 +148,14 @@ class BackwardFamily(ABC):
     """How a family of kernels does the backward pass.
 
     Attributes:
-        plans: The classes of plans of its main kernel.
-        max_dim: The maximum of head_dim and value_dim.
         head_split: None if query heads that share a KV head always share thread blocks.
     """
 
-    plans: tuple[type[Any], ...]
-    max_dim: ClassVar[int]
     head_split: HeadSplit | None = None
+
+    @abstractmethod
+    def plan_classes(self, spec: AttentionSpec) -> tuple[type[Any], ...]:
+        """Returns the classes of plans of the main kernel that can run the spec."""
 
     @abstractmethod
     def candidates(self, spec: AttentionSpec, target: Target) -> Iterator[Any]:

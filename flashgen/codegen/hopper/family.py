@@ -13,14 +13,15 @@ from flashgen.codegen.hopper.every_backward_plan import every_hopper_backward_pl
 from flashgen.codegen.hopper.forward import render_hopper
 from flashgen.codegen.hopper.head_packing import packed_plan, packing_of
 from flashgen.codegen.hopper.head_split import is_split_faster
+from flashgen.codegen.hopper.left_to_mma_sync import columns_problem, forward_problem
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.mixed import render_hopper_mixed
 from flashgen.codegen.hopper.mixed_plans import HopperMixedPlan, choose_hopper_mixed_plan
-from flashgen.codegen.hopper.pages import cache_problem
 from flashgen.codegen.hopper.plans import HopperPlan, every_hopper_plan
 from flashgen.codegen.hopper.smaller_tiles import smaller_option, smaller_plan, smaller_tiles
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan
-from flashgen.codegen.mma_sync.family import MmaSyncForward
+from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
+from flashgen.codegen.mma_sync.family import MmaSyncBackward, MmaSyncForward
 from flashgen.codegen.mma_sync.mixed import choose_mixed_work_units
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.sizes import Sizes
@@ -29,6 +30,7 @@ from flashgen.codegen.workload import Workload
 from flashgen.language.spec import AttentionSpec
 
 _MMA_SYNC = MmaSyncForward()
+_MMA_SYNC_BACKWARD = MmaSyncBackward()
 
 
 class HopperSizeRules(SizeRules):
@@ -72,10 +74,9 @@ def _own_class(spec: AttentionSpec) -> type[Plan]:
 
 
 class HopperForward(ForwardFamily):
-    """Hopper's forward kernels. Where TMA cannot read the pages of a spec, its kernels are those of mma.sync."""
+    """Hopper's forward kernels. Specs that they cannot run take those of mma.sync (see `forward_problem`)."""
 
     plan = HopperPlan
-    max_dim = 256
     plan_kinds: ClassVar[Mapping[type[Plan], PlanKind]] = {
         **_MMA_SYNC.plan_kinds,
         HopperPlan: PlanKind(render_hopper),
@@ -85,17 +86,19 @@ class HopperForward(ForwardFamily):
     size_rules = HopperSizeRules()
 
     def plan_classes(self, spec: AttentionSpec) -> tuple[type[Plan], ...]:
+        if forward_problem(spec):
+            return _MMA_SYNC.plan_classes(spec)
         if not spec.of_cache:
             return (HopperPlan, self.decode.plan)
         return (_own_class(spec), *_MMA_SYNC.plan_classes(spec))
 
     def default_plan(self, spec: AttentionSpec, target: Target) -> Plan:
-        if cache_problem(spec):
+        if forward_problem(spec):
             return _MMA_SYNC.default_plan(spec, target)
         return _CHOOSE[_own_class(spec)](spec, target)
 
     def candidates(self, spec: AttentionSpec, target: Target) -> Iterator[Plan]:
-        if cache_problem(spec) or _own_class(spec) is not HopperPlan:
+        if forward_problem(spec) or _own_class(spec) is not HopperPlan:
             return _MMA_SYNC.candidates(spec, target)
         return every_hopper_plan(spec, target)
 
@@ -103,7 +106,7 @@ class HopperForward(ForwardFamily):
 class HopperHeadSplit(HeadSplit):
     """One CTA per query head in the backward, where KV heads are too few to fill the GPU."""
 
-    def split_plan(self, plan: HopperBackwardPlan | HopperWidePlan) -> HopperBackwardPlan | None:
+    def split_plan(self, plan: HopperBackwardPlan | HopperWidePlan | BackwardPlan) -> HopperBackwardPlan | None:
         return replace(plan, heads_apart=True) if isinstance(plan, HopperBackwardPlan) else None
 
     def choose(self, plan: Any, spec: AttentionSpec, target: Target, workload: Workload) -> HopperBackwardPlan | None:
@@ -114,14 +117,19 @@ class HopperHeadSplit(HeadSplit):
 
 
 class HopperBackward(BackwardFamily):
-    """Hopper's backward kernels."""
+    """Hopper's backward kernels. Specs of more columns than they hold take those of mma.sync."""
 
-    plans = (HopperBackwardPlan, HopperWidePlan)
-    max_dim = 256
     head_split = HopperHeadSplit()
 
+    def plan_classes(self, spec: AttentionSpec) -> tuple[type[Any], ...]:
+        return _MMA_SYNC_BACKWARD.plan_classes(spec) if columns_problem(spec) else (HopperBackwardPlan, HopperWidePlan)
+
     def candidates(self, spec: AttentionSpec, target: Target) -> Iterator[Any]:
+        if columns_problem(spec):
+            return _MMA_SYNC_BACKWARD.candidates(spec, target)
         return every_hopper_backward_plan(spec, target)
 
     def render(self, spec: AttentionSpec, target: Target, plan: Any, deterministic: bool) -> Kernels:
+        if columns_problem(spec):
+            return _MMA_SYNC_BACKWARD.render(spec, target, plan, deterministic)
         return render_hopper_backward(spec, target, plan, deterministic)

@@ -28,7 +28,7 @@ from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes
 from flashgen.codegen.targets import Target
 from flashgen.codegen.workload import Workload
-from flashgen.language.spec import MAX_DIM, AttentionSpec
+from flashgen.language.spec import AttentionSpec
 
 
 def _num_splits(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:
@@ -78,7 +78,6 @@ class MmaSyncForward(ForwardFamily):
     """Forward kernels by mma.sync. They also read pages; the decode and mixed kernels read 8-bit keys and values."""
 
     plan = ForwardPlan
-    max_dim = MAX_DIM
     plan_kinds: ClassVar[Mapping[type[Plan], PlanKind]] = {
         ForwardPlan: PlanKind(render_mma_sync),
         DecodePlan: PlanKind(render_decode, _num_splits),
@@ -101,8 +100,8 @@ class MmaSyncForward(ForwardFamily):
 class MmaSyncBackward(BackwardFamily):
     """Backward kernels by mma.sync."""
 
-    plans = (BackwardPlan,)
-    max_dim = MAX_DIM
+    def plan_classes(self, spec: AttentionSpec) -> tuple[type[BackwardPlan], ...]:
+        return (BackwardPlan,)
 
     def candidates(self, spec: AttentionSpec, target: Target) -> Iterator[BackwardPlan]:
         return every_backward_plan(spec, target)
