@@ -15,9 +15,9 @@ from flashgen.cli.bench_options import PEERS_HELP, Output, Timed, chosen, listed
 from flashgen.cli.bench_report import report, require_gpu
 from flashgen.cli.console import note, paragraphs
 from flashgen.cli.options import Json, Passes, Target
-from flashgen.cli.writing import writing
+from flashgen.cli.writing import Force, check_output, write_output
 from flashgen.errors import ArgumentError
-from flashgen.files import read_file, write_file
+from flashgen.files import read_file
 from flashgen.ranks import SHARDS
 from flashgen.strict_json import parse_json
 
@@ -28,6 +28,7 @@ def measure_paper(
     peers: Annotated[str, typer.Option("--peers", help=PEERS_HELP)] = "FA2",
     target: Target = None,
     output: Output = Path("flashgen-paper.json"),
+    force: Force = False,
     json: Json = False,
 ) -> None:
     """Compare flashgen with standard attention in plain torch on the problem of the FlashAttention paper.
@@ -39,7 +40,7 @@ def measure_paper(
     require_gpu()
     names = chosen(peers, "--peers", paper.PEERS)
     rows = paper.paper_rows(names, target)
-    report(rows, ["standard", *names, "flashgen"], tables.paper(), output, json, paper.paper_summary)
+    report(rows, ["standard", *names, "flashgen"], tables.paper(), output, json, paper.paper_summary, force)
 
 
 def measure_host(
@@ -51,6 +52,7 @@ def measure_host(
     target: Target = None,
     groups: Annotated[int, typer.Option("--groups", min=1, help="Groups of 50 calls behind each number.")] = 40,
     output: Output = Path("flashgen-host.json"),
+    force: Force = False,
     json: Json = False,
 ) -> None:
     """Measure the host time of a call in microseconds, in total and by part, and the time of the first import and call.
@@ -76,7 +78,7 @@ def measure_host(
         names += [*host_torch.operator_names(timed), *host_functions.function_names()]
     measured = chain(*rows, start.start_rows(target))
     columns = tables.host([*host.PARTS, host.REST])
-    report(measured, [*names, *["start"] * start.STARTS], columns, output, json, host_torch.operator_summary)
+    report(measured, [*names, *["start"] * start.STARTS], columns, output, json, host_torch.operator_summary, force)
 
 
 def measure_training(
@@ -93,6 +95,7 @@ def measure_training(
         typer.Option("--long", help="Train at 1 x 65536 with a window of 1024 in 16 documents, beside Flex alone."),
     ] = False,
     output: Output = Path("flashgen-train.json"),
+    force: Force = False,
     json: Json = False,
 ) -> None:
     """Train GPT-2 124M with several attention implementations: milliseconds per step, tokens per second, peak memory.
@@ -114,7 +117,7 @@ def measure_training(
     rows = train.train_rows(names, named, sizes, loss_steps, long)
     planned = train.trainings(names, named, sizes, loss_steps, long)
     labels = [f"{name} {mode} {batch}x{length}" for name, mode, (batch, length), _ in planned]
-    report(rows, labels, tables.train(), output, json, train.train_summary)
+    report(rows, labels, tables.train(), output, json, train.train_summary, force)
 
 
 def shape_of(text: str) -> tuple[int, int]:
@@ -145,6 +148,7 @@ def measure_context(
         typer.Option("--long", help="Time one sequence of 1,048,576 tokens, and compare sampled rows with float64."),
     ] = False,
     output: Output = Path("flashgen-context.json"),
+    force: Force = False,
     json: Json = False,
 ) -> None:
     """Measure the attention of one sequence on several GPUs, relative to the speed of a single GPU.
@@ -169,7 +173,7 @@ def measure_context(
     named = beside or (["ring"] if long else list(context.CONTENDERS))
     rows = context.context_rows(ranks, shapes, named, timed)
     cells = [f"{shape.name} {name}" for shape in shapes for name in timed]
-    report(rows, cells, tables.context(named), output, json, context.context_summary)
+    report(rows, cells, tables.context(named), output, json, context.context_summary, force)
 
 
 def plot(
@@ -179,11 +183,13 @@ def plot(
     output: Annotated[Path, typer.Option("--output", "-o", help="The picture to write: .svg or .png.")] = Path(
         "flashgen-bench.svg"
     ),
+    force: Force = False,
 ) -> None:
     """Draw a bar chart of saved measurements. Needs matplotlib, and no GPU."""
     form = output.suffix.removeprefix(".")
     if form not in bars.FORMATS:
         raise ArgumentError(f"--output {output} must end in {' or '.join(f'.{each}' for each in bars.FORMATS)}")
+    check_output(output, force)
     try:
         saved = parse_json(read_file(measured))
     except OSError as error:
@@ -194,8 +200,7 @@ def plot(
         drawn = bars.draw(saved, form)
     except ArgumentError as error:
         raise ArgumentError(f"{measured}: {error}") from None
-    with writing(output):
-        write_file(output, drawn)
+    write_output(output, drawn)
     note(f"{measured} -> {output}")
 
 

@@ -1,10 +1,10 @@
 """Trains GPT-2 124M on the text that ships with Python, with flashgen's attention or another one.
 
     python examples/train_gpt2.py --steps 300 --attention flashgen --compile
+    python examples/train_gpt2.py --emulate   # a tiny model on the CPU with flashgen's emulator
 
 The loss curve is written to gpt2-<attention>.svg, and the model with losses and AdamW state to
-gpt2-<attention>.safetensors, from which --resume continues. Needs a GPU, or --emulate with --tiny. The attention of the
-model is one line: see `attention_of`.
+gpt2-<attention>.safetensors, from which --resume continues. The attention of the model is one line: see `attention_of`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ except ModuleNotFoundError as error:
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the root of the repository, for the model in benchmarks/
 from benchmarks.gpt2 import GPT2, Config, batches, optimizer_of
+
+FULL = {"steps": 300, "batch": 32, "length": 1024}
+TRIAL = {"steps": 9, "batch": 2, "length": 64}  # less than a minute on the emulator
 
 
 def standard(q: Any, k: Any, v: Any) -> Any:
@@ -84,21 +87,21 @@ def load_optimizer_state(optimizer: Any, model: Any, state: dict[str, Any]) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attention", choices=("flashgen", "sdpa", "standard"), default="flashgen")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--steps", type=int, help="default 300, with --emulate 9")
+    parser.add_argument("--batch", type=int, help="default 32, with --emulate 2")
+    parser.add_argument("--length", type=int, help="default 1024, with --emulate 64")
     parser.add_argument("--compile", action="store_true", help="use torch.compile")
     parser.add_argument("--resume", action="store_true", help="continue from the saved model")
     parser.add_argument("--tiny", action="store_true", help="a model with 2 layers of 2 heads of 16, for a trial")
-    parser.add_argument("--emulate", action="store_true", help="run on the CPU with flashgen's emulator")
+    parser.add_argument("--emulate", action="store_true", help="run on the CPU with flashgen's emulator, as --tiny")
     parser.add_argument("--folder", type=Path, default=Path())
     options = parser.parse_args()
     if not options.emulate and not torch.cuda.is_available():
-        raise SystemExit(
-            "error: there is no GPU that torch can use; try --emulate --tiny --batch 2 --length 64 --steps 9"
-        )
+        raise SystemExit("error: there is no GPU that torch can use; try --emulate")
     device = "cpu" if options.emulate else "cuda"
-    sizes = {"vocabulary": 256, "layers": 2, "heads": 2, "width": 32} if options.tiny else {}
+    for name, default in (TRIAL if options.emulate else FULL).items():
+        setattr(options, name, getattr(options, name) or default)
+    sizes = {"vocabulary": 256, "layers": 2, "heads": 2, "width": 32} if options.tiny or options.emulate else {}
     config = Config(options.length, **sizes)
     torch.manual_seed(0)
     model = GPT2(config, attention_of(options.attention, config.width // config.heads, options.emulate)).to(device)

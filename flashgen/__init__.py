@@ -12,6 +12,7 @@ Names are imported when they are first used, so that `import flashgen` is fast.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 
 _MODULES = ("errors", "reference", "verify")
 _FRAMEWORKS = ("torch", "transformers", "jax")
+_TOOLS = ("ranks", "release")
 _ATTENTION_NAMES = ("append_kv", "compile", "merge_states")
 
 
@@ -62,7 +64,9 @@ def _hint(name: str) -> str:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__getattr__("__all__")})
+    """Returns the public names: those of `__all__`, the version, and the public subpackages that are imported."""
+    loaded = (name for name in (*_FRAMEWORKS, *_TOOLS) if f"flashgen.{name}" in sys.modules)
+    return sorted({*__getattr__("__all__"), *loaded, "__version__"})
 
 
 def _language() -> Any:

@@ -7,6 +7,7 @@ import io
 import os
 import secrets
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -124,6 +125,20 @@ def flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def why_not_writable(folder: Path | str) -> str | None:
+    """Returns why no file can be created in a folder, or None if one can, which is tried.
+
+    For a folder that does not exist yet, its nearest existing parent is tried.
+    """
+    path = Path(folder).absolute()
+    nearest = next((each for each in (path, *path.parents) if os.path.exists(each)), path)
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            return None
+    except OSError as error:
+        return f"{error.strerror} ({nearest})"
 
 
 def is_plain_name(name: object) -> bool:

@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,34 @@ def test_links_pictures_and_paths_exist(page: str) -> None:
 def test_every_command_of_the_readme_exists() -> None:
     for command in set(re.findall(r"^    flashgen (\w+)", README, flags=re.MULTILINE)):
         assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0, command
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/command-line.md"])
+def test_commands_name_existing_files(page: str) -> None:
+    """Files that a command reads. Kernels that `show` wrote, and results of `bench`, come from the commands before."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    written = set(re.findall(r"--(?:output|out) (\S+)", text)) | {"flashgen-bench.json"}
+    for command in re.findall(r"^ *((?:flashgen|python) .*?)(?: {2,}#.*)?$", text, flags=re.MULTILINE):
+        for word in re.sub(r"--(?:output|out|dtype) \S+", "", command).split():
+            path = word.partition(":")[0]
+            if re.fullmatch(r"[\w./-]+(?:\.(?:py|npz|toml|json|cu)|/)", path) and path not in written:
+                assert (ROOT / path).exists(), f"{page}: {command}"
+
+
+def test_one_command_sets_up_and_runs_the_tests() -> None:
+    """Of all installed extras, each is one of the project; `.ci/run` runs the command as its last step."""
+    found = re.search(r"<!-- test -->\n```sh\n(.*?)```", README, flags=re.DOTALL)
+    assert found and found[1].count("\n") == 1
+    command = re.fullmatch(r"pip install -e '\.\[([\w,]+)\]' && pytest -n 2\n", found[1])
+    assert command
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert {"test", "dev"} <= {*command[1].split(",")} <= {*project["optional-dependencies"]}
+    steps = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert "\ntests=$(readme_block test)\n" in steps and steps.endswith('\nbash -euo pipefail -c "$tests"\n')
+
+
+def test_the_folder_of_the_demo_is_ignored() -> None:
+    assert "flashgen-demo/" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
 
 
 def test_it_is_short_and_begins_with_two_commands() -> None:

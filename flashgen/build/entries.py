@@ -25,12 +25,14 @@ from flashgen.files import flush_folder, is_plain_name, open_file, write_new
 from flashgen.strict_json import parse_json
 
 META = "meta.json"
+RECORD = ".written-"  # and the user's number: the record of `flashgen.build.written`
 _SEAL = "seal"
 _STAGING, _TRASH, _LOCK = ".staging-", ".trash-", ".lock-"
 _DIGITS = f"([0-9a-f]{{{SHORT_KEY}}})"
 _ENTRY = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]*\.{_DIGITS}")
 _LEFTOVER = re.compile(rf"\.(?:staging|trash)-{_DIGITS}-[0-9a-f]{{12}}")
 _LOCK_FILE = re.compile(rf"\.lock-{_DIGITS}")
+_RECORD_FILE = re.compile(rf"{re.escape(RECORD)}\d+")
 _MAX_META_BYTES = 16 * 2**20  # meta.json contains the log of a compiler
 
 
@@ -147,9 +149,9 @@ def is_entry(folder: Path) -> bool:
 
 
 def holds_entries_alone(root: Path) -> bool:
-    """Returns whether a folder contains only names of entries, staging folders and lock files. Raises OSError."""
+    """Returns whether a folder has only names of entries, staging folders, locks and records. Raises OSError."""
     names = [path.name for path in root.iterdir()]
-    return all(any(form.fullmatch(name) for form in (_ENTRY, _LEFTOVER, _LOCK_FILE)) for name in names)
+    return all(any(form.fullmatch(name) for form in (_ENTRY, _LEFTOVER, _LOCK_FILE, _RECORD_FILE)) for name in names)
 
 
 def describe(data: bytes) -> dict[str, Any]:

@@ -17,9 +17,9 @@ import ml_dtypes
 import numpy as np
 
 from flashgen.cli.npz import load_npz
-from flashgen.cli.writing import writing
+from flashgen.cli.writing import replacing_output
 from flashgen.errors import ArgumentError
-from flashgen.files import read_file, replacing
+from flashgen.files import read_file
 from flashgen.strict_json import parse_json
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -66,7 +66,7 @@ def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     Raises ArgumentError for another kind of file, a dtype that the format lacks, and a path that cannot be written.
     """
     check_kind(path, "--output")
-    with writing(path), replacing(path) as file:
+    with replacing_output(path) as file:
         if path.suffix == ".npz":
             plain = {
                 name: array.view(np.uint16) if array.dtype == BFLOAT16 else array for name, array in arrays.items()

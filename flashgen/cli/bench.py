@@ -17,6 +17,7 @@ from flashgen.cli.bench_report import report, require_gpu
 from flashgen.cli.console import paragraphs
 from flashgen.cli.options import Json, Passes, SpecOptions, Specs, Target, with_spec_options_of
 from flashgen.cli.specs import load_spec
+from flashgen.cli.writing import Force
 from flashgen.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def speed(
     ] = True,
     target: Target = None,
     output: Output = Path("flashgen-bench.json"),
+    force: Force = False,
     json: Json = False,
 ) -> None:
     """Measure TFLOP/s over lengths and head dims, for flashgen, torch's SDPA backends, FlexAttention and FA4.
@@ -111,7 +113,7 @@ def speed(
         dtype, beside_flex = options.dtype or "bfloat16", "Flex" in beside
         rows = bench.variant_rows(named, passes.value, dtype, beside_flex, mask_times, target)
         columns = bench_tables.variants(passes != "forward", beside_flex, mask_times and passes == "forward")
-        report(rows, [variant.name for variant in named], columns, output, json, bench.summary.variants)
+        report(rows, [variant.name for variant in named], columns, output, json, bench.summary.variants, force)
         return
     if only:
         raise ArgumentError(f"--only {only!r} chooses among variants: add --variants")
@@ -121,7 +123,7 @@ def speed(
     measured = bench.speed_rows(declared, sizes, beside, passes.value, deterministic, target)
     ours = bench_tables.OURS if deterministic and passes != "forward" else bench_tables.OURS[:1]
     cells = [f"{spec.name} {length}" for spec in declared for length in sizes]
-    report(measured, cells, bench_tables.speed([*ours, *beside]), output, json, bench.summary.speed)
+    report(measured, cells, bench_tables.speed([*ours, *beside]), output, json, bench.summary.speed, force)
 
 
 @with_spec_options_of(dtype="bfloat16", head_dim="128")
@@ -137,6 +139,7 @@ def gqa(
     peers: Annotated[str, typer.Option("--peers", help=PEERS_HELP)] = "",
     target: Target = None,
     output: Output = Path("flashgen-gqa.json"),
+    force: Force = False,
     json: Json = False,
 ) -> None:
     """Compare grouped-query and multi-query attention with multi-head attention of the same FLOPs.
@@ -154,7 +157,7 @@ def gqa(
     declared, beside = [declare(text, options, 128) for text in specs or PLAIN], chosen(peers, "--peers", PEERS)
     rows = bench.grouped_rows(declared, sizes, shared, heads, beside, passes.value, target)
     cells = [f"{spec.name} {length}" for spec in declared for length in sizes for _ in shared]
-    report(rows, cells, bench_tables.grouped(["flashgen", *beside]), output, json, bench.summary.grouped)
+    report(rows, cells, bench_tables.grouped(["flashgen", *beside]), output, json, bench.summary.grouped, force)
 
 
 @with_spec_options_of(dtype="bfloat16", head_dim="128")
@@ -189,6 +192,7 @@ def decode(
     peers: Annotated[str, typer.Option("--peers", help=PEERS_HELP)] = "cuDNN,FA2,Flex,FlashInfer",
     target: Target = None,
     output: Output = Path("flashgen-decode.json"),
+    force: Force = False,
     json: Json = False,
 ) -> None:
     """Measure decoding (few queries over many keys) in TB/s of the K and V that the mask needs.
@@ -218,7 +222,7 @@ def decode(
         )
     given, beside = [decode_size(text) for text in listed(sizes)], chosen(peers, "--peers", bench.DECODE_PEERS)
     if group:
-        serving(group, declared[0], given, beside, listed(only), target, output, json)
+        serving(group, declared[0], given, beside, listed(only), target, output, json, force)
         return
     if only:
         raise ArgumentError(f"--only {only!r} chooses among variants: add --group variants")
@@ -229,7 +233,7 @@ def decode(
     own = [*(f"pages of {page}" for page in page_sizes), *bench.own_choices(parts, planned)]
     contenders = ["flashgen", *wide, *own, *beside]
     names = [f"{spec.name} {size}" for spec in declared for size in measured]
-    report(rows, names, bench_tables.decode(contenders), output, json, bench.summary.decode)
+    report(rows, names, bench_tables.decode(contenders), output, json, bench.summary.decode, force)
 
 
 def serving(
@@ -241,6 +245,7 @@ def serving(
     target: str | None,
     output: Path,
     json: bool,
+    force: bool,
 ) -> None:
     """Runs `flashgen bench decode --group GROUP`."""
     from flashgen import bench
@@ -254,7 +259,7 @@ def serving(
     rows = bench.serving_rows(group, spec, sizes, peers, target, only)
     contenders = [name for name in bench.SERVING_CONTENDERS[group] if name not in PEERS_OF_DECODE or name in peers]
     columns = bench_tables.serving(contenders, bench.SERVING_COMPARED[group])
-    report(rows, [group], columns, output, json, lambda measured: [])
+    report(rows, [group], columns, output, json, lambda measured: [], force)
 
 
 def decode_plan(text: str) -> Any:
@@ -296,6 +301,7 @@ def varlen(
     ] = "FA4,torch",
     target: Target = None,
     output: Output = Path("flashgen-ragged.json"),
+    force: Force = False,
     json: Json = False,
 ) -> None:
     """Measure varlen (ragged) batches of packed documents, for flashgen and other varlen kernels.
@@ -311,7 +317,7 @@ def varlen(
     beside = chosen(peers, "--peers", bench.VARLEN_PEERS)
     rows = bench.varlen_rows(declared, shapes, heads, beside, passes.value, uneven, target)
     cells = [f"{spec.name} {count} in {tokens}" for spec in declared for count, tokens in shapes]
-    report(rows, cells, bench_tables.varlen(["flashgen", *beside]), output, json, bench.summary.varlen)
+    report(rows, cells, bench_tables.varlen(["flashgen", *beside]), output, json, bench.summary.varlen, force)
 
 
 def batch_of(text: str) -> tuple[int, int]:

@@ -11,9 +11,8 @@ import typer
 
 from flashgen.cli import bench_tables
 from flashgen.cli.console import INTERRUPTED, Rows, note, print_json, progress
-from flashgen.cli.writing import writing
+from flashgen.cli.writing import check_output, write_output
 from flashgen.errors import LaunchError
-from flashgen.files import write_file
 
 WIDEST_NAME = 48  # maximum width in characters that is reserved for the first cell of a row on a terminal
 
@@ -33,6 +32,7 @@ def report(
     output: Path,
     json: bool,
     summary: Callable[[list[Any]], list[str]],
+    force: bool = False,
 ) -> None:
     """Prints and saves each row as soon as it is measured, then prints a summary of all rows, also after Ctrl-C.
 
@@ -43,7 +43,9 @@ def report(
         output: the JSON file to write.
         json: print the JSON instead of the table.
         summary: returns the lines that summarise the rows.
+        force: replace the file even if it was edited or flashgen did not write it.
     """
+    check_output(output, force)
     from flashgen.bench import environment
 
     saved: dict[str, Any] = {"environment": environment(), "rows": [], "interrupted": False}
@@ -76,5 +78,4 @@ def report(
 
 def save(measured: dict[str, Any], output: Path) -> None:
     """Writes JSON to a file atomically."""
-    with writing(output):
-        write_file(output, json_module.dumps(measured, indent=2) + "\n")
+    write_output(output, json_module.dumps(measured, indent=2) + "\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,9 +16,8 @@ from flashgen.cli.arrays import Arrays, load_arrays
 from flashgen.cli.console import note, print_json, progress, stdout
 from flashgen.cli.machine import engine_text, gpus
 from flashgen.cli.options import Emulate, Json, Target
-from flashgen.cli.writing import make_folder, writing
+from flashgen.cli.writing import Force, check_folder, check_unedited, write_output, writing
 from flashgen.errors import FlashgenError
-from flashgen.files import write_file
 from flashgen.remedies import install
 
 if TYPE_CHECKING:
@@ -35,14 +34,35 @@ flashgen demo --emulate --output /tmp/demo
 """
 
 EXAMPLE = "minilm_qkv.npz"
+SUMMARY, PAGE = "summary.json", "index.html"
+VARIANT_FILES = ("kernel.cu", "tile_lists.cu", "spec.json", "tiles.svg")
 SEED = 7
-BLOCK = 16  # queries and keys of a cell of a drawn mask
+COPIES, HEADS = 6, 4  # the paragraph is repeated, so that kernels skip tiles; of its 12 heads, the variants use these
+BLOCK = 64  # queries and keys of a cell of a drawn mask
 LEGEND = (
-    f"Masks are drawn in blocks of {BLOCK} queries (down) × {BLOCK} keys (right): · masked, ▒ partly kept, █ kept. "
-    "The colour of a block is that of the kernel's tile around it: "
+    f"Masks in blocks of {BLOCK} × {BLOCK} scores: · masked, ▒ partly kept, █ kept.",
+    "The colour of a block is that of the kernel's tile around it:",
 )
-PICTURE = 300  # width in pixels of a picture on the index page
+PICTURE = 440  # width in pixels of a picture on the index page
 TOKEN = "rabbit"  # the token whose attention weights are shown
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes read from and written to HBM, counted, if keys and values are loaded again for each tile that uses them.
+
+    kernel: of the kernel. without_skipping: of the kernel if it visited all tiles. standard: of standard attention,
+    which stores the matrices of scores and weights.
+    """
+
+    kernel: int
+    without_skipping: int
+    standard: int
+
+    @property
+    def saved(self) -> float:
+        """The share of the bytes that skipping tiles saves."""
+        return 1 - self.kernel / self.without_skipping
 
 
 @dataclass(frozen=True)
@@ -50,7 +70,8 @@ class Outcome:
     """The results and files of a variant that was run.
 
     ready: seconds until the kernel was compiled. ran: seconds of a call. visited: the tile map of the kernel. blocks:
-    the map of the mask in blocks of BLOCK × BLOCK. elements: the map of the mask in single elements.
+    the map of the mask in blocks of BLOCK × BLOCK. elements: the map of the mask in single elements. traffic: the bytes
+    that the kernel moves.
     """
 
     attention: Attention
@@ -61,6 +82,7 @@ class Outcome:
     visited: TileMap
     blocks: TileMap
     elements: TileMap
+    traffic: Traffic
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the results for JSON."""
@@ -78,6 +100,9 @@ class Outcome:
             "tile": list(self.visited.tile),
             "share_of_tiles_visited": self.visited.share,
             "share_of_scores_kept": self.elements.share,
+            "bytes": self.traffic.kernel,
+            "bytes_without_skipping": self.traffic.without_skipping,
+            "bytes_of_standard_attention": self.traffic.standard,
         }
 
 
@@ -85,27 +110,34 @@ def demo(
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")] = Path("flashgen-demo"),
     target: Target = None,
     emulate: Emulate = False,
+    force: Force = False,
     json: Json = False,
 ) -> None:
     """Generate, compile, run and check several attention variants on q, k and v of a trained layer.
 
-    The inputs are those of one layer of all-MiniLM-L6-v2 for the first sentences of "Alice's Adventures in Wonderland".
-    Each variant is compared with NumPy in float64, and its CUDA source, spec and tile map are saved. The kernels run on
-    this machine's GPU. Without a GPU they run on the emulator, which runs the same CUDA on the CPU.
+    The inputs are those of one layer of all-MiniLM-L6-v2 for the first sentences of "Alice's Adventures in Wonderland",
+    repeated so that they fill many tiles. Each variant is compared with NumPy in float64, and its CUDA source, spec and
+    tile map are saved. The kernels run on this machine's GPU. Without a GPU they run on the emulator, which runs the
+    same CUDA on the CPU.
     """
     emulate = emulate or not gpus()
-    make_folder(output)
+    check_folder(output)
     example = load_arrays(example_path())
     specs = variants(example)
+    check_unedited((output / name for name in file_names(specs)), force)
     note(f"engine: {engine_text(emulate)}")
-    note(f"input:  {len(example['tokens'])} tokens, {example['q'].shape[1]} heads of {example['q'].shape[3]}, float16")
+    inputs = repeated(example)
+    note(
+        f"input:  {inputs['q'].shape[2]} tokens ({COPIES} times the same {len(example['tokens'])}), {HEADS} heads of "
+        f"{example['q'].shape[3]}, float16"
+    )
     if not json:
         print_legend()
     outcomes = []
     with progress("first kernel", len(specs)) as bar:
         for number, spec in enumerate(specs, start=1):
             bar.update(bar.task_ids[0], description=spec.mask.name)
-            outcome = run_variant(spec, example, output, target, emulate)
+            outcome = run_variant(spec, inputs, output, target, emulate)
             outcomes.append(outcome)
             bar.advance(bar.task_ids[0])
             if not json:
@@ -113,9 +145,8 @@ def demo(
     weight_lines = list(read_attention(example, target, emulate))
     failures = sum(not outcome.verdict.ok for outcome in outcomes)
     summary = {"engine": engine_text(emulate), "variants": [outcome.to_dict() for outcome in outcomes]}
-    with writing(output):
-        write_file(output / "summary.json", json_module.dumps(summary, indent=2) + "\n")
-        write_file(output / "index.html", index_page(outcomes, engine_text(emulate), weight_lines, output))
+    write_output(output / SUMMARY, json_module.dumps(summary, indent=2) + "\n")
+    write_output(output / PAGE, index_page(outcomes, engine_text(emulate), weight_lines, output))
     if json:
         print_json(summary)
     else:
@@ -159,7 +190,15 @@ def near_or_first(b: Any, h: Any, q: Any, k: Any) -> Any:
     return (q - k <= 20) | (k == 0)
 
 
-def run_variant(spec: AttentionSpec, example: Arrays, output: Path, target: str | None, emulate: bool) -> Outcome:
+def repeated(example: Arrays) -> Arrays:
+    """Returns the inputs of the variants: HEADS heads of COPIES copies of the paragraph, with distinct sentences."""
+    q, k, v = (np.tile(example[name][:, :HEADS], (1, 1, COPIES, 1)) for name in ("q", "k", "v"))
+    sentence = example["sentence"]
+    sentences = np.concatenate([sentence + copy * (sentence.max() + 1) for copy in range(COPIES)]).astype(np.int32)
+    return {"q": q, "k": k, "v": v, "sentence": sentences, "slopes": example["slopes"][:HEADS]}
+
+
+def run_variant(spec: AttentionSpec, inputs: Arrays, output: Path, target: str | None, emulate: bool) -> Outcome:
     from flashgen import attention as engine
     from flashgen.analysis.tile_classes import tile_map
     from flashgen.verify import judged
@@ -167,9 +206,9 @@ def run_variant(spec: AttentionSpec, example: Arrays, output: Path, target: str 
     begin = time.perf_counter()
     attention = engine.compile(spec, target=target, emulate=emulate)
     ready = time.perf_counter() - begin
-    captures: dict[str, Any] = {capture.name: example[capture.name] for capture in spec.captures}
+    captures: dict[str, Any] = {capture.name: inputs[capture.name] for capture in spec.captures}
     options: dict[str, Any] = {"seed": SEED} if spec.dropout else {}
-    q, k, v = example["q"], example["k"], example["v"]
+    q, k, v = inputs["q"], inputs["k"], inputs["v"]
     out, lse = attention(q, k, v, return_lse=True, **captures, **options)
     ran = seconds_of_a_run(attention, (q, k, v), captures | options, emulate)
     verdict = judged(spec, q, k, v, out, lse, captures, **options)
@@ -179,9 +218,23 @@ def run_variant(spec: AttentionSpec, example: Arrays, output: Path, target: str 
         tile_map(spec.mask.expression, (size, size), length, length, captures=mask_arrays) for size in (BLOCK, 1)
     )
     folder = output / spec.name
-    with writing(output):
-        keep_files(folder, attention, tiles)
-    return Outcome(attention, verdict, folder, ready, ran, tiles, blocks, elements)
+    keep_files(folder, attention, tiles)
+    traffic = traffic_of(attention, tiles, q)
+    return Outcome(attention, verdict, folder, ready, ran, tiles, blocks, elements, traffic)
+
+
+def traffic_of(attention: Attention, tiles: TileMap, q: Any) -> Traffic:
+    from flashgen.analysis.tile_classes import tile_map
+    from flashgen.language import full
+    from flashgen.report.sizes import CallSizes
+    from flashgen.report.traffic import forward_traffic
+
+    batch, heads, length, _ = q.shape
+    sizes = CallSizes(length, length, batch, heads, heads)
+    every = tile_map(full().expression, tiles.tile, length, length)
+    standard, *_, kernel, _ = forward_traffic(attention.spec, attention.target, tiles, sizes)
+    *_, without_skipping, _ = forward_traffic(attention.spec, attention.target, every, sizes)
+    return Traffic(kernel.bytes, without_skipping.bytes, standard.bytes)
 
 
 def seconds_of_a_run(attention: Attention, inputs: tuple[Any, ...], options: dict[str, Any], emulate: bool) -> float:
@@ -203,12 +256,18 @@ def keep_files(folder: Path, attention: Attention, tiles: TileMap) -> None:
     """Writes the CUDA source of the kernel and of its tile-list kernel, if any, the spec and the tile map."""
     from flashgen.analysis.drawing.tile_maps import to_svg
 
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    kernel_file, lists_file, spec_file, map_file = VARIANT_FILES
     for kernel in attention.kernels:
-        name = "kernel.cu" if kernel.source == attention.source else "tile_lists.cu"
-        write_file(folder / name, kernel.source)
-    write_file(folder / "spec.json", attention.spec.to_json() + "\n")
-    write_file(folder / "tiles.svg", to_svg(tiles, title=attention.spec.mask.name))
+        write_output(folder / (kernel_file if kernel.source == attention.source else lists_file), kernel.source)
+    write_output(folder / spec_file, attention.spec.to_json() + "\n")
+    write_output(folder / map_file, to_svg(tiles, title=attention.spec.mask.name))
+
+
+def file_names(specs: Sequence[AttentionSpec]) -> Iterator[str]:
+    """Yields the names of all files that the demo writes, relative to its folder."""
+    yield from (SUMMARY, PAGE, *(f"{spec.name}/{name}" for spec in specs for name in VARIANT_FILES))
 
 
 def print_legend() -> None:
@@ -216,9 +275,14 @@ def print_legend() -> None:
 
     from flashgen.analysis.drawing import palette
 
-    colours = (("full", palette.FULL), ("masked by element", palette.PARTIAL), ("skipped", palette.RULE))
-    parts = [Text(name, style=colour) for name, colour in colours]
-    stdout().print(Text(LEGEND) + Text(", ").join(parts))
+    colours = (
+        ("blue: all kept, no mask code", palette.FULL),
+        ("orange: masked by element", palette.PARTIAL),
+        ("grey: skipped", palette.RULE),
+    )
+    for line in LEGEND:
+        stdout().print(line, markup=False)
+    stdout().print(Text("  ") + Text(", ").join(Text(name, style=colour) for name, colour in colours))
 
 
 def print_outcome(number: int, outcome: Outcome) -> None:
@@ -241,6 +305,7 @@ def drawn_lines(outcome: Outcome) -> Iterator[Any]:
     length, classes = outcome.blocks.len_q, outcome.visited.of()
     rows, columns = outcome.visited.tile
     drawn = to_text(outcome.blocks, legend=False).splitlines()
+    yield Text(" query ↓")
     for block, line in enumerate(drawn):
         text = Text(f"{block * BLOCK if block % 4 == 0 else '':>6} ")
         for index, glyph in enumerate(line):
@@ -249,7 +314,7 @@ def drawn_lines(outcome: Outcome) -> Iterator[Any]:
             text.append(glyph, style=tile_colours()[int(kind)])
         yield text
     numbers = "".join(f"{block * BLOCK:<8}" for block in range(0, len(drawn), 4))
-    yield Text(f"       {numbers.rstrip()}  key")
+    yield Text(f"       {numbers.rstrip()}  key →")
 
 
 def tile_colours() -> tuple[str, str, str]:
@@ -261,13 +326,18 @@ def tile_colours() -> tuple[str, str, str]:
 
 def result_lines(outcome: Outcome) -> tuple[tuple[str, str], ...]:
     """Returns the (label, text) of each line about a variant."""
-    tiles, source = outcome.visited, outcome.attention.source
+    tiles, traffic, source = outcome.visited, outcome.traffic, outcome.attention.source
     return (
         ("mask", f"keeps {outcome.elements.share:.1%} of the scores"),
         (
             "tiles",
             f"{tiles.share:.1%} visited: {tiles.len_q} × {tiles.len_k} scores in tiles of "
             f"{tiles.tile[0]} × {tiles.tile[1]}",
+        ),
+        (
+            "traffic",
+            f"{traffic.kernel / 1e6:.1f} MB; skipping saves {traffic.saved:.0%} of "
+            f"{traffic.without_skipping / 1e6:.1f} MB; standard attention {traffic.standard / 1e6:.1f} MB",
         ),
         ("kernel", f"{outcome.folder / 'kernel.cu'}, {len(source.splitlines())} lines"),
         ("time", f"ready in {outcome.ready:.2f} s, then {outcome.ran * 1e3:.2f} ms a run"),
@@ -277,21 +347,21 @@ def result_lines(outcome: Outcome) -> tuple[tuple[str, str], ...]:
 
 def index_page(outcomes: list[Outcome], engine: str, weight_lines: list[str], output: Path) -> str:
     """Returns the page that shows all variants, with links to their files."""
-    from flashgen.analysis.drawing.tile_maps import to_svg
+    from flashgen.analysis.drawing.tile_maps import to_mask_svg, to_svg
     from flashgen.report.demo_page import VariantEntry, demo_page
 
     entries = [
         VariantEntry(
             variant_text(outcome.attention.spec),
             outcome.verdict.ok,
-            to_svg(outcome.elements, "What the mask keeps", PICTURE),
+            to_mask_svg(outcome.elements, "What the mask keeps", PICTURE),
             to_svg(outcome.visited, "Which tiles the kernel visits", PICTURE),
             result_lines(outcome),
             [(path.name, str(path.relative_to(output))) for path in sorted(outcome.folder.iterdir())],
         )
         for outcome in outcomes
     ]
-    return demo_page(engine, outcomes[0].visited.len_q, entries, [line.strip() for line in weight_lines])
+    return demo_page(engine, outcomes[0].visited.len_q, COPIES, entries, [line.strip() for line in weight_lines])
 
 
 def variant_text(spec: AttentionSpec) -> str:
@@ -319,7 +389,7 @@ def read_attention(example: Arrays, target: str | None, emulate: bool) -> Iterat
         q, k, np.ascontiguousarray(identity), sentence=example["sentence"]
     )
     query = tokens.index(TOKEN)
-    yield f'\nAttention weights of "{TOKEN}" within its sentence, from a kernel with the identity matrix as V:'
+    yield f'\nAttention weights of "{TOKEN}" within its sentence, the output for V = identity:'
     rows = weights[0, :, query].astype(np.float32)
     others = np.where(np.arange(len(tokens)) == query, 0, rows)
     for head in sorted(np.argsort(-others.max(axis=1))[:3]):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flashgen.cli.console import note, print_json, print_table
+from flashgen.cli.console import note, print_json, print_table, stdout
 from flashgen.cli.machine import driver_version, gpus, package_version
 from flashgen.cli.options import Json
 from flashgen.errors import FlashgenError
@@ -46,14 +46,29 @@ def doctor(json: Json = False) -> None:
     if json:
         print_json([described(finding) for finding in findings])
         return
-    print_table(("area", "what", "found", "to get it"), [row(finding) for finding in findings])
+    print_table(("area", "what", "found"), [row(finding) for finding in findings])
+    missing = remedies(findings)
+    if missing:
+        stdout().print()
+        print_table(("missing", "to get it"), missing)
 
 
 def row(finding: Finding) -> tuple[str, ...]:
     from rich.markup import escape
 
     found = f"[green]{escape(finding.found)}[/]" if finding.found is not None else "[yellow]no[/]"
-    return (finding.area, finding.name, found, "" if finding.ok else escape(finding.remedy))
+    return (finding.area, finding.name, found)
+
+
+def remedies(findings: Sequence[Finding]) -> list[tuple[str, str]]:
+    """Returns each remedy once, as rows of (what is missing, separated by commas; the remedy) in rich markup."""
+    from rich.markup import escape
+
+    missing: dict[str, list[str]] = {}
+    for finding in findings:
+        if not finding.ok:
+            missing.setdefault(finding.remedy, []).append(finding.name)
+    return [(escape(", ".join(names)), escape(remedy)) for remedy, names in missing.items()]
 
 
 def described(finding: Finding) -> dict[str, Any]:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from flashgen.cli.console import note, print_code, print_json, print_table
-from flashgen.cli.writing import writing
+from flashgen.cli.writing import check_folder, check_output, check_unedited, write_output, writing
 from flashgen.errors import ArgumentError
-from flashgen.files import write_file
 
 if TYPE_CHECKING:
     from flashgen.analysis.tile_classes import TileMap
@@ -134,22 +133,34 @@ def show_texts(kernels: Mapping[str, RenderedKernel], what: What) -> None:
     print_code("\n".join(texts), "cuda" if what is What.cuda else "nasm")
 
 
-def write_texts(kernels: Mapping[str, RenderedKernel], what: What, folder: Path) -> None:
+def check_path(path: Path, what: What, force: bool) -> None:
+    """Raises ArgumentError, before anything is generated, for a path that does not suit what is shown."""
+    if what in (What.tiles, What.svg, What.timeline):
+        if path.suffix != ".svg":
+            raise ArgumentError(f"--output {path}: pictures are written as SVG, to a file whose name ends in .svg")
+        check_output(path, force)
+        return
+    if path.suffix in _SUFFIXES and not path.is_dir():
+        raise ArgumentError(
+            f"--output {path} must be a folder, in which each kernel gets a file of its own; "
+            "--kernel NAME > FILE writes one kernel"
+        )
+    check_folder(path)
+
+
+def write_texts(kernels: Mapping[str, RenderedKernel], what: What, folder: Path, force: bool) -> None:
     """Writes each kernel to a file with the name that a release gives it, and prints the role and path of each file.
 
     The code of all kernels is generated before the first file is written, and each file is replaced atomically.
     """
-    if folder.suffix in _SUFFIXES and not folder.is_dir():
-        raise ArgumentError(
-            f"--output {folder} must be a folder, in which each kernel gets a file of its own; "
-            "--kernel NAME > FILE writes one kernel"
-        )
-    texts = {folder / file_name(kernel, what): text_of(kernel, what) for kernel in kernels.values()}
+    paths = [folder / file_name(kernel, what) for kernel in kernels.values()]
+    check_unedited(paths, force)
+    texts = [text_of(kernel, what) for kernel in kernels.values()]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for path, text in texts.items():
-            write_file(path, text)
-    for part, path in zip(kernels, texts, strict=True):
+    for path, text in zip(paths, texts, strict=True):
+        write_output(path, text)
+    for part, path in zip(kernels, paths, strict=True):
         typer.echo(f"{part}\t{path}")
 
 
@@ -256,8 +267,5 @@ def write_timeline(
     if path is None:
         print_code(drawn, "xml")
         return
-    if path.suffix != ".svg":
-        raise ArgumentError(f"--output {path}: a timeline is written to a .svg file")
-    with writing(path):
-        write_file(path, drawn)
+    write_output(path, drawn)
     note(f"{kernels[role].name} -> {path}, {timeline.cycles:.0f} cycles of the model")

@@ -13,9 +13,8 @@ import typer
 
 from flashgen.cli.arrays import load_arrays
 from flashgen.cli.console import note, print_code, print_json, stdout
-from flashgen.cli.writing import writing
+from flashgen.cli.writing import write_output
 from flashgen.errors import ArgumentError
-from flashgen.files import write_file
 
 if TYPE_CHECKING:
     from flashgen.analysis.tile_classes import TileMap
@@ -119,16 +118,10 @@ def show_drawing(drawing: Drawing, as_svg: bool, path: Path | None, json: bool) 
 
 
 def write_drawing(drawing: Drawing, path: Path) -> None:
-    """Writes an SVG file, and prints the share of the tiles that are visited.
-
-    Raises ArgumentError if the path does not end in .svg.
-    """
+    """Writes an SVG file, and prints the share of the tiles that are visited."""
     from flashgen.analysis.drawing.tile_maps import summary
 
-    if path.suffix != ".svg":
-        raise ArgumentError(f"--output {path}: pictures are written as SVG, to a file whose name ends in .svg")
-    with writing(path):
-        write_file(path, svg(drawing))
+    write_output(path, svg(drawing))
     typer.echo(summary(drawing.tiles, *drawing.selection.numbers))
     if drawing.zoomed is not None:
         typer.echo(f"{summary(drawing.zoomed)}: {drawing.zoomed.share:.1%} kept")

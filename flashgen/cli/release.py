@@ -9,6 +9,7 @@ import typer
 
 from flashgen.cli.console import fail, note, paragraphs, print_json, progress
 from flashgen.cli.options import Json
+from flashgen.cli.writing import Force
 
 BUILD_EXAMPLES = """[bold]Example[/]
 
@@ -38,6 +39,7 @@ def build(
     sources_only: Annotated[
         bool, typer.Option("--sources-only", help="Write the CUDA sources and compile nothing.")
     ] = False,
+    force: Force = False,
     json: Json = False,
 ) -> None:
     """Generate and compile all kernels of MANIFEST, for any architectures. No GPU is needed.
@@ -54,7 +56,7 @@ def build(
         def advance(done: int, total: int, name: str) -> None:
             bar.update(bar.task_ids[0], completed=done, total=total, description=name)
 
-        written = release.build(manifest, out, sources_only=sources_only, progress=advance)
+        written = release.build(manifest, out, sources_only=sources_only, force=force, progress=advance)
     if json:
         print_json(dict(written))
     else:

@@ -14,9 +14,8 @@ from flashgen.cli.console import note, print_json
 from flashgen.cli.options import Deterministic, Json, Passes, SpecOptions, Target, with_spec_options
 from flashgen.cli.show import target_here
 from flashgen.cli.specs import load_spec, load_variant
-from flashgen.cli.writing import writing
+from flashgen.cli.writing import Force, check_output, write_output
 from flashgen.errors import ArgumentError
-from flashgen.files import write_file
 
 if TYPE_CHECKING:
     from flashgen.report.facts import ReportRequest
@@ -76,6 +75,7 @@ def report(
         bool, typer.Option("--measure/--no-measure", help="Time calls if this machine has a GPU that runs the target.")
     ] = True,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the page to this .html file.")] = None,
+    force: Force = False,
     json: Json = False,
 ) -> None:
     """Write a page about a spec's kernels: tile maps, plans, resources, HBM bytes, timelines, sources and errors.
@@ -93,8 +93,10 @@ def report(
             raise ArgumentError(f"{option} {given}: only --compare takes this")
     if (output is None) is not json:
         raise ArgumentError("give --output FILE.html for a page, or --json for its data")
-    if output is not None and output.suffix != ".html":
-        raise ArgumentError(f"--output {output} must end in .html")
+    if output is not None:
+        if output.suffix != ".html":
+            raise ArgumentError(f"--output {output} must end in .html")
+        check_output(output, force)
     sizes = (len_q, len_k or len_q, batch, heads, heads_kv or heads)
     architectures = [target or target_here()]
     architectures.append(other_target or architectures[0])
@@ -108,8 +110,7 @@ def report(
         return
     command = shlex.join(["flashgen", *sys.argv[1:]])
     html = comparison(reports[0], reports[1], command) if compare else page(reports[0], command)
-    with writing(output):
-        write_file(output, html)
+    write_output(output, html)
     note(f"{' | '.join(each.request.spec.name for each in reports)} -> {output}, {len(html.encode()) / 1e6:.1f} MB")
 
 

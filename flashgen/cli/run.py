@@ -13,6 +13,7 @@ from flashgen.cli.console import fail, note, print_json
 from flashgen.cli.machine import engine_text, gpus
 from flashgen.cli.options import Emulate, Json, Seed, Spec, SpecOptions, Target, with_spec_options_of
 from flashgen.cli.specs import is_complete, load_spec
+from flashgen.cli.writing import Force, check_output
 from flashgen.errors import ArgumentError, LaunchError
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def run(
     check: Annotated[
         bool, typer.Option("--check", help="Compare with NumPy; exit with status 1 if the error is too large.")
     ] = False,
+    force: Force = False,
     json: Json = False,
 ) -> None:
     """Run an attention variant on q, k and v from a file, and write the output to another file.
@@ -54,7 +56,7 @@ def run(
     .npz format does not support bfloat16: with [cyan]--dtype bfloat16[/], q, k, v and out are 16-bit words of dtype
     uint16. The .safetensors format supports it. The output file has the array out, and with --lse the array lse.
     """
-    check_output(output, input)
+    check_paths(output, input, force)
     if not emulate and not gpus():
         raise LaunchError("this machine has no GPU; --emulate runs the same CUDA on this CPU")
     given = arrays.load_arrays(input)
@@ -99,15 +101,14 @@ def run(
         raise typer.Exit(1)
 
 
-def check_output(output: Path, input: Path) -> None:
-    """Raises ArgumentError, before anything is computed, if the output would replace the input or has no folder."""
+def check_paths(output: Path, input: Path, force: bool) -> None:
+    """Raises ArgumentError, before anything is computed, if the output would replace the input or an edited file."""
     arrays.check_kind(output, "--output")
     if output.exists() and input.exists() and output.samefile(input):
         raise ArgumentError(
             f"--output {output} is the file of --input, and would replace q, k and v; give another file"
         )
-    if not output.parent.is_dir():
-        raise ArgumentError(f"--output {output} cannot be written: there is no folder {output.parent}")
+    check_output(output, force)
 
 
 def captures_of(spec: AttentionSpec, given: arrays.Arrays, path: Path) -> dict[str, Any]:

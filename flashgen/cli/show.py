@@ -11,6 +11,7 @@ from flashgen.cli.console import note, print_code
 from flashgen.cli.kernels import (
     Pass,
     What,
+    check_path,
     render_kernels,
     show_resources,
     show_texts,
@@ -33,6 +34,7 @@ from flashgen.cli.ranks import (
     show_ranks,
 )
 from flashgen.cli.specs import load_spec
+from flashgen.cli.writing import Force
 from flashgen.errors import ArgumentError
 
 EXAMPLES = """[bold]Examples[/]
@@ -139,6 +141,7 @@ def show(
             help="Write each kernel to a file of its own in this folder, or the tile map to a .svg file.",
         ),
     ] = None,
+    force: Force = False,
     ranks: Annotated[
         int | None,
         typer.Option("--ranks", min=1, help="Show instead the plan for one sequence on this number of GPUs."),
@@ -188,7 +191,8 @@ def show(
     [cyan]sm_80[/].
 
     The backward has several kernels, which are shown in launch order unless --kernel names one. Each is a file of its
-    own: --output DIR/ writes the kernels of a pass, including those that list tiles, with the names of a release.
+    own: --output DIR/ writes the kernels of a pass, including those that list tiles, with the names of a release. A
+    file that was edited since is replaced only with --force.
 
     --ranks shows instead how one sequence is computed on several GPUs: the work of each rank in each step, its balance,
     and the bytes that are sent.
@@ -203,6 +207,8 @@ def show(
         return
     rank_options.refuse()
     refuse_unused(what, map_options, output)
+    if output is not None:
+        check_path(output, what, force)
     if what is What.spec:
         print_code(declared.to_json(), "json")
         return
@@ -225,7 +231,7 @@ def show(
     to_files = output is not None
     chosen = render_kernels(declared, architecture, pass_, kernel, deterministic, forward, heads_apart, apart=to_files)
     if output is not None:
-        write_texts(chosen, what, output)
+        write_texts(chosen, what, output, force)
         return
     printed = chosen if kernel else to_print(chosen, pass_)
     if what is What.resources:

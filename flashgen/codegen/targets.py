@@ -15,6 +15,7 @@ Sources that the docstrings below name:
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -60,6 +61,7 @@ class Target:
         tensor_multiply_adds: multiply-adds per cycle of one tensor core, for dense 16-bit operands and float32
             accumulation (whitepaper).
         reference_gpu: the GPU whose roofline `report` draws; None draws no roofline.
+        gpus: GPUs whose default target it is, and their generation, for the error about a target named like a GPU.
 
     Class attributes, which are equal for all targets:
         threads_per_warp: lanes of a warp (guide).
@@ -81,6 +83,7 @@ class Target:
     tensor_multiply_adds: int
     backward_family: str
     reference_gpu: ReferenceGpu | None = None
+    gpus: tuple[str, ...] = ()
 
     threads_per_warp: ClassVar[int] = 32
     threads_per_block: ClassVar[int] = 1024
@@ -168,37 +171,49 @@ def _target(
     resident: tuple[int, int],
     tensor_multiply_adds: int,
     reference_gpu: ReferenceGpu | None = None,
+    gpus: str = "",
 ) -> Target:
     """Returns a row of `TARGETS`.
 
     Args:
         shared_kib: shared memory in KiB, of a block and of a multiprocessor.
         resident: the maximum threads and blocks of a multiprocessor.
+        gpus: names of GPUs, comma-separated.
     """
     block_kib, multiprocessor_kib = shared_kib
     shared = (block_kib * 1024, multiprocessor_kib * 1024)
     name = f"sm_{compute_capability}"
+    names = tuple(filter(None, gpus.split(", ")))
     return Target(
-        name, compute_capability, family, *shared, *resident, tensor_multiply_adds, family, reference_gpu=reference_gpu
+        name, compute_capability, family, *shared, *resident, tensor_multiply_adds, family, reference_gpu, names
     )
 
 
-_SM_90 = _target(90, "ampere", (227, 228), (2048, 32), 512, ReferenceGpu("H200 SXM", 989, 4800))
+_T4, _A100 = ReferenceGpu("T4", 65, 320), ReferenceGpu("A100 80GB SXM", 312, 2039)
+_A10, _L40S = ReferenceGpu("A10", 125, 600), ReferenceGpu("L40S", 362, 864)
+_H200, _B200 = ReferenceGpu("H200 SXM", 989, 4800), ReferenceGpu("B200", 2250, 8000)
+_SM_90 = _target(90, "ampere", (227, 228), (2048, 32), 512, _H200)
+_SM_90A = replace(  # with wgmma and setmaxnreg
+    _SM_90, name="sm_90a", family="hopper", backward_family="hopper", gpus=("H100", "H200", "H800", "H20", "Hopper")
+)
+_AMPERE = "A10, A16, A2, A40, RTX 3050, RTX 3060, RTX 3070, RTX 3080, RTX 3090, RTX A4000, RTX A5000, RTX A6000"
+_ADA = "L4, L40S, L40, L20, RTX 4050, RTX 4060, RTX 4070, RTX 4080, RTX 4090, RTX 6000 Ada, Ada"
+_BLACKWELL = "RTX 5050, RTX 5060, RTX 5070, RTX 5080, RTX 5090, RTX PRO 6000"
 
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
-        _target(75, "turing", (64, 64), (1024, 16), 128, ReferenceGpu("T4", 65, 320)),
-        _target(80, "ampere", (163, 164), (2048, 32), 256, ReferenceGpu("A100 80GB SXM", 312, 2039)),
-        _target(86, "ampere", (99, 100), (1536, 16), 128, ReferenceGpu("A10", 125, 600)),
-        _target(87, "ampere", (163, 164), (1536, 16), 256),
-        _target(89, "ampere", (99, 100), (1536, 24), 128, ReferenceGpu("L40S", 362, 864)),
+        _target(75, "turing", (64, 64), (1024, 16), 128, _T4, "T4, RTX 2060, RTX 2070, RTX 2080, Turing"),
+        _target(80, "ampere", (163, 164), (2048, 32), 256, _A100, "A100, A800, A30, Ampere"),
+        _target(86, "ampere", (99, 100), (1536, 16), 128, _A10, _AMPERE),
+        _target(87, "ampere", (163, 164), (1536, 16), 256, gpus="Orin"),
+        _target(89, "ampere", (99, 100), (1536, 24), 128, _L40S, _ADA),
         _SM_90,
-        replace(_SM_90, name="sm_90a", family="hopper", backward_family="hopper"),  # with wgmma and setmaxnreg
-        _target(100, "ampere", (227, 228), (2048, 32), 1024, ReferenceGpu("B200", 2250, 8000)),
-        _target(103, "ampere", (227, 228), (2048, 32), 1024),
-        _target(120, "ampere", (99, 100), (1536, 24), 128),
-        _target(121, "ampere", (99, 100), (1536, 24), 128),
+        _SM_90A,
+        _target(100, "ampere", (227, 228), (2048, 32), 1024, _B200, "B200, B100, Blackwell"),
+        _target(103, "ampere", (227, 228), (2048, 32), 1024, gpus="B300"),
+        _target(120, "ampere", (99, 100), (1536, 24), 128, gpus=_BLACKWELL),
+        _target(121, "ampere", (99, 100), (1536, 24), 128, gpus="GB10, DGX Spark"),
     )
 }
 """Every target by its name, in ascending order of compute capability."""
@@ -208,12 +223,30 @@ def target_named(name: str) -> Target:
     """Returns the target of that name, such as "sm_80".
 
     Raises:
-        UnsupportedError: no target has this name; the message lists those that exist.
+        UnsupportedError: no target has this name; the message lists those that exist, and names the one of a GPU.
     """
     try:
         return TARGETS[name]
     except (KeyError, TypeError):  # a list cannot even be looked up
-        raise UnsupportedError(f"target={name!r} is not supported; choose one of {', '.join(TARGETS)}") from None
+        meant = _meant(name) if isinstance(name, str) else ""
+        raise UnsupportedError(f"target={name!r} is not supported; choose one of {', '.join(TARGETS)}{meant}") from None
+
+
+_BRANDS = r"(?:nvidia|geforce|tesla|quadro|jetson|agx|[ _-])*"
+
+
+def _meant(name: str) -> str:
+    """Returns a hint at the target of a GPU ("RTX-4090") or of another spelling ("sm90"); "" if there is none."""
+    text = name.lower()
+    number = re.fullmatch(r"(?:sm|compute)?[ _-]?(\d+)[a-z]?", text)
+    spelled = [each for each in TARGETS if number and each in (f"sm_{number[1]}", f"sm_{number[1]}a")]
+    if spelled:
+        return f"; did you mean {' or '.join(spelled)}?"
+    for architecture, gpu in ((target.name, gpu) for target in TARGETS.values() for gpu in target.gpus):
+        pattern = gpu.lower().replace("rtx ", "(?:rtx )?").replace(" ", "[ _-]?")
+        if re.match(rf"{_BRANDS}(?:g(?=[hb]\d00))?{pattern}(?![0-9])", text):
+            return f"; the target of {gpu} GPUs is {architecture}"
+    return ""
 
 
 def target_of_capability(major: int, minor: int) -> Target:

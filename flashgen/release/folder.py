@@ -22,7 +22,7 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.release.launch_facts import FORMULAS, launch_facts, step_facts
 from flashgen.release.launch_header import launch_header
 from flashgen.release.request import AnyRequest, Step, read_requests
-from flashgen.release.writing import previous_files, write_folder
+from flashgen.release.writing import SUFFIXES, previous_files, refuse_changed, write_folder
 
 Progress = Callable[[int, int, str], None]
 """Called after each kernel with the number of finished kernels, the total, and the name of the kernel."""
@@ -43,27 +43,38 @@ class EmittedKernel:
 
 
 def build(
-    manifest_path: Path | str, out: Path | str, *, sources_only: bool = False, progress: Progress | None = None
+    manifest_path: Path | str,
+    out: Path | str,
+    *,
+    sources_only: bool = False,
+    force: bool = False,
+    progress: Progress | None = None,
 ) -> Mapping[str, Any]:
     """Builds everything that a release manifest requests. Returns the content of the `manifest.json` that it writes.
 
     The folder of an earlier release is updated: files of kernels that are no longer requested are removed, unless they
-    have been changed. If the folder cannot be written, it stays as it was.
+    have been changed. A file that would be replaced and has been changed is an error, unless `force` is True. If the
+    folder cannot be written, it stays as it was.
 
     Args:
         manifest_path: a TOML or JSON file, described in `flashgen.release.request`.
         out: the folder, created if it does not exist. A folder with other content is rejected.
         sources_only: write no cubins, which needs no NVRTC. The kernels of such a folder cannot be run.
+        force: replace files that have been changed since the earlier release wrote them.
         progress: called after each kernel.
 
     Raises:
         SpecError: the manifest requests something invalid.
         UnsupportedError: a target cannot run a requested spec; the message names both.
-        BuildError: a kernel does not compile, NVRTC is missing, or the folder cannot be written.
+        BuildError: a kernel does not compile, NVRTC is missing, the folder cannot be written, or a file in it was
+            changed.
     """
     out = Path(out)
     previous = previous_files(out)
     emitted = emit(read_requests(manifest_path))
+    if not force:
+        suffixes = SUFFIXES[:1] if sources_only else SUFFIXES
+        refuse_changed(out, [f"{kernel.stem}{suffix}" for kernel in emitted for suffix in suffixes], previous)
     entries = _without_cubins(emitted, progress) if sources_only else _compiled(emitted, progress)
     version = None if sources_only else nvrtc.version()
     files: dict[str, bytes] = {}

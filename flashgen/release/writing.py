@@ -6,17 +6,17 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flashgen.build.entries import describe
 from flashgen.build.prebuilt import MANIFEST, PrebuiltFolder
+from flashgen.build.written import changed_files
 from flashgen.errors import BuildError, FlashgenWarning
-from flashgen.files import flush_folder, read_file, write_new
+from flashgen.files import flush_folder, why_not_writable, write_new
 
-SUFFIXES = (".cu", ".cubin", ".h")  # suffixes of the files of a release other than its manifest
+SUFFIXES = (".cu", ".cubin", ".h")  # of the files of a release other than its manifest; the sources come first
 _STAGING = re.compile(r"\.staging-[0-9a-f]{12}")
 
 Files = Mapping[str, Mapping[str, Any]]
@@ -32,6 +32,9 @@ def previous_files(out: Path) -> Files:
         present = {path.name for path in out.iterdir() if not _STAGING.fullmatch(path.name)} if out.exists() else set()
     except OSError as error:
         raise BuildError(f"out={str(out)!r} must be a folder ({error.strerror})") from error
+    problem = why_not_writable(out)
+    if problem is not None:
+        raise BuildError(f"out={str(out)!r} cannot be written: {problem}")
     if not present:
         return {}
     if MANIFEST not in present:
@@ -51,6 +54,17 @@ def previous_files(out: Path) -> Files:
             "name an empty or a new folder"
         )
     return files
+
+
+def refuse_changed(out: Path, names: Iterable[str], previous: Files) -> None:
+    """Raises BuildError if files of these names exist that the earlier release did not write as they are."""
+    changed = changed_files((out / name for name in names), {file["sha256"] for file in previous.values()})
+    if changed:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise BuildError(
+            f"{changed[0]}{more} would be replaced, and was edited or not written by an earlier release: name another "
+            "folder, or replace it with --force (force=True in Python)"
+        )
 
 
 def write_folder(out: Path, files: Mapping[str, bytes], manifest: bytes, previous: Files) -> None:
@@ -96,12 +110,8 @@ def _write_files(out: Path, files: Mapping[str, bytes]) -> None:
 def _remove_files(out: Path, files: Files) -> None:
     for name, file in files.items():
         path = out / name
-        try:
-            data = read_file(path)
-        except FileNotFoundError:
-            continue
-        if describe(data) == {part: file[part] for part in ("bytes", "sha256")}:
-            path.unlink()
+        if not changed_files([path], {file["sha256"]}):
+            path.unlink(missing_ok=True)
         else:
             message = f"{path} was changed after the earlier release wrote it, so it is kept"
             warnings.warn(message, FlashgenWarning, stacklevel=4)

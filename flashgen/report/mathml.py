@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from html import escape
 
 import sympy
@@ -75,11 +76,24 @@ def expression(node: sympy.Basic) -> str:
     return _drawn(node)[0]
 
 
-def conjuncts(node: sympy.Basic) -> list[sympy.Basic]:
-    """Returns the operands of a conjunction in order and without duplicates; each is shown on a line of its own."""
+def conjuncts(node: sympy.Basic) -> list[str]:
+    """Returns the operands of a conjunction as MathML, in order and without duplicates, to be shown line by line.
+
+    An operand that binds less tightly than a conjunction, such as a disjunction, has parentheses.
+    """
+    operands = list(dict.fromkeys(_operands(node)))
+    if len(operands) == 1:
+        return [expression(operands[0])]
+    return [_within(operand, _SIGNS[ops.And][1]) for operand in operands]
+
+
+def _operands(node: sympy.Basic) -> Iterator[sympy.Basic]:
+    """Yields the operands of nested conjunctions."""
     if not isinstance(node, ops.And):
-        return [node]
-    return list(dict.fromkeys(part for operand in node.args for part in conjuncts(operand)))
+        yield node
+        return
+    for operand in node.args:
+        yield from _operands(operand)
 
 
 def _drawn(node: sympy.Basic) -> tuple[str, float]:

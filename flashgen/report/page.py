@@ -56,6 +56,7 @@ def comparison(left: Report, right: Report, command: str) -> str:
         title=f"{left.request.spec.name} | {right.request.spec.name}",
         sides=[_context(left, "a"), _context(right, "b")],
         rows=differences(left.data, right.data),
+        comparable_cycles=comparable_cycles(left.data, right.data),
         command=command,
         data=_embedded([left.data, right.data]),
     )
@@ -185,16 +186,27 @@ def formulas(spec: AttentionSpec) -> list[str]:
     if spec.mask.name != "full()":
         first, *others = conjuncts(spec.mask.expression)
         where = row(call("M", name("b"), name("h"), name("q"), name("k")), sign("="))
-        shown.append(block(where, expression(first)))
-        shown += [block(sign("∧"), expression(each)) for each in others]
+        shown.append(block(where, first))
+        shown += [block(sign("∧"), each) for each in others]
     total = row(f"<munder>{sign('∑')}{name('k')}</munder>", weight, sub(name("V"), name("k")))
     shown.append(block(weight, sign("="), sub(call("softmax", name("S")), indices)))
     shown.append(block(sub(name("O"), name("q")), sign("="), total))
     return shown
 
 
+def comparable_cycles(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    """Returns whether the ratio of the cycles of two timelines is one of times in the model.
+
+    It is not for two targets, whose clocks and latencies differ, and the model knows neither; nor for two lengths.
+    """
+    return bool(left["target"] == right["target"] and left["checked"]["run"] == right["checked"]["run"])
+
+
 def differences(left: dict[str, Any], right: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the numbers of two reports in rows, with their ratio where both reports have the number."""
+    """Returns the numbers of two reports in rows, with their ratio where both reports have the number.
+
+    Cycles of the timeline's model are left out unless they are comparable (`comparable_cycles`).
+    """
     rows: list[dict[str, Any]] = []
 
     def add(what: str, a: Any, b: Any) -> None:
@@ -211,13 +223,16 @@ def differences(left: dict[str, Any], right: dict[str, Any]) -> list[dict[str, A
         if all(maps):
             add(f"{pass_}: share of tiles visited", *(map_["share"] for map_ in maps if map_))
             add(f"{pass_}: tiles masked by element", *(map_["partial"] for map_ in maps if map_))
+    comparable = comparable_cycles(left, right)
+    numbers = {what: value for what, value in _KERNEL_NUMBERS.items() if comparable or what != _CYCLES}
     for role in dict.fromkeys(kernel["role"] for side in (left, right) for kernel in side["kernels"]):
         found = [next((each for each in side["kernels"] if each["role"] == role), None) for side in (left, right)]
-        for what, value in _KERNEL_NUMBERS.items():
+        for what, value in numbers.items():
             add(f"{role}: {what}", *(value(each) if each else None for each in found))
     return rows
 
 
+_CYCLES = "cycles of the model"
 _KERNEL_NUMBERS: dict[str, Any] = {
     "plan": lambda each: ", ".join(f"{key} {value}" for key, value in (each["plan"] or {}).items()),
     "registers": lambda each: each["resources"] and each["resources"]["registers"],
@@ -226,6 +241,6 @@ _KERNEL_NUMBERS: dict[str, Any] = {
     "FLOPs": lambda each: each["flops"],
     "bytes of HBM": lambda each: each["hbm_bytes"],
     "instructions": lambda each: each["instructions"] and each["instructions"]["total"],
-    "cycles of the model": lambda each: each["timeline"] and round(each["timeline"]["cycles"]),
+    _CYCLES: lambda each: each["timeline"] and round(each["timeline"]["cycles"]),
     "lines": lambda each: each["lines"],
 }

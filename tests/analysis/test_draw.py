@@ -10,7 +10,7 @@ import pytest
 
 import flashgen as fg
 from flashgen.analysis.drawing.axes import ticks
-from flashgen.analysis.drawing.tile_maps import summary, to_svg, to_text
+from flashgen.analysis.drawing.tile_maps import summary, to_mask_svg, to_svg, to_text
 from flashgen.analysis.tile_classes import tile_map
 from flashgen.errors import ArgumentError
 
@@ -86,6 +86,18 @@ def test_images_have_bounded_size_for_any_lengths(lengths: tuple[int, int]) -> N
 def test_a_small_svg_has_a_line_instead_of_a_legend() -> None:
     texts = [text.text for text in ElementTree.fromstring(to_svg(CAUSAL, "small", 200)).iter(f"{SVG}text")]
     assert texts[0] == "small" and texts[-1] == "62.5% of the work"
+
+
+def test_an_image_of_a_mask_shows_every_kept_score() -> None:
+    """Also in a map with more scores than cells, where a cell is drawn as kept if the mask keeps any of its scores."""
+    first_key = fg.trace_mask(lambda b, h, q, k: k == 0).expression
+    for length, drawn in ((64, 64), (1000, 4 * 1000)):
+        root = ElementTree.fromstring(to_mask_svg(tile_map(first_key, (1, 1), length, length), "first"))
+        (path,) = [path for path in root.iter(f"{SVG}path") if "fill" in path.attrib]
+        assert area(path.attrib["d"]) == drawn
+        texts = [text.text for text in root.iter(f"{SVG}text")]
+        assert {f"kept {1 / length:.1%}", f"{length} queries (down) × {length} keys (right)", "query ↓"} <= {*texts}
+    ElementTree.fromstring(to_mask_svg(tile_map(first_key, (1, 1), 0, 0)))
 
 
 def test_axes_have_ticks_at_multiples_of_powers_of_two() -> None:

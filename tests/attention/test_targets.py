@@ -115,6 +115,36 @@ def test_an_unsupported_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         attention.compile(SPEC)
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("h100", "the target of H100 GPUs is sm_90a"),
+        ("NVIDIA H200", "the target of H200 GPUs is sm_90a"),
+        ("gh200", "the target of H200 GPUs is sm_90a"),
+        ("a100-80gb", "the target of A100 GPUs is sm_80"),
+        ("a10g", "the target of A10 GPUs is sm_86"),
+        ("rtx4090", "the target of RTX 4090 GPUs is sm_89"),
+        ("GeForce RTX 3090 Ti", "the target of RTX 3090 GPUs is sm_86"),
+        ("l40s", "the target of L40S GPUs is sm_89"),
+        ("b200", "the target of B200 GPUs is sm_100"),
+        ("5090", "the target of RTX 5090 GPUs is sm_120"),
+        ("hopper", "the target of Hopper GPUs is sm_90a"),
+        ("sm90", "did you mean sm_90 or sm_90a?"),
+        ("sm_100a", "did you mean sm_100?"),
+    ],
+)
+def test_the_name_of_a_gpu_leads_to_its_target(name: str, hint: str) -> None:
+    with pytest.raises(UnsupportedError) as refused:
+        attention.compile(SPEC, target=name)
+    assert str(refused.value).endswith(f"sm_121; {hint}")
+
+
+@pytest.mark.parametrize("name", ["v100", "sm_91", "a1000", "h1000", "", "cuda"])
+def test_other_names_get_no_hint(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"sm_121$"):
+        attention.compile(SPEC, target=name)
+
+
 def test_targets_that_run_on_each_gpu() -> None:
     there = {(8, 0): ["sm_80"], (8, 9): ["sm_80", "sm_86", "sm_87", "sm_89"], (9, 0): ["sm_90", "sm_90a"]}
     there |= {(9, 1): ["sm_90"], (12, 1): ["sm_120", "sm_121"]}

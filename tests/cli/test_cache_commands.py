@@ -88,7 +88,7 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
         (disk / "out.npz").write_bytes(b"before")
         root = Path(flashgen.__file__).parents[1]
         environment = os.environ | {"PYTHONPATH": str(root), "FLASHGEN_CACHE_DIR": str(disk / "cache")}
-        command = [sys.executable, "-m", "flashgen", "run", "full()", "-i", str(EXAMPLE), "--emulate", "-o"]
+        command = [sys.executable, "-m", "flashgen", "run", "full()", "-i", str(EXAMPLE), "--emulate", "--force", "-o"]
         done = subprocess.run([*command, str(disk / "out.npz")], env=environment, capture_output=True, text=True)
         assert done.returncode == 2 and "Traceback" not in done.stderr
         assert "No space left on device" in done.stderr and "builds in memory" in done.stderr

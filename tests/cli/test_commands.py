@@ -24,6 +24,7 @@ from flashgen.cli.app import app
 from flashgen.cli.arrays import load_arrays, save_arrays
 from flashgen.cli.machine import Gpu, gpus
 from flashgen.errors import SpecError
+from flashgen.report import demo_page
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "minilm_qkv.npz"
 COMMANDS = ("demo", "run", "show", "verify", "bench", "doctor")
@@ -137,7 +138,7 @@ def test_show_writes_into_a_folder_or_reports_why_not(tmp_path: Path) -> None:
     arguments = ("show", "causal()", "--target", "sm_80", "--output")
     assert "must be a folder" in invoke(*arguments, tmp_path / "causal.cu", expect=2).stderr
     (tmp_path / "file").write_text("mine")
-    assert "cannot be written: " in invoke(*arguments, tmp_path / "file", expect=2).stderr
+    assert "is a file: give a folder" in invoke(*arguments, tmp_path / "file", expect=2).stderr
     assert (tmp_path / "file").read_text() == "mine"
     refused = invoke("show", "causal()", "--what", "spec", "--output", tmp_path / "out", expect=2)
     assert "--what spec only prints" in refused.stderr
@@ -477,29 +478,37 @@ def test_demo(tmp_path: Path) -> None:
     linked = re.findall(r'href="([^"#:]+)"', index)
     assert len(linked) >= 18 and all((tmp_path / path).is_file() for path in linked)
     assert index.count("<svg") == 12 and "http://" not in index.replace("http://www.w3.org/2000/svg", "")
+    assert index.count("viewBox=") == index.count(">query ↓<") == index.count(">key →<") == 12
+    for colour, name, meaning in demo_page.LEGEND:
+        assert re.search(rf"background: {colour}.*{name}</th><td>{meaning}</td>", index)
     for variant in summary["variants"]:
         assert f"{100 * variant['share_of_tiles_visited']:.1f}% of the work" in index
+        assert f">kept {100 * variant['share_of_scores_kept']:.1f}%<" in index
+        skipped = 1 - variant["bytes"] / variant["bytes_without_skipping"]
+        assert f"skipping saves {skipped:.0%} of 5.4 MB; standard attention 36.8 MB" in index
+    rows, tokens, heads = 4 * 1056, 1056, 4  # standard attention: algorithm 0 of FlashAttention, in float16
+    assert summary["variants"][0]["bytes_of_standard_attention"] == 2 * (4 * rows * 32 + 4 * heads * tokens**2)
+    shares = [variant["share_of_tiles_visited"] for variant in summary["variants"]]
+    assert shares[0] == 1 and shares[1] < 0.6 and all(shares[number] < 0.25 for number in (2, 4, 5))
 
 
 def test_demo_shows_tile_maps_and_attention_weights(tmp_path: Path) -> None:
     shown = invoke("demo", "--output", tmp_path, "--emulate").stdout
     summary = json.loads((tmp_path / "summary.json").read_text())
-    told = re.findall(r"^ +tiles +(\S+)% visited: 176 × 176 scores in tiles of (\d+) × (\d+)$", shown, re.MULTILINE)
+    told = re.findall(r"^ +tiles +(\S+)% visited: 1056 × 1056 scores in tiles of (\d+) × (\d+)$", shown, re.MULTILINE)
     assert told == [
         (f"{100 * ran['share_of_tiles_visited']:.1f}", *map(str, ran["tile"])) for ran in summary["variants"]
     ]
-    assert "1024" not in shown and all(ran["tokens"] == 176 for ran in summary["variants"])
-    causal = shown.split("2. causal()\n")[1].splitlines()[:12]  # 176 tokens in blocks of 16
-    assert [line[7:] for line in causal[:11]] == [("██" * row + "▒▒").ljust(22, "·") for row in range(11)]
-    assert [line[:7].strip() for line in causal[:11:4]] == ["0", "64", "128"] and causal[11].split() == [
-        "0",
-        "64",
-        "128",
-        "key",
-    ]
+    assert "blue: all kept, no mask code, orange: masked by element" in shown
+    assert all(len(line) <= 80 for line in shown.splitlines() if "kernel.cu" not in line)
+    assert all(ran["tokens"] == 1056 for ran in summary["variants"])
+    axis, *causal = shown.split("2. causal()\n")[1].splitlines()[:19]  # 1056 tokens in blocks of 64
+    assert axis.strip() == "query ↓" and causal[17].split() == ["0", "256", "512", "768", "1024", "key", "→"]
+    assert [line[7:] for line in causal[:17]] == [("██" * row + "▒▒").ljust(34, "·") for row in range(17)]
+    assert [line[:7].strip() for line in causal[:17:4]] == ["0", "256", "512", "768", "1024"]
     kept = re.findall(r"^ +mask +keeps (\S+)% of the scores$", shown, re.MULTILINE)
     assert kept == [f"{100 * ran['share_of_scores_kept']:.1f}" for ran in summary["variants"]]
-    assert summary["variants"][1]["share_of_scores_kept"] == 177 / (2 * 176)  # causal
+    assert summary["variants"][1]["share_of_scores_kept"] == 1057 / (2 * 1056)  # causal
     assert "causal() & sliding_window(100)" in shown and "█" in shown and "FAILED" not in shown
     assert re.search(r'Attention weights of "rabbit" within its sentence.*\n( +head +\d+: .*\n){3}', shown)
 
@@ -509,6 +518,24 @@ def test_doctor() -> None:
     assert findings["python", "numpy"]["ok"] and findings["emulator", "plain"]["ok"]
     assert all(row["ok"] or row["remedy"] for row in findings.values())
     assert "emulator\tplain\tworks" in invoke("doctor").stdout
+
+
+def test_doctor_lists_each_remedy_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [doctor.Finding("python", "numpy", "2.0", "install it")]
+    found += [doctor.Finding("cuda", name, None, "pip install '.[cuda13]'") for name in ("CuPy", "NVRTC")]
+    found += [
+        doctor.Finding("cuda", "driver", None, "a driver"),
+        doctor.Finding("target", "sm_80", None, found[1].remedy),
+    ]
+    monkeypatch.setattr(doctor, "examine", lambda: iter(found))
+    rows, missing = invoke("doctor").stdout.split("\n\n")
+    assert rows.splitlines()[1:3] == ["python\tnumpy\t2.0", "cuda\tCuPy\tno"]
+    assert missing.splitlines()[1:] == ["CuPy, NVRTC, sm_80\tpip install '.[cuda13]'", "driver\ta driver"]
+    assert [row["remedy"] for row in json.loads(invoke("doctor", "--json").stdout)] == [
+        "",
+        *[found[1].remedy] * 2,
+        *["a driver", found[1].remedy],
+    ]
 
 
 @needs_nvrtc

@@ -15,7 +15,9 @@ from flashgen.errors import ArgumentError
 def test_an_image(tmp_path: Path, full_disk: None) -> None:
     path = tmp_path / "tiles.svg"
     path.write_text("before")
-    result = CliRunner().invoke(app, ["show", "causal()", "--target", "sm_80", "--what", "tiles", "-o", str(path)])
+    result = CliRunner().invoke(
+        app, ["show", "causal()", "--target", "sm_80", "--what", "tiles", "-o", str(path), "--force"]
+    )
     assert result.exit_code == 2
     assert f"error: --output {path} cannot be written: No space left" in result.stderr
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]

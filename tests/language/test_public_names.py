@@ -18,8 +18,21 @@ def test_names_of_the_language_are_reexported():
         assert getattr(flashgen, name) is getattr(flashgen.language, name)
     assert flashgen.__version__ == "0.1.0"
     assert flashgen.errors.SpecError is not None
-    assert set(flashgen.__all__) <= set(dir(flashgen))
     assert flashgen.__all__ == sorted(flashgen.__all__)
+
+
+def test_dir_has_public_names_only():
+    """Also after submodules, which Python makes attributes of the package, were imported and names were used."""
+    code = """
+import flashgen
+before = dir(flashgen)
+import flashgen.build.cache, flashgen.cli, flashgen.language, flashgen.report
+flashgen.causal, flashgen.compile, flashgen.__all__
+assert dir(flashgen) == before == sorted([*flashgen.__all__, "__version__"]), dir(flashgen)
+import flashgen.release
+assert set(dir(flashgen)) - set(before) == {"release"}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
 
 
 def literal_names(module):

@@ -30,10 +30,10 @@ TWO = "[[kernels]]\nmask = ['causal()', 'full()']\nhead_dim = 64\ntarget = 'sm_8
 ONE = "[[kernels]]\nmask = 'causal()'\nhead_dim = 64\ntarget = 'sm_80'\n"
 
 
-def build(folder: Path, text: str) -> Any:
+def build(folder: Path, text: str, force: bool = False) -> Any:
     request = folder / "release.toml"
     request.write_text(text)
-    return release.build(request, folder / "out", sources_only=True)
+    return release.build(request, folder / "out", sources_only=True, force=force)
 
 
 def edit(out: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -90,6 +90,24 @@ def test_an_edited_kernel_is_kept_and_reported(tmp_path: Path) -> None:
         build(tmp_path, ONE)
     assert edited.read_text() == "my own kernel"
     assert [finding.path for finding in release.check(tmp_path / "out")] == [edited.name]
+
+
+@pytest.mark.parametrize("edited", [True, False], ids=["edited", "of other origin"])
+def test_an_edited_kernel_is_replaced_only_on_request(tmp_path: Path, edited: bool) -> None:
+    (kernel,) = build(tmp_path, ONE)["kernels"]
+    path = tmp_path / "out" / f"{kernel['name']}.cu"
+    if not edited:
+        path.rename(path.with_suffix(".kept"))
+        build(tmp_path, TWO.replace("'causal()', ", ""))  # a release without this kernel
+    path.write_text("my own kernel")
+    before = content(tmp_path / "out")
+    with pytest.raises(BuildError, match=rf"{path.name} would be replaced, and was edited .*--force"):
+        build(tmp_path, TWO)
+    result = CliRunner().invoke(app, ["release", "build", str(tmp_path / "release.toml"), "--out", str(path.parent)])
+    assert result.exit_code == 2 and "--force" in result.stderr
+    assert content(tmp_path / "out") == before
+    build(tmp_path, TWO, force=True)
+    assert path.read_text() != "my own kernel"
 
 
 MALFORMED: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -172,9 +190,9 @@ def test_a_full_disk_keeps_the_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     with monkeypatch.context() as disk:
         disk.setattr(os, "fsync", full_after_one)
         with pytest.raises(BuildError, match=r"out=.* cannot be written \(No space left on device"):
-            build(tmp_path, TWO)
+            build(tmp_path, TWO, force=True)
     assert (content(out) if there else out.exists()) == (before if there else False)
-    build(tmp_path, TWO)
+    build(tmp_path, TWO, force=True)
     assert release.check(out) == []
 
 

@@ -28,7 +28,7 @@ from flashgen.report import machine_code, measured
 from flashgen.report.elements import mixed_elements
 from flashgen.report.mathml import block, expression
 from flashgen.report.occupancy import occupancy
-from flashgen.report.page import si, thousands
+from flashgen.report.page import formulas, si, thousands
 from flashgen.report.roofline import point
 from flashgen.report.stages import definitions, steps_of
 
@@ -161,6 +161,25 @@ def test_two_side_by_side(tmp_path: Path) -> None:
     assert ">target<" in path.read_text(encoding="utf-8")
 
 
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("second", "compared"),
+    [
+        ('"causal() & sliding_window(64)"', True),
+        ('"causal()" --other-target sm_86', False),
+        ('"causal()" --other-plan tile_k=32', False),  # its run is shorter
+    ],
+)
+def test_cycles_are_not_presented_as_time_across_targets(tmp_path: Path, second: str, compared: bool) -> None:
+    path = tmp_path / "both.html"
+    words = f'report --compare "causal()" {second} --pass forward --target sm_80 --no-measure'
+    invoke(f"{words} --output {path}")
+    text = path.read_text(encoding="utf-8")
+    table = text[text.index("What differs") : text.index("The variant")]
+    assert (">forward: cycles of the model<" in table) is compared
+    assert ("Cycles of the timelines are not compared" in table) is not compared
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -175,7 +194,7 @@ def test_two_side_by_side(tmp_path: Path) -> None:
         ('report "causal()" --plan stages=40 --target sm_80 --json', "stages=40 must be 1 or 2"),
         ('report "causal()" --heads 3 --heads-kv 2 --json', "heads_q=3 must be a multiple of heads_kv=2"),
         ('report "causal()" --target sm_12 --json', "not supported"),
-        ('show "causal()" --what timeline --output x.png --target sm_80', "written to a .svg file"),
+        ('show "causal()" --what timeline --output x.png --target sm_80', "pictures are written as SVG"),
     ],
 )
 def test_refusals(words: str, said: str) -> None:
@@ -301,6 +320,20 @@ def test_formulas_of_masks_and_scores_are_well_formed() -> None:
         assert root.tag == "math" and "".join(root.itertext())
     text = "".join(ElementTree.fromstring(block(expression(fg.causal().expression))).itertext())
     assert text == "k≤q+(Nk−Nq)"
+
+
+def test_formulas_keep_their_parentheses() -> None:
+    near = fg.causal() & (lambda b, h, q, k: (abs(q - k) <= 128) | (k < 4))
+    assert shown_mask(near) == ["M(b,h,q,k)=k≤q+(Nk−Nq)", "∧(|q−k|≤128∨k<4)"]
+    first = fg.full() & (lambda b, h, q, k: (k < 4) | (q < k)) & (lambda b, h, q, k: (k > 1) & (q != 0))
+    assert shown_mask(first) == ["M(b,h,q,k)=(k<4∨q<k)", "∧k>1", "∧q≠0"]
+    assert shown_mask(lambda b, h, q, k: (k < 4) | (q < k)) == ["M(b,h,q,k)=k<4∨q<k"]
+
+
+def shown_mask(mask: Any) -> list[str]:
+    """Returns the lines of a mask's formula as text."""
+    texts = ["".join(ElementTree.fromstring(line).itertext()) for line in formulas(fg.AttentionSpec(64, mask=mask))]
+    return texts[1:-2]
 
 
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90a"])

@@ -50,6 +50,27 @@ def to_svg(drawn: Drawable, title: str = "", width: int = 480, batch: int = 0, h
     return _picture(drawn, title, batch, head).to_svg(width)
 
 
+def to_mask_svg(elements: TileMap, title: str = "", width: int = 480) -> str:
+    """Returns an SVG image like `to_svg` of the mask of the first batch and head, from its map in tiles of 1 × 1.
+
+    In a long map a cell stands for several scores, and is drawn as kept if the mask keeps any of them.
+    """
+    classes = elements.of(0, 0)
+    group = max(1, -(-max(classes.shape, default=1) // _MAX_CELLS))
+    kept = _reduced(np.maximum, (classes != EMPTY).astype(np.int8), group) if classes.size else classes
+    share = _visited(classes)
+    picture = Picture(
+        cells=kept,
+        cell=(group, group),
+        extent=(elements.len_q, elements.len_k),
+        kinds={1: Kind("kept", _COLOURS[FULL], share), 0: Kind("masked", GROUND, 1 - share)},
+        title=title,
+        summary=f"{elements.len_q} queries (down) × {elements.len_k} keys (right)",
+        short=f"{share:.1%} kept",
+    )
+    return picture.to_svg(width)
+
+
 def to_bare_svg(tiles: TileMap, batch: int = 0, head: int = 0) -> str:
     """Returns SVG text of the tiles of one batch and head alone, for a page that draws its own axes and legend."""
     return _picture(tiles, "", batch, head).to_bare_svg()
@@ -84,13 +105,14 @@ def _grouped(classes: Any, group: int) -> Any:
     """Merges group × group tiles into a cell: their common class, or PARTIAL if the classes differ."""
     if group == 1 or not classes.size:
         return classes
-    starts = [np.arange(0, size, group) for size in classes.shape]
-
-    def over(reduce: np.ufunc) -> Any:
-        return reduce.reduceat(reduce.reduceat(classes, starts[0], axis=0), starts[1], axis=1)
-
-    lowest, highest = over(np.minimum), over(np.maximum)
+    lowest, highest = _reduced(np.minimum, classes, group), _reduced(np.maximum, classes, group)
     return np.where(lowest == highest, lowest, PARTIAL)
+
+
+def _reduced(reduce: np.ufunc, cells: Any, group: int) -> Any:
+    """Reduces each group × group cells to one."""
+    rows, columns = (np.arange(0, size, group) for size in cells.shape)
+    return reduce.reduceat(reduce.reduceat(cells, rows, axis=0), columns, axis=1)
 
 
 def _shares(classes: Any) -> dict[int, float]:
