@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flashgen.dtypes import CACHED, DTYPES, ELEMENTS, RESULTS, DType, dtype_name
-from flashgen.errors import SpecError
+from flashgen.errors import SEE_LIMITS, SpecError
 from flashgen.language import well_formed
 from flashgen.language.batch_layout import BATCH_LAYOUTS, PAGES, BatchLayout
 from flashgen.language.bound import Bound, merge_bound
@@ -329,7 +329,7 @@ def _dimension(value: Any, argument: str) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise SpecError(f"{argument}={value!r} must be an integer, a multiple of 8 from 8 to {MAX_DIM}")
     if not 1 <= value <= MAX_DIM:
-        raise SpecError(f"{argument}={value} must be from 8 to {MAX_DIM}")
+        raise SpecError(f"{argument}={value} must be from 8 to {MAX_DIM} {SEE_LIMITS}")
     if value % 8:
         raise SpecError(f"{argument}={value} must be a multiple of 8: {_padding_advice(int(value), argument)}")
     return int(value)
@@ -383,11 +383,11 @@ def _check_cache(values: dict[str, Any]) -> None:
     if values["kv_dtype"] and not (values["page_size"] or layout.supports("contiguous 8-bit keys")):
         raise SpecError(
             f"kv_dtype={values['kv_dtype']!r} is not supported for layout={layout.name!r} without pages: declare "
-            "page_size=..."
+            f"page_size=... {SEE_LIMITS}"
         )
     for name in ("head_dim", "value_dim"):
         if values["kv_dtype"] and values[name] % CACHED_DIM:
-            raise SpecError(f"{name}={values[name]} must be a multiple of {CACHED_DIM} with a kv_dtype")
+            raise SpecError(f"{name}={values[name]} must be a multiple of {CACHED_DIM} with a kv_dtype {SEE_LIMITS}")
 
 
 def _result_dtype(value: Any, dtype: str, argument: str) -> str | None:
@@ -411,7 +411,8 @@ def _shard_modifiers(values: dict[str, Any]) -> dict[str, Any]:
     """
     if option := without_shards(values["layout"], values["page_size"]):
         raise SpecError(
-            f"sharded=True is not supported with {option}={values[option]!r}, whose lengths only the device knows"
+            f"sharded=True is not supported with {option}={values[option]!r}, whose lengths only the device knows "
+            f"{SEE_LIMITS}"
         )
     score = values["score"]
     return {"mask": shard_mask(values["mask"]), "score": shard_score(score) if score else None}
