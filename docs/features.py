@@ -216,13 +216,13 @@ def with_tables(text: str) -> str:
 
     The table of frameworks stays as it is if torch or JAX is not installed.
     """
-    text = _between(text, BEGIN, END, tables)
+    text = between(text, BEGIN, END, tables)
     if importlib.util.find_spec("torch") and importlib.util.find_spec("jax"):
-        text = _between(text, FRAMEWORKS_BEGIN, FRAMEWORKS_END, frameworks_table)
+        text = between(text, FRAMEWORKS_BEGIN, FRAMEWORKS_END, frameworks_table)
     return text
 
 
-def _between(text: str, begin: str, end: str, table: Callable[[], str]) -> str:
+def between(text: str, begin: str, end: str, table: Callable[[], str]) -> str:
     if begin not in text:
         return text
     before, _, rest = text.partition(begin)

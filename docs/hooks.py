@@ -1,4 +1,4 @@
-"""MkDocs hooks that convert formulas to MathML, and links to files outside docs/ to their paths.
+"""MkDocs hooks that convert formulas to MathML, and add files outside of docs/ to the site.
 
 No script has to draw formulas, and a built site loads nothing from other hosts.
 """
@@ -7,20 +7,35 @@ from __future__ import annotations
 
 import re
 from html import unescape
+from pathlib import Path
 from typing import Any
 
 from latex2mathml.converter import convert
+from mkdocs.structure.files import File, Files
 
+ROOT = Path(__file__).parents[1]
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 _LINES = re.compile(r'^(```\w+ title="[^":]+): /.*"$', re.MULTILINE)
+_KERNEL = re.compile(r"\]\(\.\./(generated/[^)/]+\.cu)\)")
+_CHANGELOG = re.compile(r"\]\(\.\./CHANGELOG\.md\)")
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)]+)\)")
 
 
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the kernels of generated/ and the changelog, with links that start in docs/."""
+    for kernel in sorted((ROOT / "generated").glob("*.cu")):
+        files.append(File.generated(config, f"generated/{kernel.name}", abs_src_path=str(kernel)))
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    files.append(File.generated(config, "changelog.md", content=text.replace("](docs/", "](")))
+    return files
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replaces links that lead out of docs/ by the paths of their files.
+    """Replaces links that lead out of docs/ by links to what `on_files` added, or else by the paths of their files.
 
     The title of an excerpt that docs/refresh.py finds by its first and last line is reduced to the name of the file.
     """
+    markdown = _CHANGELOG.sub("](changelog.md)", _KERNEL.sub(r"](\1)", markdown))
     return _LINES.sub(r'\1"', _OUTSIDE.sub(r"`\2`", markdown))
 
 
