@@ -6,6 +6,7 @@ No script has to draw formulas, and a built site loads nothing from other hosts.
 from __future__ import annotations
 
 import re
+import runpy
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,19 @@ ROOT = Path(__file__).parents[1]
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 _LINES = re.compile(r'^(```\w+ title="[^":]+): /.*"$', re.MULTILINE)
 _KERNEL = re.compile(r"\]\(\.\./(generated/[^)/]+\.cu)\)")
-_CHANGELOG = re.compile(r"\]\(\.\./CHANGELOG\.md\)")
+_PAGES = {"../CHANGELOG.md": "changelog.md", "../examples/first_kernel.ipynb": "notebook.md"}
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)]+)\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the kernels of generated/ and the changelog, with links that start in docs/."""
+    """Adds the kernels of generated/, the changelog, whose links start in docs/, and the notebook."""
     for kernel in sorted((ROOT / "generated").glob("*.cu")):
         files.append(File.generated(config, f"generated/{kernel.name}", abs_src_path=str(kernel)))
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     files.append(File.generated(config, "changelog.md", content=text.replace("](docs/", "](")))
+    notebook = runpy.run_path(str(ROOT / "docs" / "notebook.py"))
+    page = notebook["as_markdown"](notebook["NOTEBOOK"].read_text(encoding="utf-8"))
+    files.append(File.generated(config, "notebook.md", content=page))
     return files
 
 
@@ -35,7 +39,9 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
     The title of an excerpt that docs/refresh.py finds by its first and last line is reduced to the name of the file.
     """
-    markdown = _CHANGELOG.sub("](changelog.md)", _KERNEL.sub(r"](\1)", markdown))
+    markdown = _KERNEL.sub(r"](\1)", markdown)
+    for outside, page in _PAGES.items():
+        markdown = markdown.replace(f"]({outside})", f"]({page})")
     return _LINES.sub(r'\1"', _OUTSIDE.sub(r"`\2`", markdown))
 
 
