@@ -33,7 +33,11 @@ class Gradients(tuple[Any, ...]):
 
     @classmethod
     def of(cls, arrays: Mapping[str, Any]) -> Gradients:
-        """Creates one from arrays by name: dq, dk, dv and the gradients of captures."""
+        """Creates one from arrays by name: dq, dk, dv and the gradients of captures.
+
+        Args:
+            arrays: the arrays.
+        """
         captures = {name: array for name, array in arrays.items() if name not in ROWS} if len(arrays) > 3 else None
         return cls(arrays["dq"], arrays["dk"], arrays["dv"], captures)
 

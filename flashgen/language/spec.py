@@ -202,7 +202,11 @@ class AttentionSpec:
         return DTYPES[self.kv_dtype or self.dtype]
 
     def element_of(self, name: str) -> DType:
-        """Returns the element type of an array by name: q, k, v, o, d_o, dq, dk or dv."""
+        """Returns the element type of an array by name: q, k, v, o, d_o, dq, dk or dv.
+
+        Args:
+            name: the array.
+        """
         own = {"k": self.kv_element, "v": self.kv_element, "o": self.out_element}
         return own.get(name, self.grad_element if name in ("dq", "dk", "dv") else self.element)
 
@@ -224,7 +228,11 @@ class AttentionSpec:
         return f"{name}={self.max_dim}"
 
     def array_layout(self, name: str) -> BatchLayout:
-        """Returns the layout of q, k, v or the output; K and V may be in pages."""
+        """Returns the layout of q, k, v or the output; K and V may be in pages.
+
+        Args:
+            name: "q", "k", "v" or "o".
+        """
         return PAGES if self.page_size and name in ("k", "v") else self.batch_layout
 
     def shard(self) -> AttentionSpec:
@@ -284,6 +292,9 @@ class AttentionSpec:
 
         JSON written by hand may omit fields, and may give a mask or score as an expression such as
         "causal() & sliding_window(1024)".
+
+        Args:
+            text: the JSON.
 
         Raises:
             SpecError: The text does not describe a spec.

@@ -11,7 +11,14 @@ from flashgen.reference.inputs import Array, Problem, floats, heads_first
 
 
 class Gradients(NamedTuple):
-    """Gradients in float64: dq, dk and dv in the spec's layout, and one for each capture declared with grad=True."""
+    """Gradients in float64: dq, dk and dv in the spec's layout, and one for each capture declared with grad=True.
+
+    Attributes:
+        dq: the gradient of q.
+        dk: the gradient of k.
+        dv: the gradient of v.
+        captures: the gradients of captures, by name.
+    """
 
     dq: Array
     dk: Array
