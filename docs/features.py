@@ -102,10 +102,10 @@ def tables() -> str:
     )
     refused = ", ".join(layout for layout in layouts if layout not in with_backward)
     types = _table(
-        ["element type", *TARGETS],
+        ["target", *ELEMENTS],
         (
-            [dtype, *(_cell({name: _accepts("dense", "", dtype, name, backward=False)}) for name in TARGETS)]
-            for dtype in ELEMENTS
+            [name, *(_cell({name: _accepts("dense", "", dtype, name, backward=False)}) for dtype in ELEMENTS)]
+            for name in TARGETS
         ),
     )
     return f"{forward}\n\n{backward}\n\nThe backward refuses: {refused}.\n\n{types}\n\n{options_table()}"
