@@ -561,7 +561,7 @@ class Attention:
             UnsupportedError: the target cannot run the backward of the spec.
             LaunchError: a kernel could not be launched, or the emulator found a fault.
         """
-        if not self.spec.has_backward:
+        if self.spec.of_cache:
             self.build_backward()  # raises UnsupportedError
         varlen, bounds, captured = split_varlen_arguments(self.spec, captures, q, k)
         inputs = {"q": q, "k": k, "v": v, "o": out, "d_o": d_out, "lse": lse, **varlen}

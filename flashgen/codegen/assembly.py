@@ -17,7 +17,7 @@ from flashgen.codegen.expressions.derivative_text import ScoreGradient
 from flashgen.codegen.expressions.printer import statements
 from flashgen.codegen.shared_memory import SharedMemoryLayout
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import padded, padded_value
+from flashgen.codegen.tiling import padded_head, padded_value
 from flashgen.codegen.variant import Variant
 from flashgen.dtypes import DTYPES
 from flashgen.errors import UnsupportedError
@@ -93,7 +93,7 @@ def common_context(
         "struct": struct,
         "types": types.strip(),
         "variant": declared.strip(),
-        "head_padded": padded(spec.head_dim),
+        "head_padded": padded_head(spec),
         "value_padded": padded_value(spec),
         "scale_log2": spec.scale * LOG2_E,
         "most_reference": min(_MAX_OFFSET / (LOG2_E if spec.score else spec.scale * LOG2_E), FLOAT32_MAX),

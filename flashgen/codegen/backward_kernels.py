@@ -38,6 +38,7 @@ from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace, entry_na
 from flashgen.codegen.shared_memory import NO_SHARED_MEMORY, SharedMemoryLayout
 from flashgen.codegen.sizes import Grid, Sizes
 from flashgen.codegen.targets import Target
+from flashgen.codegen.tiling import WARP
 from flashgen.codegen.variant import Variant, variant_of
 from flashgen.language.spec import AttentionSpec
 from flashgen.language.well_formed import FLOAT32_MAX
@@ -190,11 +191,13 @@ def preprocess(
     fields += [Field("const float*", "d_lse", comment="gradient of the LSE, or null")]
     fields += [Field("float*", "statistics"), *dq.fields()]
     layout = ordered([*fields, *strides("o", "d_o"), *batch_of(spec).fields("len_q", ROWS, keys=False)])
-    lanes = max(1 << (spec.value_dim // 8 - 1).bit_length(), _PREPROCESS_THREADS // PREPROCESS_ROWS)
+    chunks = -(-spec.value_dim // 8)
+    lanes = min(max(1 << (chunks - 1).bit_length(), _PREPROCESS_THREADS // PREPROCESS_ROWS), WARP)
     context: dict[str, Any] = {
         "threads": _PREPROCESS_THREADS,
         "rows": PREPROCESS_ROWS,
         "lanes": lanes,
+        "chunks": -(-chunks // lanes),
         "deterministic": deterministic,
         "dq_apart": dq.apart or dq.first_stores,
         "zeroes_accum": not (dq.apart or dq.first_stores),

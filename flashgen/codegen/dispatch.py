@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flashgen.codegen.families import backward_family, forward_family, targets_of
-from flashgen.codegen.family import PlanKind
+from flashgen.codegen.family import BackwardFamily, ForwardFamily, PlanKind
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes
 from flashgen.codegen.targets import TARGETS, Target
 from flashgen.codegen.workload import Workload
 from flashgen.errors import PlanError, UnsupportedError
-from flashgen.language.spec import MAX_BACKWARD_DIM, AttentionSpec
+from flashgen.language.spec import AttentionSpec
 
 _PLAN_KINDS: dict[type[Plan], PlanKind] = {
     plan: kind for family in map(forward_family, TARGETS.values()) for plan, kind in family.plan_kinds.items()
@@ -22,18 +22,20 @@ _PLAN_KINDS: dict[type[Plan], PlanKind] = {
 
 def default_plan(spec: AttentionSpec, target: Target) -> Plan:
     """Returns the plan of the spec's forward kernel when none is given. UnsupportedError if the target has none."""
-    _check_dims(spec, target)
+    _check_dims(spec, target, forward_family, "forward")
     return forward_family(target).default_plan(spec, target)
 
 
-def _check_dims(spec: AttentionSpec, target: Target) -> None:
-    """Raises UnsupportedError if the forward kernels of the target have fewer columns than the spec."""
-    max_dim = forward_family(target).max_dim
+def _check_dims(
+    spec: AttentionSpec, target: Target, family_of: Callable[[Target], ForwardFamily | BackwardFamily], kernels: str
+) -> None:
+    """Raises UnsupportedError if the kernels of the target's family have fewer columns than the spec."""
+    max_dim = family_of(target).max_dim
     if spec.max_dim > max_dim:
-        others = [each for each in TARGETS.values() if forward_family(each).max_dim >= spec.max_dim]
+        others = [each for each in TARGETS.values() if family_of(each).max_dim >= spec.max_dim]
         same = next((each for each in others if each.compute_capability == target.compute_capability), others[0])
         raise UnsupportedError(
-            f"{spec.widest}: forward kernels of {target.name} have up to {max_dim} columns; take target={same.name!r}"
+            f"{spec.widest}: {kernels} kernels of {target.name} have up to {max_dim} columns; take target={same.name!r}"
         )
 
 
@@ -118,7 +120,7 @@ def render_forward_kernels(spec: AttentionSpec, target: Target, plan: Plan | Non
     Raises UnsupportedError if the target or the plan cannot run the spec.
     """
     family = forward_family(target)
-    _check_dims(spec, target)
+    _check_dims(spec, target, forward_family, "forward")
     if spec.of_cache:
         plan = plan or default_plan(spec, target)
         if type(plan) not in family.plan_classes(spec):
@@ -144,8 +146,7 @@ def render_backward_kernels(
     family = backward_family(target)
     if spec.of_cache:
         raise UnsupportedError(f"{_cache(spec)}: there is no backward of it; gather k and v, in {spec.dtype}")
-    if spec.max_dim > MAX_BACKWARD_DIM:
-        raise UnsupportedError(f"{spec.widest}: there is no backward of more than {MAX_BACKWARD_DIM} columns")
+    _check_dims(spec, target, backward_family, "backward")
     if plan is not None and type(plan) not in family.plans:
         takers = [other for other in TARGETS.values() if type(plan) in backward_family(other).plans]
         raise _wrong_class("backward_plan", plan, target, family.plans, takers)

@@ -151,10 +151,12 @@ class BackwardFamily(ABC):
 
     Attributes:
         plans: The classes of plans of its main kernel.
+        max_dim: The maximum of head_dim and value_dim.
         head_split: None if query heads that share a KV head always share thread blocks.
     """
 
     plans: tuple[type[Any], ...]
+    max_dim: ClassVar[int]
     head_split: HeadSplit | None = None
 
     @abstractmethod

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, ClassVar, Protocol
 
 from flashgen.codegen.shared_memory import SharedMemoryLayout
 from flashgen.codegen.targets import Target
-from flashgen.errors import PlanError
+from flashgen.errors import PlanError, UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
 
@@ -38,6 +39,24 @@ def shared_memory_problem(taken: int, target: Target, remedy: str) -> str | None
         return None
     return (
         f"it takes {taken} bytes of shared memory and a block of {target.name} has {target.shared_per_block}: {remedy}"
+    )
+
+
+def too_wide(
+    kernel: str, spec: AttentionSpec, target: Target, fits: Callable[[AttentionSpec], bool]
+) -> UnsupportedError:
+    """Returns the error for a spec whose rows have too many columns for the plans of a target.
+
+    Args:
+        kernel: What the plans are for, for the message.
+        fits: Whether some plan fits a spec. The error names the largest dim, of head and value alike, that fits.
+    """
+    given = {each.name: getattr(spec, each.name) for each in fields(spec)}
+    narrower = (dim for dim in range(spec.max_dim - spec.max_dim % 8, 0, -8))
+    largest = next(dim for dim in narrower if fits(AttentionSpec(**{**given, "head_dim": dim, "value_dim": dim})))
+    return UnsupportedError(
+        f"{spec.widest}: a block of {target.name} has {target.shared_per_block} bytes of shared memory, which hold "
+        f"{kernel} tiles of up to {largest} columns"
     )
 
 

@@ -20,18 +20,33 @@ def padded(width: int) -> int:
     return -(-width // MMA_DEPTH) * MMA_DEPTH
 
 
-def padded_value(spec: AttentionSpec) -> int:
-    """Returns value_dim rounded up: elements of a row of V or O in shared memory.
+def padded_head(spec: AttentionSpec) -> int:
+    """Returns head_dim rounded up: elements of a row of Q or K in shared memory."""
+    return _padded_columns(spec, spec.head_dim)
 
-    If warps share the columns of the output, because rows are wide, each part of them is a multiple of an mma's depth.
+
+def padded_value(spec: AttentionSpec) -> int:
+    """Returns value_dim rounded up: elements of a row of V or O in shared memory."""
+    return _padded_columns(spec, spec.value_dim)
+
+
+def _padded_columns(spec: AttentionSpec, width: int) -> int:
+    """Returns a width rounded up to a multiple of an mma's depth.
+
+    If rows are wide, warps share the columns of the output and of gradients, and each part of them is such a multiple.
     """
-    parts = MAX_SPLIT if spec.max_dim > MAX_UNSPLIT else 1
-    return -(-spec.value_dim // (MMA_DEPTH * parts)) * MMA_DEPTH * parts
+    parts = MAX_SPLIT if is_wide(spec) else 1
+    return -(-width // (MMA_DEPTH * parts)) * MMA_DEPTH * parts
+
+
+def is_wide(spec: AttentionSpec) -> bool:
+    """Whether a row has more columns than one warp can hold accumulators for."""
+    return spec.max_dim > MAX_UNSPLIT
 
 
 def head_extent(spec: AttentionSpec) -> Extent:
     """Returns the columns of a row of Q or K in shared memory, with the name of their constant."""
-    return Extent("kHeadDimPadded", padded(spec.head_dim))
+    return Extent("kHeadDimPadded", padded_head(spec))
 
 
 def value_extent(spec: AttentionSpec) -> Extent:

@@ -25,7 +25,6 @@ from flashgen.language.serialize import fields_from_json, fields_to_json
 from flashgen.language.shards import SHARD_NUMBERS, shard_mask, shard_score
 
 MAX_NAME = 96
-MAX_BACKWARD_DIM = 256
 MAX_DIM = 512
 """The maximum of head_dim and value_dim. Kernels of some passes and targets take fewer columns, and say so."""
 MAX_PAGE_SIZE = 256
@@ -267,11 +266,6 @@ class AttentionSpec:
         parts += [f"o{self.out_element.short_name}"] if self.out_dtype else []
         parts += [f"g{self.grad_element.short_name}"] if self.grad_dtype else []
         return f"{'-'.join(parts)[:MAX_NAME].rstrip('-._')}-{self.digest}"
-
-    @property
-    def has_backward(self) -> bool:
-        """Whether there are backward kernels, on the targets that support the dtype."""
-        return not self.of_cache and self.max_dim <= MAX_BACKWARD_DIM
 
     @property
     def of_cache(self) -> bool:

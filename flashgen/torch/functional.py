@@ -69,8 +69,7 @@ def attention(
 
     Raises:
         ArgumentError: an argument does not fit the spec.
-        UnsupportedError: a gradient is required of a call over pages, 8-bit keys or more than 256 columns, which have
-            no backward.
+        UnsupportedError: a gradient is required of a call over pages or 8-bit keys, which have no backward.
     """
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         check_tensors(q=q, k=k, v=v)
@@ -95,7 +94,7 @@ def call(
         arrays, integers, floats = all_captures(entry, captures, bound)
         if entry.keys_optional:
             check_shared_offsets(captures, q, k)
-    if entry.forward_only and torch.is_grad_enabled():
+    if entry.cache and torch.is_grad_enabled():
         refuse_gradients(entry, q, k, v, arrays)
     if dtype_of_autocast(q.is_cuda) is not None:
         q, k, v = cast(entry, q, k, v)

@@ -50,7 +50,6 @@ class Registered:
         takes_captures: whether calls take any captures or arrays.
         keys_optional: whether calls may leave out the arrays that describe the keys.
         cache: the option of the spec that makes k and v a KV cache, or None.
-        forward_only: the option of the spec for which there is no backward, or None.
         dtype, out_dtype: the dtypes of q, k and v, and of the output.
         is_direct: whether calls take only q, k and v, on a GPU, and all results have the dtype of q.
         reads_batch: whether the mask or the score depends on the batch index.
@@ -72,7 +71,6 @@ class Registered:
         self.keys_optional = "cu_seqlens_k" in spec.sequence_arrays
         pages = f"page_size={spec.page_size}" if spec.page_size else None
         self.cache = pages or (f"kv_dtype={spec.kv_dtype!r}" if spec.kv_dtype else None)
-        self.forward_only = self.cache or (None if spec.has_backward else spec.widest)
         self._by_device: dict[int | None, Attention] = {}
 
     @cached_property

@@ -144,13 +144,13 @@ def _check_shapes(entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: 
 
 def refuse_gradients(entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor]) -> None:
     """Raises UnsupportedError if a tensor requires a gradient in a call that has no backward."""
-    if not entry.forward_only:
+    if not entry.cache:
         return
     names = ("q", "k", "v", *(capture.name for capture in entry.arrays))
     for name, tensor in zip(names, (q, k, v, *captures), strict=False):
         if tensor.requires_grad:
             raise UnsupportedError(
-                f"{name} requires a gradient, and a call with {entry.forward_only} has none: give {name}.detach(), or "
+                f"{name} requires a gradient, and a call with {entry.cache} has none: give {name}.detach(), or "
                 "call it under torch.no_grad()"
             )
 

@@ -122,8 +122,8 @@ def verify(
 ) -> Iterator[Result]:
     """Yields a result for each case, pass and run.
 
-    A case that does not compile or launch yields a failed result, and the remaining cases still run. Specs with pages,
-    8-bit keys or more than 256 columns have no backward, so only their forward is verified.
+    A case that does not compile or launch yields a failed result, and the remaining cases still run. Specs with pages
+    or 8-bit keys have no backward, so only their forward is verified.
 
     Args:
         cases: the cases to run.
@@ -162,7 +162,7 @@ class _Runs:
         if "forward" in self.passes:
             result, outputs = self._forward(**engine)
             yield result
-        if "backward" in self.passes and self.case.spec.has_backward:
+        if "backward" in self.passes and not self.case.spec.of_cache:
             yield self._backward(outputs or [self._oracle_outputs(sample) for sample in self.samples], **engine)
 
     def _forward(self, **engine: Any) -> tuple[Result, list[_Outputs] | None]:

@@ -136,6 +136,10 @@ def backward_subjects() -> dict[str, BackwardSubject]:
         "queries, split in 2, one stage": BackwardSubject(
             causal(32), queries_plan=QueriesPlan(32, 64, 4, 2, 1), part="dq"
         ),
+        # warps that share wide rows, with 8 queries or keys each
+        "wide": BackwardSubject(causal(264), BackwardPlan(32, 32, 8, 4, 1)),
+        "wide queries": BackwardSubject(causal(264), queries_plan=QueriesPlan(32, 16, 4, 2, 1), part="dq"),
+        "wide rows": BackwardSubject(causal(264), part="preprocess", shape=Shape(70, 50, 1, 2, 1)),
         # what a variant adds
         "no mask": BackwardSubject(fg.AttentionSpec(16)),
         "one query over": BackwardSubject(fg.AttentionSpec(16), shape=Shape(65, 40, 1, 2, 1)),

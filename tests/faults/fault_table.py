@@ -388,7 +388,7 @@ FAULTS = [
     *each_without(BACKWARD, [DATA_RACE], BARRIER, {
         "one stage": 3, "split in 2": 5, "split in 2, one stage": 5, "split in 4": 5, "exact, one stage": 5,
         "exact, two stages": 3, "exact, split in 4": 7, "queries, one stage": 3, "queries, two stages": 1,
-        "queries, split in 2": 3,
+        "queries, split in 2": 3, "wide": 5, "wide queries": 5,
     }, rotated=4),
     *each_without(BACKWARD, [LATE_COPIES], ANY_WAIT, {
         "two stages": 2, "split in 4, one stage": 2, "exact, split in 2": 2, "queries, split in 2, one stage": 2,
@@ -462,6 +462,14 @@ FAULTS = [
         ("columns of a part added twice", "split in 4", r"q_rows, part \* kHeadTiles\)", "q_rows, 0)"),
         ("queries of a part added twice", "split in 4",
          r"q_tile \+ part \* kQueriesPerWarp", "q_tile + 0 * kQueriesPerWarp"),
+        ("dQ of the first columns alone", "wide", r"tile \+= kColumnTilesAtOnce", "tile += kGradientColumnTiles"),
+        ("columns of dQ added to the first", "wide", r"kGradientColumnTiles \+ first_tile \+ j",
+         "kGradientColumnTiles + j"),
+        ("half of the depth twice", "wide", r"b\[i % 2 \* 2\], b\[i % 2 \* 2 \+ 1\]", "b[0], b[1]"),
+        ("P of another warp's queries", "wide", r"kProbabilityOffset, warp_row, part \* kQueryTiles",
+         "kProbabilityOffset, warp_row, (kSplit - 1 - part) * kQueryTiles"),
+        ("dQ of the columns of another part", "wide queries", r"keys, 0, part \* kHeadTiles", "keys, 0, 0"),
+        ("D of the first columns alone", "wide rows", r"column \+= kLanes \* 8", "column += kValueDim"),
         # dropout
         ("halves not exchanged", "dropout", r"__shfl_xor_sync\(0xffffffffu, mine, 4\)", "mine"),
         ("wrong byte", "dropout", r"e / 2 % 2 \* 4 \+ e / 4 \* 2", "e / 2 % 2 * 2 + e / 4 * 4"),

@@ -117,6 +117,7 @@ class HopperBackward(BackwardFamily):
     """Hopper's backward kernels."""
 
     plans = (HopperBackwardPlan, HopperWidePlan)
+    max_dim = 256
     head_split = HopperHeadSplit()
 
     def candidates(self, spec: AttentionSpec, target: Target) -> Iterator[Any]:

@@ -89,6 +89,7 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
         "plan": plan,
         "deterministic": deterministic,
         "dq_apart": deterministic,
+        "dq_tiles_at_once": plan.dq_tiles_at_once(spec),
         "vector_reductions": target.vector_reductions,
         "divides_columns": divides_tiles(spec, plan.tile_q, QUERY),
         "uniform": uniform_text(spec),

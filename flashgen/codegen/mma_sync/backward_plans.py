@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, TypeVar
 
 from flashgen.analysis.closed_forms.inequalities import K_FIRST, K_LAST
@@ -11,7 +12,7 @@ from flashgen.analysis.closed_forms.tile_ranges import query_range
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.expressions.derivative_text import score_gradient
 from flashgen.codegen.mma_sync.forward_plans import MMA_ROWS
-from flashgen.codegen.plan import Checked, shared_memory_problem
+from flashgen.codegen.plan import Checked, shared_memory_problem, too_wide
 from flashgen.codegen.shared_memory import FLOAT2, Buffer, Extent, SharedMemoryLayout
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import (
@@ -22,7 +23,9 @@ from flashgen.codegen.tiling import (
     WARP,
     element_sizes,
     head_extent,
-    padded,
+    is_wide,
+    padded_head,
+    padded_value,
     value_extent,
 )
 from flashgen.language.spec import AttentionSpec
@@ -59,6 +62,16 @@ class _LoopPlan:
     def threads(self) -> int:
         return self.warps * WARP
 
+    @property
+    def score_columns(self) -> int:
+        """The columns of a tile of scores, which the `split` warps of a group divide."""
+        raise NotImplementedError
+
+    @property
+    def reads_all_scores(self) -> bool:
+        """Whether a warp reads all of P and dS from shared memory, because its own part is not as deep as an mma."""
+        return self.score_columns // self.split < MMA_DEPTH
+
     def summary(self, shared_bytes: int) -> str:
         """Returns the line that the kernel's header has about the plan."""
         shared = f", {self.split} of which share rows" if self.split > 1 else ""
@@ -79,7 +92,7 @@ class BackwardPlan(Checked, _LoopPlan):
 
     def head_columns(self, spec: AttentionSpec) -> int:
         """Returns the columns of a row of the dQ accumulator."""
-        return padded(spec.head_dim)
+        return padded_head(spec)
 
     def gradient_warps(self, spec: AttentionSpec) -> tuple[int, int]:
         """Returns how many warps divide a tile of dQ along its rows and along its columns.
@@ -87,7 +100,7 @@ class BackwardPlan(Checked, _LoopPlan):
         As many warps take part as get equal numbers of mma tiles. Among equal counts the parts closest to square win,
         because they read the least shared memory.
         """
-        rows, columns = self.tile_q // MMA_ROWS, padded(spec.head_dim) // MMA_DEPTH
+        rows, columns = self.tile_q // MMA_ROWS, padded_head(spec) // MMA_DEPTH
         found = [
             (r, c)
             for r in range(1, self.warps + 1)
@@ -95,6 +108,18 @@ class BackwardPlan(Checked, _LoopPlan):
             if rows % r == 0 and columns % c == 0
         ]
         return max(found, key=lambda pair: (pair[0] * pair[1], -abs(rows / pair[0] - columns / pair[1])))
+
+    def dq_tiles_at_once(self, spec: AttentionSpec) -> int:
+        """Returns how many column tiles of its part of dQ a warp accumulates at once; 0 for all of them.
+
+        Beside the accumulators of wide dK and dV there are registers for few.
+        """
+        if not is_wide(spec):
+            return 0
+        row_warps, column_warps = self.gradient_warps(spec)
+        own_rows, own_columns = self.tile_q // MMA_ROWS // row_warps, padded_head(spec) // 8 // column_warps
+        limit = max(_WIDE_DQ_ACCUMULATORS // (4 * own_rows), 2)
+        return max(count for count in range(2, limit + 1, 2) if own_columns % count == 0)
 
     def shared_memory(self, spec: AttentionSpec, deterministic: bool = False) -> SharedMemoryLayout:
         """Returns the layout: K and V, the stages of Q, dO and the row statistics, then exchanged tiles of dS and P.
@@ -120,6 +145,10 @@ class BackwardPlan(Checked, _LoopPlan):
             )
         )
 
+    @property
+    def score_columns(self) -> int:
+        return self.tile_q
+
     def problem(self, spec: AttentionSpec, target: Target, deterministic: bool = False) -> str | None:
         """Returns why the plan is inconsistent or does not fit the spec or the target; None if it is valid."""
         needed = self.shared_bytes(spec, deterministic)
@@ -134,6 +163,10 @@ class QueriesPlan(Checked, _LoopPlan):
     """
 
     streamed = "K and V"
+
+    @property
+    def score_columns(self) -> int:
+        return self.tile_k
 
     def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
         """Returns the layout: Q and dO, the stages of K and of V, and dS if warps read tiles of other warps.
@@ -184,9 +217,10 @@ def _problem(
         return f"{rows[0]}={rows[1]} must be a multiple of 16 x warps={warps} / split={split}"
     if split > 1 and rows[1] // (warps // split) % split:
         return f"{rows[0]}={rows[1]} must be a multiple of warps={warps}, which divide its rows to write them"
-    if columns[1] % (MMA_DEPTH * split):
-        return f"{columns[0]}={columns[1]} must be a multiple of 16 x split={split}"
-    if padded(spec.head_dim) % (MMA_DEPTH * split) or padded(spec.value_dim) % (MMA_DEPTH * split):
+    depth = MMA_DEPTH // 2 if is_wide(spec) and split > 1 and not spec.dropout else MMA_DEPTH
+    if columns[1] % (depth * split) or columns[1] % MMA_DEPTH:
+        return f"{columns[0]}={columns[1]} must be a multiple of {depth} x split={split}"
+    if padded_head(spec) % (MMA_DEPTH * split) or padded_value(spec) % (MMA_DEPTH * split):
         return f"split={split} must divide head and value dims into multiples of 16"
     if plan.stages not in (1, 2):
         return f"stages={plan.stages} must be 1 or 2"
@@ -216,6 +250,26 @@ _PREFERENCE = (
 # mainloop of another, and kernels that accumulate nothing in global memory.
 _SMALL_CTA_PREFERENCE = ((64, 64, 4, 2, 2), *_PREFERENCE)
 _SMALL_HEAD_DIM = 64
+# The same of specs with more than MAX_UNSPLIT columns, in order of preference.
+_WIDE_PREFERENCE = (
+    (64, 64, 8, 4, 1),
+    (64, 32, 8, 4, 1),
+    (32, 32, 8, 4, 1),
+    (64, 16, 4, 4, 1),
+    (32, 16, 4, 4, 1),
+    (32, 16, 2, 2, 1),
+    (16, 16, 2, 2, 1),
+)
+_WIDE_QUERIES_PREFERENCE = (
+    (64, 64, 8, 2, 1),
+    (64, 32, 8, 2, 1),
+    (32, 64, 4, 2, 1),
+    (32, 32, 4, 2, 1),
+    (32, 16, 4, 2, 1),
+    (16, 64, 2, 2, 1),
+    (16, 32, 2, 2, 1),
+    (16, 16, 2, 2, 1),
+)
 # (tile_q, tile_k, warps, split, stages)
 _QUERIES_PREFERENCE = (
     (128, 64, 4, 1, 2),
@@ -230,6 +284,8 @@ _QUERIES_PREFERENCE = (
     (32, 16, 2, 1, 1),
 )
 _MAX_ACCUMULATORS = 200  # registers of a thread that may hold accumulators
+_MAX_WIDE_ACCUMULATORS = 176  # the same if rows are wide
+_WIDE_DQ_ACCUMULATORS = 16  # those of an addend of dQ, if rows are wide and it has few rows
 # Registers of a thread beside the accumulators: of variants that load no captured arrays, of others, and of heavy score
 # functions with dropout.
 _OTHER_REGISTERS, _OTHER_REGISTERS_WITH_LOADS, _OTHER_REGISTERS_HEAVY_DROPOUT = 40, 60, 76
@@ -237,7 +293,7 @@ _OTHER_REGISTERS, _OTHER_REGISTERS_WITH_LOADS, _OTHER_REGISTERS_HEAVY_DROPOUT = 
 
 def _accumulators(plan: BackwardPlan | QueriesPlan, spec: AttentionSpec) -> int:
     """Returns the registers of a thread that hold gradients, and the scores and score gradients of one iteration."""
-    head, value = padded(spec.head_dim), padded(spec.value_dim)
+    head, value = padded_head(spec), padded_value(spec)
     if isinstance(plan, QueriesPlan):
         return plan.tile_q // plan.warps * (head + 2 * plan.tile_k) // WARP  # independent of split
     rows = plan.tile_k * plan.split // plan.warps
@@ -263,15 +319,21 @@ def _max_accumulators(spec: AttentionSpec) -> int:
     """
     demand, gradient = demand_of(spec), score_gradient(spec)
     gathers = bool(gradient and gradient.gathers)
-    crowded = demand.weight == Weight.HEAVY and demand.drops and gathers
-    return Target.registers_per_thread - _OTHER_REGISTERS_HEAVY_DROPOUT if crowded else _MAX_ACCUMULATORS
+    if demand.weight == Weight.HEAVY and demand.drops and gathers:
+        return Target.registers_per_thread - _OTHER_REGISTERS_HEAVY_DROPOUT
+    return _MAX_WIDE_ACCUMULATORS if is_wide(spec) else _MAX_ACCUMULATORS
 
 
-def _first_that_fits_registers(plans: list[AnyPlan], spec: AttentionSpec) -> AnyPlan:
-    """Returns the first plan whose accumulators fit the registers, or the one with the fewest if none does."""
+def _first_that_fits_registers(plans: list[AnyPlan], spec: AttentionSpec) -> AnyPlan | None:
+    """Returns the first plan whose accumulators fit the registers, or the one with the fewest if none does.
+
+    Wide rows need a plan that fits: None if there is none.
+    """
     limit = _max_accumulators(spec)
     fitting = [plan for plan in plans if _accumulators(plan, spec) <= limit]
-    return fitting[0] if fitting else min(plans, key=lambda plan: _accumulators(plan, spec))
+    if fitting or is_wide(spec):
+        return fitting[0] if fitting else None
+    return min(plans, key=lambda plan: _accumulators(plan, spec))
 
 
 def _has_bounded_query_range(spec: AttentionSpec) -> bool:
@@ -285,8 +347,12 @@ def _has_bounded_query_range(spec: AttentionSpec) -> bool:
 
 def choose_backward_plan(spec: AttentionSpec, target: Target, deterministic: bool = False) -> BackwardPlan:
     """Returns the default plan of the kernel that computes dK and dV."""
-    small = deterministic or _has_bounded_query_range(spec) or max(spec.head_dim, spec.value_dim) <= _SMALL_HEAD_DIM
-    plans = [BackwardPlan(*sizes) for sizes in (_SMALL_CTA_PREFERENCE if small else _PREFERENCE)]
+    return _required(partial(_default_keys_plan, target=target, deterministic=deterministic), spec, target)
+
+
+def _default_keys_plan(spec: AttentionSpec, target: Target, deterministic: bool) -> BackwardPlan | None:
+    """Returns the default plan of the kernel that computes dK and dV, or None if none fits."""
+    plans = [BackwardPlan(*sizes) for sizes in _preferred(spec, deterministic)]
     return _first_that_fits_registers(
         [
             _with_blocks(plan, plan.shared_bytes(spec, deterministic), spec, target)
@@ -297,16 +363,37 @@ def choose_backward_plan(spec: AttentionSpec, target: Target, deterministic: boo
     )
 
 
+def _preferred(spec: AttentionSpec, deterministic: bool) -> tuple[tuple[int, int, int, int, int], ...]:
+    """Returns (tile_q, tile_k, warps, split, stages) of the preferred plans of the kernel that computes dK and dV."""
+    if is_wide(spec):
+        return _WIDE_PREFERENCE
+    small = deterministic or _has_bounded_query_range(spec) or spec.max_dim <= _SMALL_HEAD_DIM
+    return _SMALL_CTA_PREFERENCE if small else _PREFERENCE
+
+
+def _required(choose: Callable[[AttentionSpec], AnyPlan | None], spec: AttentionSpec, target: Target) -> AnyPlan:
+    """Returns the plan that `choose` returns for the spec. Raises UnsupportedError if that is None."""
+    plan = choose(spec)
+    if plan is None:
+        raise too_wide("backward", spec, target, lambda narrower: choose(narrower) is not None)
+    return plan
+
+
 def every_backward_plan(spec: AttentionSpec, target: Target) -> Iterator[BackwardPlan]:
     """Yields the plans that tuning of the dK and dV kernel may choose from, including plans that do not fit."""
-    for sizes in _PREFERENCE:
+    for sizes in _WIDE_PREFERENCE if is_wide(spec) else _PREFERENCE:
         plan = BackwardPlan(*sizes)
         yield _with_blocks(plan, plan.shared_bytes(spec), spec, target)
 
 
 def choose_queries_plan(spec: AttentionSpec, target: Target) -> QueriesPlan:
     """Returns the default plan of the kernel that computes dQ."""
-    plans = [QueriesPlan(*sizes) for sizes in _QUERIES_PREFERENCE]
+    return _required(partial(_default_queries_plan, target=target), spec, target)
+
+
+def _default_queries_plan(spec: AttentionSpec, target: Target) -> QueriesPlan | None:
+    """Returns the default plan of the kernel that computes dQ, or None if none fits."""
+    plans = [QueriesPlan(*sizes) for sizes in (_WIDE_QUERIES_PREFERENCE if is_wide(spec) else _QUERIES_PREFERENCE)]
     return _first_that_fits_registers(
         [
             _with_blocks(plan, plan.shared_bytes(spec), spec, target)

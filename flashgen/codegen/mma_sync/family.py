@@ -102,6 +102,7 @@ class MmaSyncBackward(BackwardFamily):
     """Backward kernels by mma.sync."""
 
     plans = (BackwardPlan,)
+    max_dim = MAX_DIM
 
     def candidates(self, spec: AttentionSpec, target: Target) -> Iterator[BackwardPlan]:
         return every_backward_plan(spec, target)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar, NamedTuple
 
 from flashgen.codegen.demand import Weight, demand_of, divides_tiles, is_power_of_2
-from flashgen.codegen.plan import Checked, shared_memory_problem
+from flashgen.codegen.plan import Checked, shared_memory_problem, too_wide
 from flashgen.codegen.shared_memory import FLOAT, Buffer, Extent, SharedMemoryLayout
 from flashgen.codegen.targets import TARGETS, Target
 from flashgen.codegen.tiling import (
@@ -21,11 +21,11 @@ from flashgen.codegen.tiling import (
     WARP,
     element_sizes,
     head_extent,
-    padded,
+    is_wide,
+    padded_head,
     padded_value,
     value_extent,
 )
-from flashgen.errors import UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
 MMA_ROWS = 16
@@ -74,7 +74,7 @@ class ForwardPlan(Checked):
 
     def matrix_cycles(self, spec: AttentionSpec) -> float:
         """Estimates the cycles of a tile's products by an A100's tensor cores, or by shared memory reads if slower."""
-        width = padded(spec.head_dim) + padded_value(spec)
+        width = padded_head(spec) + padded_value(spec)
         shared_reads = self.warps * self.tile_k * width * spec.element.bytes / 128
         return max(self.tile_q * self.tile_k * width / _MODEL.multiply_adds_per_cycle, shared_reads)
 
@@ -128,7 +128,7 @@ class ForwardPlan(Checked):
         if self.tile_k % columns:
             each = f", for each of split={self.split} parts" if self.split > 1 else ""
             return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout{each}"
-        if (self.split > 1) != (spec.max_dim > MAX_UNSPLIT) or self.split not in (1, 2, MAX_SPLIT):
+        if (self.split > 1) != is_wide(spec) or self.split not in (1, 2, MAX_SPLIT):
             return f"split={self.split} must be 1, or 2 or {MAX_SPLIT} if head_dim or value_dim is above {MAX_UNSPLIT}"
         if self.stages not in (1, 2):
             return f"stages={self.stages} must be 1 or 2"
@@ -204,7 +204,7 @@ def _accumulators(plan: ForwardPlan, spec: AttentionSpec) -> tuple[int, int]:
 
     Narrow queries count too: the compiler keeps them in registers, because every iteration reads them again.
     """
-    rows, head = plan.tile_q // plan.warps, padded(spec.head_dim)
+    rows, head = plan.tile_q // plan.warps, padded_head(spec)
     query = head if head < _REGISTER_HEAD_DIM else 0
     return rows * plan.tile_k // WARP, rows * (plan.tile_k + padded_value(spec) + query) // WARP
 
@@ -230,7 +230,7 @@ def fitting_plans(spec: AttentionSpec, target: Target, warps: int = 0) -> list[F
 
 def _preferred(spec: AttentionSpec, warps: int) -> list[tuple[int, int, int, int, int]]:
     """Returns (tile_q, tile_k, warps, stages, split) of the preferred plans."""
-    if spec.max_dim > MAX_UNSPLIT:
+    if is_wide(spec):
         return list(_WIDE_PREFERENCE)
     if not warps:
         return [(*row, 1) for row in _PREFERENCE]
@@ -248,23 +248,11 @@ def choose_forward_plan(spec: AttentionSpec, target: Target) -> ForwardPlan:
     """
     candidates = fitting_plans(spec, target)
     if not candidates:
-        raise UnsupportedError(
-            f"{spec.widest}: a block of {target.name} has {target.shared_per_block} bytes of shared memory, which hold "
-            f"tiles of up to {_max_dim(spec, target)} columns"
-        )
+        raise too_wide("forward", spec, target, lambda narrower: bool(fitting_plans(narrower, target)))
     for plan in candidates:
         if leaves_registers(plan, spec, target):
             return plan
     return min(candidates, key=lambda plan: _accumulators(plan, spec)[1])
-
-
-def _max_dim(spec: AttentionSpec, target: Target) -> int:
-    """Returns the maximum of head_dim and value_dim, if they are equal, for which some preferred plan fits."""
-    given = {each.name: getattr(spec, each.name) for each in fields(spec)}
-    sizes = range(MAX_UNSPLIT, spec.max_dim, 8)
-    return max(
-        dim for dim in sizes if fitting_plans(AttentionSpec(**{**given, "head_dim": dim, "value_dim": dim}), target)
-    )
 
 
 def leaves_registers(plan: ForwardPlan, spec: AttentionSpec, target: Target, more: int = 0) -> bool:
@@ -275,7 +263,7 @@ def leaves_registers(plan: ForwardPlan, spec: AttentionSpec, target: Target, mor
     """
     demand, (scores, accumulators) = demand_of(spec), _accumulators(plan, spec)
     limits = _REGISTER_LIMITS[demand.weight]
-    same_rows = padded(spec.head_dim) == padded_value(spec)  # otherwise K and V need separate offsets
+    same_rows = padded_head(spec) == padded_value(spec)  # otherwise K and V need separate offsets
     reads = demand.weight == Weight.PLAIN and demand.mask_axes  # a thread holds an array element through the mainloop
     lean = target.register_pressure == "low" and same_rows and not reads
     allowance = limits.lean if lean else limits.accumulators
@@ -298,7 +286,7 @@ _TUNED_WIDE = tuple(product((32, 64), (32, 64), (4, 8, 16), (1, 2), (1,), (2, 4)
 def every_forward_plan(spec: AttentionSpec, target: Target) -> Iterator[ForwardPlan]:
     """Yields the plans that tuning may choose from; some do not fit the spec or their registers."""
     narrow = ((*tile, blocks, 1) for tile, blocks in product(_TUNED_TILES, _TUNED_BLOCKS))
-    for sizes in _TUNED_WIDE if spec.max_dim > MAX_UNSPLIT else narrow:
+    for sizes in _TUNED_WIDE if is_wide(spec) else narrow:
         plan = ForwardPlan(*sizes)
         if plan.blocks * (plan.shared_bytes(spec) + RESERVED_SHARED) <= target.shared_per_multiprocessor:
             yield plan
