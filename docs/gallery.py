@@ -1,6 +1,7 @@
-"""Draws the gallery: the cells of examples/gallery.py as docs/gallery.md, with tile maps and kernels in docs/gallery/.
+"""Draws the gallery: the cells of examples/gallery.py as docs/gallery.md, with tile maps in docs/gallery/.
 
-`docs/refresh.py` writes the page and the files, and a test compares them.
+`docs/refresh.py` writes the page and the tile maps, and a test compares them. The kernels are rendered when the site is
+built (hooks.py).
 """
 
 from __future__ import annotations
@@ -110,17 +111,16 @@ def tiles_of(variant: Variant) -> TileMap:
     return tile_map(expression, (plan.tile_q, plan.tile_k), *lengths_of(variant.name, LENGTH), captures=captures)
 
 
-def _in_generated(variant: Variant) -> bool:
-    """Whether generated/ has the kernel already."""
-    return (ROOT / "generated" / f"{_kernel(variant).name}.cu").exists()
-
-
 def files() -> Iterator[tuple[Path, str]]:
-    """Yields the tile map of each variant, and its kernel if generated/ lacks it, with their contents."""
+    """Yields the file of each variant's tile map, and its content."""
     for variant in variants():
         yield DOCS / "gallery" / f"{variant.name}.svg", to_svg(tiles_of(variant), variant.title, SIZE)
-        if not _in_generated(variant):
-            yield DOCS / "gallery" / f"{_kernel(variant).name}.cu", _kernel(variant).source
+
+
+def kernels() -> dict[str, str]:
+    """Returns the sources of the variants' kernels by file name."""
+    rendered = map(_kernel, variants())
+    return {f"{kernel.name}.cu": kernel.source for kernel in rendered}
 
 
 @cache
@@ -144,10 +144,8 @@ def page() -> str:
 
 def _section(variant: Variant) -> str:
     share = f"{tiles_of(variant).share:.1%}"
-    kernel = f"{_kernel(variant).name}.cu"
-    folder = "../generated" if _in_generated(variant) else "gallery"
     rows, columns = tiles_of(variant).tile
-    facts = f"{share} of the tiles of {rows} × {columns} are visited. Kernel: [{kernel}]({folder}/{kernel})."
+    facts = f"{share} of the tiles of {rows} × {columns} are visited. Kernel: `{_kernel(variant).name}.cu`."
     if variant.name in MEASURED:
         facts += f" Measured as “{MEASURED[variant.name]}”: {measured()[MEASURED[variant.name]][0]} ms."
     picture = f"![Tile map of {variant.title.lower()}: {share} of the tiles are visited](gallery/{variant.name}.svg)"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import runpy
+from functools import cache
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,16 @@ _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1
 _LINES = re.compile(r'^(```\w+ title="[^":]+): /.*"$', re.MULTILINE)
 _KERNEL = re.compile(r"\]\(\.\./(generated/[^)/]+\.cu)\)")
 _PAGES = {"../CHANGELOG.md": "changelog.md", "../examples/first_kernel.ipynb": "notebook.md"}
+_GALLERY_KERNEL = re.compile(r"Kernel: `([^`]+\.cu)`")
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)]+)\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the kernels of generated/, the changelog, whose links start in docs/, and the notebook."""
+    """Adds the kernels of generated/ and of the gallery, the changelog (its links start in docs/), and the notebook."""
     for kernel in sorted((ROOT / "generated").glob("*.cu")):
         files.append(File.generated(config, f"generated/{kernel.name}", abs_src_path=str(kernel)))
+    for name, source in _gallery_kernels().items():
+        files.append(File.generated(config, f"gallery/{name}", content=source))
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     files.append(File.generated(config, "changelog.md", content=text.replace("](docs/", "](")))
     notebook = runpy.run_path(str(ROOT / "docs" / "notebook.py"))
@@ -34,12 +38,20 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
+@cache
+def _gallery_kernels() -> dict[str, str]:
+    kernels: dict[str, str] = runpy.run_path(str(ROOT / "docs" / "gallery.py"))["kernels"]()
+    return kernels
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replaces links that lead out of docs/ by links to what `on_files` added, or else by the paths of their files.
 
+    The names of the gallery's kernels become links.
+
     The title of an excerpt that docs/refresh.py finds by its first and last line is reduced to the name of the file.
     """
-    markdown = _KERNEL.sub(r"](\1)", markdown)
+    markdown = _GALLERY_KERNEL.sub(r"Kernel: [\1](gallery/\1)", _KERNEL.sub(r"](\1)", markdown))
     for outside, page in _PAGES.items():
         markdown = markdown.replace(f"]({outside})", f"]({page})")
     return _LINES.sub(r'\1"', _OUTSIDE.sub(r"`\2`", markdown))

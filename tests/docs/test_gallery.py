@@ -1,4 +1,4 @@
-"""The gallery: every variant runs and agrees with NumPy, and its page, pictures and kernels are current."""
+"""The gallery: every variant runs and agrees with NumPy, and its page and pictures are current."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_there_are_twenty_and_most_skip_tiles() -> None:
     assert {name for name, share in shares.items() if share == 1} == {"tree", "relative", "pair_bias"}
 
 
-def test_pictures_and_kernels_are_current_and_there_are_no_others() -> None:
+def test_pictures_are_current_and_there_are_no_others() -> None:
     files = dict(GALLERY["files"]())
     for path, text in files.items():
         assert path.read_text(encoding="utf-8") == text, "run: python docs/refresh.py"
