@@ -1,4 +1,4 @@
-"""MkDocs hooks that convert formulas to MathML, and add files outside of docs/ to the site.
+"""MkDocs hooks: version and repository, formulas in MathML, and files from outside of docs/ or rendered for the site.
 
 No script has to draw formulas, and a built site loads nothing from other hosts.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import tomllib
 from functools import cache
 from html import unescape
 from pathlib import Path
@@ -24,6 +25,18 @@ _GALLERY_KERNEL = re.compile(r"Kernel: `([^`]+\.cu)`")
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)]+)\)")
 
 
+def on_config(config: Any) -> Any:
+    """Gives each page the version in its header, and a link to the repository, as pyproject.toml states them."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    version = re.search(
+        r'^__version__ = "(.+)"$', (ROOT / declared["tool"]["hatch"]["version"]["path"]).read_text(), re.M
+    )
+    assert version
+    config["site_name"] = f"{config['site_name']} {version[1]}"
+    config["repo_url"] = declared["project"]["urls"]["Repository"]
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Adds the kernels of generated/ and of the gallery, the changelog (its links start in docs/), and the notebook."""
     for kernel in sorted((ROOT / "generated").glob("*.cu")):
@@ -31,7 +44,8 @@ def on_files(files: Files, config: Any) -> Files:
     for name, source in _gallery_kernels().items():
         files.append(File.generated(config, f"gallery/{name}", content=source))
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    files.append(File.generated(config, "changelog.md", content=text.replace("](docs/", "](")))
+    text = re.sub(r"\]\((?!docs/|https:)", "](../", text).replace("](docs/", "](")
+    files.append(File.generated(config, "changelog.md", content=text))
     notebook = runpy.run_path(str(ROOT / "docs" / "notebook.py"))
     page = notebook["as_markdown"](notebook["NOTEBOOK"].read_text(encoding="utf-8"))
     files.append(File.generated(config, "notebook.md", content=page))
