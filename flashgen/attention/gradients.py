@@ -19,7 +19,9 @@ class Gradients(tuple[Any, ...]):
     """The gradients of a call: a tuple (dq, dk, dv, *gradients of captures) with members by name.
 
     Attributes:
-        dq, dk, dv: the gradients of q, k and v, with their shapes and dtype.
+        dq: the gradient of q, with its shape and dtype.
+        dk: the gradient of k, with its shape and dtype.
+        dv: the gradient of v, with its shape and dtype.
         captures: the gradients of the captures declared with grad=True, with their shapes and dtypes, by name in the
             order of `spec.captures`.
     """

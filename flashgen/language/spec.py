@@ -39,8 +39,8 @@ class AttentionSpec:
     Specs are equal if their canonical JSON is equal.
 
     Args:
-        head_dim: Elements of a query or key vector, a multiple of 8 from 8 to 512. Beyond 256 there is a forward by
-            mma.sync alone (targets other than sm_90a).
+        head_dim: Elements of a query or key vector, a multiple of 8 from 8 to 512. More than 256 need a target other
+            than sm_90a.
         dtype: "float16" or "bfloat16", the type of q, k, v and the output's gradient; also that of the output and of
             the other gradients, unless `out_dtype` and `grad_dtype` are given.
         value_dim: Elements of a value vector, as for head_dim. None means head_dim.

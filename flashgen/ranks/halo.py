@@ -32,7 +32,8 @@ class Rim(NamedTuple):
 
     Attributes:
         block: the block to compute; its keys are the received and the own ones, joined in the order of positions.
-        owner, theirs: the rank that sends keys, and its rows that are sent.
+        owner: the rank that sends keys.
+        theirs: the rows that it sends.
         own: the rank's own rows next to them; may be empty.
         before: whether the received keys come before the own ones, else after them.
     """
