@@ -22,6 +22,8 @@ _LINES = re.compile(r'^(```\w+ title="[^":]+): /.*"$', re.MULTILINE)
 _KERNEL = re.compile(r"\]\(\.\./(generated/[^)/]+\.cu)\)")
 _PAGES = {"../CHANGELOG.md": "changelog.md", "../examples/first_kernel.ipynb": "notebook.md"}
 _GALLERY_KERNEL = re.compile(r"Kernel: `([^`]+\.cu)`")
+_CELL = re.compile(r"<t([dh])[ >].*?</t\1>", re.DOTALL)
+_CODE = re.compile(r"(?<=<code>)[^<]*(?=</code>)")
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)]+)\)")
 
 
@@ -72,8 +74,12 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Converts each formula that pymdownx.arithmatex marked to MathML."""
-    return _FORMULA.sub(_mathml, html)
+    """Converts each formula that pymdownx.arithmatex marked to MathML, and lets code in tables break within names."""
+    return _CELL.sub(lambda cell: _CODE.sub(_breakable, cell[0]), _FORMULA.sub(_mathml, html))
+
+
+def _breakable(code: re.Match[str]) -> str:
+    return re.sub(r"(?<=\w)([._(=]|,(?! ))(?=\w|&)", r"\1<wbr>", code[0])
 
 
 def _mathml(match: re.Match[str]) -> str:
