@@ -11,6 +11,7 @@ import pytest
 
 import flashgen as fg
 from flashgen.attention.swapped_axes import _FEW_ROWS, _MANY_HEADS
+from flashgen.codegen.dispatch import render_backward_kernels, render_forward_kernels
 from flashgen.codegen.stages import RENAMED_ROLES
 from flashgen.codegen.targets import TARGETS
 from flashgen.errors import LIMITS_PAGE, SpecError, UnsupportedError
@@ -38,6 +39,8 @@ def sm_75() -> Any:
         lambda: fg.AttentionSpec(64, layout="thd", kv_dtype="int8"),
         lambda: fg.AttentionSpec(64, page_size=16, sharded=True),
         lambda: fg.compile(fg.AttentionSpec(64), target="sm_70"),
+        lambda: fg.compile(fg.AttentionSpec(512), target="sm_90a"),
+        lambda: fg.compile(fg.AttentionSpec(512, kv_dtype="int8"), target="sm_80"),
         lambda: fg.compile(fg.AttentionSpec(64, layout="thd"), target="sm_80").tiles(64),
         lambda: fg.compile(fg.AttentionSpec(64, page_size=16), target="sm_80").build_backward(),
         sm_75,
@@ -48,6 +51,15 @@ def test_what_is_refused_names_the_page_once_in_one_line(refused: Callable[[], A
         refused()
     message = str(caught.value)
     assert message.count(LIMITS_PAGE) == 1 and "\n" not in message
+
+
+def test_the_page_has_the_widest_dims_of_sm_75() -> None:
+    target = TARGETS["sm_75"]
+    for render, dim in ((render_forward_kernels, MAX_DIM), (render_backward_kernels, 384)):
+        with pytest.raises(UnsupportedError) as caught:
+            render(fg.AttentionSpec(dim), target)
+        (widest,) = re.findall(r"up to (\d+) columns", str(caught.value))
+        assert re.search(rf"sm_75 .*\b{widest}\b", LIMITS)
 
 
 def test_the_page_names_every_target_and_the_limits_of_the_code() -> None:

@@ -39,6 +39,7 @@ from flashgen.codegen.tiling import (
     value_extent,
 )
 from flashgen.codegen.workload import Workload, steps_of
+from flashgen.errors import SEE_LIMITS
 from flashgen.language.spec import AttentionSpec
 
 TILE_OVERHEAD = 4  # cost of an output tile's first copies and its partial output, in tiles of keys
@@ -183,7 +184,8 @@ class DecodePlan(Checked):
         if self.tile_k % MMA_DEPTH or (spec.dropout and self.tile_k % DROPOUT_COLUMNS):
             return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout"
         if spec.max_dim > MAX_UNSPLIT:
-            return f"{spec.widest}: the warps of a decode kernel hold up to {MAX_UNSPLIT} columns of the output"
+            limit = f"the warps of a decode kernel hold up to {MAX_UNSPLIT} columns of the output"
+            return f"{spec.widest}: {limit} {SEE_LIMITS}"
         if self.scheduled and not spec.page_size:
             return "scheduled=True needs a paged KV cache, whose lengths the device knows: declare page_size=..."
         return shared_memory_problem(self.shared_bytes(spec), target, "take fewer warps, keys or stages")
