@@ -103,10 +103,10 @@ def tables() -> str:
     )
     refused = ", ".join(layout for layout in layouts if layout not in with_backward)
     types = _table(
-        ["element type", *TARGETS],
+        ["target", *ELEMENTS],
         (
-            [dtype, *(_cell({name: _accepts("dense", "", dtype, name, backward=False)}) for name in TARGETS)]
-            for dtype in ELEMENTS
+            [name, *(_cell({name: _accepts("dense", "", dtype, name, backward=False)}) for dtype in ELEMENTS)]
+            for name in TARGETS
         ),
     )
     return f"{forward}\n\n{backward}\n\nThe backward refuses: {refused}.\n\n{types}\n\n{options_table()}"
@@ -217,13 +217,13 @@ def with_tables(text: str) -> str:
 
     The table of frameworks stays as it is if torch or JAX is not installed.
     """
-    text = _between(text, BEGIN, END, tables)
+    text = between(text, BEGIN, END, tables)
     if importlib.util.find_spec("torch") and importlib.util.find_spec("jax"):
-        text = _between(text, FRAMEWORKS_BEGIN, FRAMEWORKS_END, frameworks_table)
+        text = between(text, FRAMEWORKS_BEGIN, FRAMEWORKS_END, frameworks_table)
     return text
 
 
-def _between(text: str, begin: str, end: str, table: Callable[[], str]) -> str:
+def between(text: str, begin: str, end: str, table: Callable[[], str]) -> str:
     if begin not in text:
         return text
     before, _, rest = text.partition(begin)

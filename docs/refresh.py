@@ -6,7 +6,8 @@ python docs/refresh.py --check     # lists it, and exits with status 1 if there 
 A fenced block with the language `console` is a transcript: below each `$ ` line stands what the command prints. A block
 with a title such as `generated/NAME.cu: online_softmax` is that function of that file; `FILE: /first line/ to /last
 line/` are those lines. A command of an `sh` block that writes to docs/ draws the picture that is committed there.
-Tables of features are between two marks (features.py).
+Tables of features and the gallery are between two marks (features.py, gallery.py), and
+the notebook keeps what its cells print (notebook.py).
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ FENCE = re.compile(r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?[^\n]*\n
 TEXT = re.compile(r"<text[^>]*>([^<]*)</text>")
 PICTURE = re.compile(r"--output (docs/\S+\.svg)")
 FEATURES = runpy.run_path(str(DOCS / "features.py"))
+GALLERY = runpy.run_path(str(DOCS / "gallery.py"))
+NOTEBOOK = runpy.run_path(str(DOCS / "notebook.py"))
 WIDTH = "96"  # columns of the terminal for which transcripts are printed
 
 
@@ -67,7 +70,8 @@ def refreshed(text: str) -> str:
         before, behind = match.start("text") - match.start(), match.end("text") - match.start()
         return match[0][:before] + _content(match) + match[0][behind:]
 
-    return FEATURES["with_tables"](FENCE.sub(updated_block, text))
+    text = FEATURES["with_tables"](FENCE.sub(updated_block, text))
+    return str(FEATURES["between"](text, GALLERY["BEGIN"], GALLERY["END"], GALLERY["page"]))
 
 
 def _content(match: re.Match[str]) -> str:
@@ -194,6 +198,13 @@ def stale() -> Iterator[tuple[Path, bytes]]:
         content = drawn(command)
         if not path.exists() or shown(path.read_bytes(), command) != shown(content, command):
             yield path, content
+
+    for path, text in GALLERY["files"]():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            yield path, text.encode()
+    path, text = NOTEBOOK["NOTEBOOK"], NOTEBOOK["NOTEBOOK"].read_text(encoding="utf-8")
+    if (now := NOTEBOOK["refreshed_notebook"](text)) != text:
+        yield path, now.encode()
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from flashgen.language.masks import *  # noqa: F403
     from flashgen.language.scores import *  # noqa: F403
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 _MODULES = ("errors", "reference", "verify")
 _FRAMEWORKS = ("torch", "transformers", "jax")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.errors import SpecError
+from flashgen.errors import SEE_LIMITS, SpecError
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def dtype_name(value: Any, allowed: tuple[str, ...], argument: str) -> str:
     name = written_name(value)
     name = _ALIASES.get(name, name)
     if name not in allowed:
-        raise SpecError(f"{argument}={value!r} is not supported: give one of {', '.join(allowed)}")
+        raise SpecError(f"{argument}={value!r} is not supported: give one of {', '.join(allowed)} {SEE_LIMITS}")
     return name
 
 

@@ -1,5 +1,10 @@
 """The errors that flashgen raises. Each message names the argument, the value and the remedy."""
 
+LIMITS_PAGE = "docs/limits.md"
+"""The page of the documentation that lists what flashgen cannot do, and what to do instead."""
+SEE_LIMITS = f"(see {LIMITS_PAGE})"
+"""Ends the messages that refuse what is on that page."""
+
 
 class FlashgenError(Exception):
     """The base class of the errors that flashgen raises on purpose."""
@@ -14,7 +19,18 @@ class ArgumentError(FlashgenError, ValueError):
 
 
 class UnsupportedError(FlashgenError, NotImplementedError):
-    """Raised for a valid spec that the chosen target, family or plan cannot run."""
+    """Raised for a valid spec that the chosen target, family or plan cannot run. Its message names `LIMITS_PAGE`."""
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return message if LIMITS_PAGE in message else f"{message} {SEE_LIMITS}"
+
+
+class PlanError(UnsupportedError):
+    """Raised for a plan that the spec, the target or its kernels do not take."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)
 
 
 class BuildError(FlashgenError, RuntimeError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import subprocess
 import sys
 import tomllib
@@ -77,12 +76,11 @@ def test_the_pictures_are_drawn_from_these_specs(tmp_path: Path, spec: str, pict
     assert drawn.read_bytes() == (ROOT / "docs" / picture).read_bytes(), f"run: {command}"
 
 
-def test_the_gallery_is_drawn_from_its_script() -> None:
-    pictures = runpy.run_path(str(ROOT / "docs" / "gallery.py"))["pictures"]()
-    assert 6 <= len(pictures) == len(list((ROOT / "docs").glob("gallery-*.svg")))
-    for name, svg in pictures.items():
-        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == svg, "run: python docs/gallery.py"
-        assert len(svg) < LARGEST_PICTURE and f'"docs/{name}"' in README, name
+def test_pictures_of_the_gallery_are_small() -> None:
+    shown = re.findall(r'"(docs/gallery/\w+\.svg)"', README)
+    assert len(shown) == 8
+    for name in shown:
+        assert len((ROOT / name).read_text(encoding="utf-8")) < LARGEST_PICTURE, name
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -68,8 +68,13 @@ class Attention:
     ) -> None:
         """Use `compile` to create one.
 
-        tuned: the cache that holds tuned plans. None is the default cache on a GPU, and no cache on the emulator. A
-            given plan or an edited kernel takes precedence over tuned plans.
+        Args:
+            spec, plan, deterministic, backward_plan: as in `compile`.
+            target: the record of the target.
+            engine: the GPU or the emulator.
+            tuned: the cache that holds tuned plans. None is the default cache on a GPU, and no cache on the emulator. A
+                given plan or an edited kernel takes precedence over tuned plans.
+            edits: the edited kernels.
         """
         self.spec, self.target, self.engine, self.deterministic = spec, target, engine, deterministic
         self._tuned = tuned
@@ -150,7 +155,8 @@ class Attention:
         of a decode kernel.
 
         Args:
-            len_q, len_k, batch, heads: as in `tile_lists`. heads_kv: the number of KV heads; None for `heads`.
+            len_q, len_k, batch, heads: as in `tile_lists`.
+            heads_kv: the number of KV heads; None for `heads`.
 
         Raises:
             LaunchError: there is no GPU.
@@ -223,7 +229,8 @@ class Attention:
         Computed on the CPU.
 
         Args:
-            len_q: the number of queries. len_k: the number of keys; None for `len_q`.
+            len_q: the number of queries.
+            len_k: the number of keys; None for `len_q`.
             batch: the number of sequences; None for the size that the captures imply, or 1. The map has an entry for
                 each sequence only if the mask differs between sequences.
             heads: the number of query heads; None as for `batch`.
@@ -256,8 +263,10 @@ class Attention:
         stream is being captured into a graph. Keep the lists alive until calls on other streams that use them are done.
 
         Args:
-            len_q: the number of queries. len_k: the number of keys; None for `len_q`.
-            batch: the batch size. heads: the number of query heads. Lists differ between them only if the mask does.
+            len_q: the number of queries.
+            len_k: the number of keys; None for `len_q`.
+            batch: the batch size.
+            heads: the number of query heads. Lists differ between sequences or heads only if the mask does.
             captures: the captures of the mask, on the device of the calls; NumPy arrays are copied there.
 
         Raises:
@@ -306,7 +315,8 @@ class Attention:
             page_table: the page table of the calls, int32 (batch, pages of a sequence); only its shape is read.
             seqused_k: int32 (batch,), the number of keys of each sequence, read when the kernel runs, on the current
                 stream of its library.
-            heads: the number of query heads. heads_kv: the number of KV heads; None for `heads`.
+            heads: the number of query heads.
+            heads_kv: the number of KV heads; None for `heads`.
             captures: the captures that the mask's bounds read, such as a window that is a Scalar.
 
         Raises:
@@ -470,8 +480,8 @@ class Attention:
         that tile lists of the caller stay valid. `compile(..., backward_plan=...)` takes precedence. Deterministic and
         other attentions are tuned separately.
 
-        Arguments, result and errors are those of `tune`. The output and its LSE are computed first, and the gradient of
-        the output is random.
+        Arguments are those of `tune`, as are the result and the errors. The output and its LSE are computed first, and
+        the gradient of the output is random.
         """
         from flashgen.attention.backward_tuning import tune_backward
 
@@ -581,8 +591,8 @@ class Attention:
     ) -> tuple[Any, Callable[..., Gradients]]:
         """Returns the output and a function that computes its vector-Jacobian product.
 
-        Use it as `out, pullback = attention.vjp(q, k, v)`. Arguments are those of a call; with return_lse, a pair
-        (output, LSE) takes the place of the output.
+        Use it as `out, pullback = attention.vjp(q, k, v)`. Arguments are those of `__call__`; with return_lse, a
+        pair (output, LSE) takes the place of the output.
 
         Returns:
             The output and `pullback(d_out, d_lse=None, *, tile_lists=None, into=None) -> Gradients`, which takes the

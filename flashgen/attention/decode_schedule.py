@@ -67,6 +67,8 @@ class DecodeSchedule:
     alive as long as the graph.
 
     Attributes:
+        scheduler: what computes it.
+        captures: the captured numbers that the bounds of the mask read.
         sizes: the plan and the sizes that calls must agree with.
         problem: the sizes of the kernel that computes the schedule.
         memory: int32, on the device of the lengths: (start, stop, length, unit) for each CTA's range of tiles of keys;

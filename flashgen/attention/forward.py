@@ -15,6 +15,7 @@ from flashgen.attention.outputs import check_outputs, result_strides
 from flashgen.attention.problem import Bounds, Problem, check_table, problem_of
 from flashgen.attention.sharing import Sharing
 from flashgen.attention.stages import NO_LISTS, PreparedStages
+from flashgen.attention.swapped_axes import warn_if_swapped
 from flashgen.attention.tile_lists import ListsLaunch
 from flashgen.attention.tuned_plans import TunedPlans, subscribe
 from flashgen.codegen.stages import Kernels
@@ -100,6 +101,7 @@ class ForwardPass(Pass[_Prepared]):
     ) -> _Prepared:
         device, library = common_device(views), libraries["q"]
         problem = problem_of(self.spec, views, self.engine.multiprocessors(device), bounds)
+        warn_if_swapped(self.spec, problem)
         strides = result_strides(self.spec, problem, "o", problem.output_shape(self.spec), views["q"])
         check_outputs(self.spec, views, problem)
         if self.spec.page_size:

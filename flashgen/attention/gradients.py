@@ -26,7 +26,9 @@ class Gradients(tuple[Any, ...]):
     With `shared_kv` it is (dq, dk, *gradients of captures), where dk is the gradient of the array that holds K and V.
 
     Attributes:
-        dq, dk, dv: the gradients of q, k and v, with their shapes and dtype. dv is None with `shared_kv`.
+        dq: the gradient of q, with its shape and dtype.
+        dk: the gradient of k, with its shape and dtype.
+        dv: the gradient of v, with its shape and dtype; None with `shared_kv`.
         captures: the gradients of the captures declared with grad=True, with their shapes and dtypes, by name in the
             order of `spec.captures`.
     """
@@ -41,7 +43,11 @@ class Gradients(tuple[Any, ...]):
 
     @classmethod
     def of(cls, arrays: Mapping[str, Any]) -> Gradients:
-        """Creates one from arrays by name: dq, dk, dv and the gradients of captures."""
+        """Creates one from arrays by name: dq, dk, dv and the gradients of captures.
+
+        Args:
+            arrays: the arrays.
+        """
         count = len(_ROWS) if "dv" in arrays else len(_ROWS) - 1
         captures = {name: array for name, array in arrays.items() if name not in _ROWS} if len(arrays) > count else None
         return cls(arrays["dq"], arrays["dk"], arrays.get("dv"), captures)

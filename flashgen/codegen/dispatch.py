@@ -12,7 +12,7 @@ from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes
 from flashgen.codegen.targets import TARGETS, Target
 from flashgen.codegen.workload import Workload
-from flashgen.errors import UnsupportedError
+from flashgen.errors import PlanError, UnsupportedError
 from flashgen.language.spec import AttentionSpec
 
 _PLAN_KINDS: dict[type[Plan], PlanKind] = {
@@ -110,7 +110,7 @@ def render_forward_kernels(spec: AttentionSpec, target: Target, plan: Plan | Non
     if type(plan) not in family.plan_classes(spec):
         if spec.of_cache:
             name, own = ("kernel of mixed batches", "MixedPlan") if spec.is_mixed else ("decode kernel", "DecodePlan")
-            raise UnsupportedError(f"{plan}: {_cache(spec)} is for the {name}: give a {own}, or none")
+            raise PlanError(f"{plan}: {_cache(spec)} is for the {name}: give a {own}, or none")
         raise _wrong_class("plan", plan, target, family.plan_classes(spec)[:1], targets_of(plan))
     return _PLAN_KINDS[type(plan)].render(spec, target, plan)
 
@@ -143,9 +143,9 @@ def _cache(spec: AttentionSpec) -> str:
 
 def _wrong_class(
     argument: str, plan: Any, target: Target, own: tuple[type[Any], ...], takers: list[Target]
-) -> UnsupportedError:
+) -> PlanError:
     """Returns the error for a plan of another target's class, which names a target that takes the plan."""
     nearest = min(takers, key=lambda taker: taker.compute_capability != target.compute_capability, default=None)
     elsewhere = f"; target={nearest.name!r} takes this one" if nearest else ""
     classes = " or a ".join(each.__name__ for each in own)
-    return UnsupportedError(f"{argument}={plan!r}: {target.name} takes a {classes}{elsewhere}")
+    return PlanError(f"{argument}={plan!r}: {target.name} takes a {classes}{elsewhere}")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 from flashgen.codegen.shared_memory import SharedMemoryLayout
 from flashgen.codegen.targets import Target
-from flashgen.errors import UnsupportedError
+from flashgen.errors import PlanError, UnsupportedError
 from flashgen.language.spec import CACHED_DIM, AttentionSpec
 
 
@@ -27,10 +27,10 @@ class Checked:
         return self.shared_memory(*given, **options).total_bytes
 
     def check(self: _Checkable, *given: Any) -> None:
-        """Raises UnsupportedError if `problem` returns a problem for these arguments."""
+        """Raises PlanError if `problem` returns a problem for these arguments."""
         problem = self.problem(*given)
         if problem:
-            raise UnsupportedError(f"{self}: {problem}")
+            raise PlanError(f"{self}: {problem}")
 
 
 def shared_memory_problem(taken: int, target: Target, remedy: str) -> str | None:

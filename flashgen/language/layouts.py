@@ -21,6 +21,9 @@ class BlockLayout:
     The shape is (blocks_q, blocks_k), (heads, blocks_q, blocks_k) or (batch, heads, blocks_q, blocks_k), with as many
     dimensions as the Tensor of the mask. `from_dense`, `from_bsr` and `from_lists` create a layout. It copies their
     arguments, and is immutable.
+
+    Args:
+        dense: a boolean array of one of these shapes.
     """
 
     def __init__(self, dense: _Array) -> None:
@@ -30,7 +33,11 @@ class BlockLayout:
 
     @classmethod
     def from_dense(cls, blocks: Any) -> BlockLayout:
-        """Creates a layout from an array of booleans, or of the integers 0 and 1, of shape (…, blocks_q, blocks_k)."""
+        """Creates a layout from an array of booleans, or of the integers 0 and 1, of shape (…, blocks_q, blocks_k).
+
+        Args:
+            blocks: the array; 1 and True are blocks that are attended to.
+        """
         array = _host(blocks, "blocks")
         if not 2 <= array.ndim <= _MAX_DIMENSIONS:
             raise ArgumentError(f"blocks has shape {array.shape}; give 2 to 4 dimensions (…, blocks_q, blocks_k)")
@@ -110,7 +117,12 @@ class BlockLayout:
         return np.array(self._dense, dtype=dtype, copy=copy)
 
     def moved(self, device: Hashable, copy: Callable[[_Array], Any]) -> Any:
-        """Returns the copy of the array that `copy` makes for a device, made once per device."""
+        """Returns the copy of the array that `copy` makes for a device, made once per device.
+
+        Args:
+            device: the device, as a key.
+            copy: returns a copy of a NumPy array on the device.
+        """
         if device not in self._moved:
             self._moved[device] = copy(self._dense)
         return self._moved[device]

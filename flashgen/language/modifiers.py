@@ -75,7 +75,14 @@ class Mask:
         return captures_of(self.expression)
 
     def __call__(self, b: Any, h: Any, q: Any, k: Any) -> Traced:
-        """Returns the mask at these traced or literal indices, inside a traced function."""
+        """Returns the mask at these traced or literal indices, inside a traced function.
+
+        Args:
+            b: the index of the sequence.
+            h: the index of the query head.
+            q: the position of the query.
+            k: the position of the key.
+        """
         return _apply_template(self._template, (b, h, q, k))  # type: ignore[attr-defined]
 
     def __and__(self, other: Any) -> Mask:
@@ -142,6 +149,11 @@ class Score:
         return captures_of(self.expression)
 
     def __call__(self, *operands: Any) -> Any:
+        """Composes two scores, as in softcap(30)(alibi(8)), or returns the score at traced or literal operands.
+
+        Args:
+            operands: a Score, which is applied first; or (score, b, h, q, k), inside a traced function.
+        """
         if len(operands) == 1:
             return self._compose(as_score(operands[0]))
         if len(operands) != len(SCORE_SYMBOLS):

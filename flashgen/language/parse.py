@@ -27,6 +27,9 @@ _OPERATORS = {ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^"}
 def parse_mask(text: str) -> Mask:
     """Returns the mask of an expression of named masks, `& | ^ ~` and parentheses.
 
+    Args:
+        text: the expression, such as "causal() & sliding_window(1024)".
+
     Raises:
         SpecError: The text cannot be parsed. The message shows the column of the error.
     """
@@ -36,6 +39,9 @@ def parse_mask(text: str) -> Mask:
 
 def parse_score(text: str) -> Score:
     """Returns the score of an expression such as "softcap(30)(alibi(8))".
+
+    Args:
+        text: the expression.
 
     Raises:
         SpecError: The text cannot be parsed. The message shows the column of the error.

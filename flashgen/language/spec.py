@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flashgen.dtypes import CACHED, DTYPES, ELEMENTS, RESULTS, DType, dtype_name
-from flashgen.errors import SpecError
+from flashgen.errors import SEE_LIMITS, SpecError
 from flashgen.language import well_formed
 from flashgen.language.batch_layout import BATCH_LAYOUTS, PAGES, BatchLayout
 from flashgen.language.bound import Bound, merge_bound
@@ -208,7 +208,11 @@ class AttentionSpec:
         return DTYPES[self.kv_dtype or self.dtype]
 
     def element_of(self, name: str) -> DType:
-        """Returns the element type of an array by name: q, k, v, o, d_o, dq, dk or dv."""
+        """Returns the element type of an array by name: q, k, v, o, d_o, dq, dk or dv.
+
+        Args:
+            name: the array.
+        """
         own = {"k": self.kv_element, "v": self.kv_element, "o": self.out_element}
         return own.get(name, self.grad_element if name in ("dq", "dk", "dv") else self.element)
 
@@ -240,7 +244,11 @@ class AttentionSpec:
         return f"{name}={self.max_dim}"
 
     def array_layout(self, name: str) -> BatchLayout:
-        """Returns the layout of q, k, v or the output; K and V may be in pages."""
+        """Returns the layout of q, k, v or the output; K and V may be in pages.
+
+        Args:
+            name: "q", "k", "v" or "o".
+        """
         return PAGES if self.page_size and name in ("k", "v") else self.batch_layout
 
     def shard(self) -> AttentionSpec:
@@ -297,6 +305,9 @@ class AttentionSpec:
         JSON written by hand may omit fields, and may give a mask or score as an expression such as
         "causal() & sliding_window(1024)".
 
+        Args:
+            text: the JSON.
+
         Raises:
             SpecError: The text does not describe a spec.
         """
@@ -341,7 +352,7 @@ def _dimension(value: Any, argument: str, maximum: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise SpecError(f"{argument}={value!r} must be an integer, a multiple of 8 from 8 to {maximum}")
     if not 1 <= value <= maximum:
-        raise SpecError(f"{argument}={value} must be from 8 to {maximum}")
+        raise SpecError(f"{argument}={value} must be from 8 to {maximum} {SEE_LIMITS}")
     if value % 8:
         raise SpecError(f"{argument}={value} must be a multiple of 8: {_padding_advice(int(value), argument)}")
     return int(value)
@@ -395,7 +406,7 @@ def _check_cache(values: dict[str, Any]) -> None:
     if values["kv_dtype"] and not (values["page_size"] or layout.supports("contiguous 8-bit keys")):
         raise SpecError(
             f"kv_dtype={values['kv_dtype']!r} is not supported for layout={layout.name!r} without pages: declare "
-            "page_size=..."
+            f"page_size=... {SEE_LIMITS}"
         )
     if values["shared_kv"] and values["value_dim"] > values["head_dim"]:
         raise SpecError(
@@ -403,10 +414,10 @@ def _check_cache(values: dict[str, Any]) -> None:
             "part of K"
         )
     if values["shared_kv"] and values["kv_dtype"]:
-        raise SpecError(f"shared_kv=True is not supported with kv_dtype={values['kv_dtype']!r}: leave one of them out")
+        raise SpecError(f"shared_kv=True is not supported with kv_dtype={values['kv_dtype']!r} {SEE_LIMITS}")
     for name in ("head_dim", "value_dim"):
         if values["kv_dtype"] and values[name] % CACHED_DIM:
-            raise SpecError(f"{name}={values[name]} must be a multiple of {CACHED_DIM} with a kv_dtype")
+            raise SpecError(f"{name}={values[name]} must be a multiple of {CACHED_DIM} with a kv_dtype {SEE_LIMITS}")
 
 
 def _result_dtype(value: Any, dtype: str, argument: str) -> str | None:
@@ -430,7 +441,8 @@ def _shard_modifiers(values: dict[str, Any]) -> dict[str, Any]:
     """
     if option := without_shards(values["layout"], values["page_size"]):
         raise SpecError(
-            f"sharded=True is not supported with {option}={values[option]!r}, whose lengths only the device knows"
+            f"sharded=True is not supported with {option}={values[option]!r}, whose lengths only the device knows "
+            f"{SEE_LIMITS}"
         )
     score = values["score"]
     return {"mask": shard_mask(values["mask"]), "score": shard_score(score) if score else None}

@@ -10,10 +10,16 @@ from typing import NamedTuple
 class Block(NamedTuple):
     """A rectangle of the score matrix that one kernel call computes.
 
-    q, rows: the first row and the number of rows, among the rank's own rows. k, keys: the first key and the number of
-    keys, among the owner's rows, or among all keys if they are gathered. The block of a `Rim` starts at 0 of the keys
-    that are joined for it. shard_q, shard_k: the positions of the first row and the first key in the full sequence.
-    kind: FULL or PARTIAL. share: the approximate fraction of scores that are not masked.
+    Attributes:
+        q: the first row, among the rank's own rows.
+        rows: the number of rows.
+        k: the first key, among the owner's rows, or among all keys if they are gathered. The block of a `Rim` starts at
+            0 of the keys that are joined for it.
+        keys: the number of keys.
+        shard_q: the position of the first row in the full sequence.
+        shard_k: the position of the first key in the full sequence.
+        kind: FULL or PARTIAL.
+        share: the approximate fraction of scores that are not masked.
     """
 
     q: int
@@ -34,7 +40,10 @@ class Block(NamedTuple):
 class Step(NamedTuple):
     """The blocks that a rank computes with the keys of one owner.
 
-    pieces: the owner's rows that the rank receives, as half-open ranges (first, end).
+    Attributes:
+        owner: the rank that has the keys.
+        blocks: the blocks, in order.
+        pieces: the owner's rows that the rank receives, as half-open ranges (first, end).
     """
 
     owner: int

@@ -30,9 +30,12 @@ class Rows(NamedTuple):
 class Rim(NamedTuple):
     """A boundary block: queries over received keys and over the rank's own keys next to them.
 
-    block: the block to compute; its keys are the received and the own ones, joined in the order of positions.
-    owner, theirs: the rank that sends keys, and its rows that are sent. own: the rank's own rows next to them; may be
-    empty. before: whether the received keys come before the own ones, else after them.
+    Attributes:
+        block: the block to compute; its keys are the received and the own ones, joined in the order of positions.
+        owner: the rank that sends keys.
+        theirs: the rows that it sends.
+        own: the rank's own rows next to them; may be empty.
+        before: whether the received keys come before the own ones, else after them.
     """
 
     block: Block
@@ -62,9 +65,11 @@ class Lent(NamedTuple):
 class Halo(NamedTuple):
     """What a rank computes, receives and sends.
 
-    own: the blocks over the rank's own keys alone. rims: the boundary blocks, in the order of the ranks that send keys.
-    lent: the rows that the rank sends, in the order of the receiving ranks and, for each of them, of its rims. Sender
-    and receiver thus agree on the order of rows in the one message between them.
+    Attributes:
+        own: the blocks over the rank's own keys alone.
+        rims: the boundary blocks, in the order of the ranks that send keys.
+        lent: the rows that the rank sends, in the order of the receiving ranks and, for each of them, of its rims.
+            Sender and receiver thus agree on the order of rows in the one message between them.
     """
 
     own: tuple[Block, ...]
@@ -87,7 +92,11 @@ class Halo(NamedTuple):
         return sum(lent.rows.length for lent in self.lent)
 
     def steps(self, rank: int) -> tuple[Step, ...]:
-        """Returns the blocks grouped by the owners of their keys, the rank itself first."""
+        """Returns the blocks grouped by the owners of their keys, the rank itself first.
+
+        Args:
+            rank: the number of this rank.
+        """
         steps = [Step(rank, self.own, ())]
         for owner, group in groupby(self.rims, lambda rim: rim.owner):
             rims = list(group)

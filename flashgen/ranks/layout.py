@@ -34,6 +34,10 @@ class Layout:
 
     shards: "plain" gives rank r the r-th of `ranks` chunks. "zigzag" makes 2·ranks chunks and gives rank r the r-th
     chunk from the front and the r-th from the back, which balances the computation under a causal mask.
+
+    Attributes:
+        ranks: the number of ranks.
+        length: the number of positions.
     """
 
     ranks: int
@@ -73,12 +77,20 @@ class Layout:
         return self.length // self.ranks
 
     def starts(self, rank: int) -> tuple[int, ...]:
-        """Returns the first position of each chunk of a rank, in the order of its rows."""
+        """Returns the first position of each chunk of a rank, in the order of its rows.
+
+        Args:
+            rank: the number of the rank.
+        """
         numbers = (rank, self.chunks - 1 - rank) if self.shards == "zigzag" else (rank,)
         return tuple(number * self.chunk for number in numbers)
 
     def stretches(self, rank: int) -> tuple[Stretch, ...]:
-        """Returns the positions of a rank in the order of its rows, with adjacent chunks joined."""
+        """Returns the positions of a rank in the order of its rows, with adjacent chunks joined.
+
+        Args:
+            rank: the number of the rank.
+        """
         stretches: list[Stretch] = []
         for index, start in enumerate(self.starts(rank)):
             if stretches and stretches[-1].end == start:
@@ -88,7 +100,11 @@ class Layout:
         return tuple(stretches)
 
     def place(self, position: int) -> tuple[int, int]:
-        """Returns the rank that has a position, and the row of the position on this rank."""
+        """Returns the rank that has a position, and the row of the position on this rank.
+
+        Args:
+            position: a position of the sequence.
+        """
         rank, row = self.in_order()[position // self.chunk]
         return rank, row + position % self.chunk
 

@@ -24,7 +24,13 @@ _ROUNDED_BYTES, _SUM_BYTES = 2, 4  # bytes per element of gradients of keys and 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a call that a plan needs in addition to its lengths."""
+    """The sizes of a call that a plan needs in addition to its lengths.
+
+    Attributes:
+        batch: sequences.
+        heads_q: query heads.
+        heads_kv: KV heads.
+    """
 
     batch: int = 1
     heads_q: int = 1
@@ -35,9 +41,17 @@ class Sizes:
 class Plan:
     """One call of a spec on several ranks.
 
-    scheme: "ring" or "all_gather". If heads are exchanged first (Ulysses), it is the scheme that runs after that
-    exchange, the inner scheme. heads: the number of ranks that exchange heads, 1 for no exchange. Rank numbers are
-    those of the inner scheme.
+    Rank numbers are those of the scheme.
+
+    Attributes:
+        scheme: "ring" or "all_gather". If heads are exchanged first (Ulysses), it is the scheme that runs after that
+            exchange, the inner scheme.
+        heads: the number of ranks that exchange heads, 1 for no exchange.
+        spec: the spec of the call.
+        queries: how the queries are sharded.
+        keys: how the keys are sharded.
+        sizes: the other sizes.
+        captures: the captured numbers by name.
     """
 
     spec: AttentionSpec
@@ -86,7 +100,11 @@ class Plan:
         return bool(self.spec.dropout) or (score is not None and bool(score.expression.free_symbols & set(symbols)))
 
     def steps(self, rank: int) -> tuple[Step, ...]:
-        """Returns the steps of a rank: first with its own keys, then with those of the ranks before it in the ring."""
+        """Returns the steps of a rank: first with its own keys, then with those of the ranks before it in the ring.
+
+        Args:
+            rank: the number of the rank.
+        """
         if rank not in self._steps:
             if self.scheme == "all_gather":
                 self._steps[rank] = self._all_gather_steps(rank)
@@ -161,7 +179,12 @@ class Plan:
         return PARTIAL in seen and len(starts_q) * len(starts_k) > 1
 
     def kind(self, queries: int, keys: int) -> int:
-        """Returns EMPTY, FULL or PARTIAL for the scores of two chunks, numbered in the order of positions."""
+        """Returns EMPTY, FULL or PARTIAL for the scores of two chunks, numbered in the order of positions.
+
+        Args:
+            queries: the number of a chunk of queries.
+            keys: the number of a chunk of keys.
+        """
         chunk_q, chunk_k = self.queries.chunk, self.keys.chunk
         return classify(self._scores, Rectangle(queries * chunk_q, chunk_q, keys * chunk_k, chunk_k))
 
@@ -173,7 +196,11 @@ class Plan:
         return self.sizes.batch * self.sizes.heads_kv * (self.spec.head_dim + self.spec.value_dim)
 
     def received(self, step: Step) -> int:
-        """Returns the bytes of keys and values that a rank receives for a step."""
+        """Returns the bytes of keys and values that a rank receives for a step.
+
+        Args:
+            step: a step of the rank.
+        """
         if self.scheme == "all_gather":
             return self.keys.rows * (self.ranks - 1) * self._row_elements * 2
         return step.received * self._row_elements * 2
@@ -182,6 +209,10 @@ class Plan:
         """Returns the bytes that a rank sends in each step of a pass, without those of an exchange of heads.
 
         With a halo exchange or an all-gather there is one number for the whole pass.
+
+        Args:
+            rank: the number of the rank.
+            backward: whether the pass is the backward.
         """
         return self._all_gather_bytes(backward) if self.scheme == "all_gather" else self._ring_bytes(rank, backward)
 
@@ -204,7 +235,11 @@ class Plan:
         return tuple(sent)
 
     def exchanged(self, backward: bool = False) -> int:
-        """Returns the bytes that each rank sends to exchange heads: q, k, v and the output, or their gradients."""
+        """Returns the bytes that each rank sends to exchange heads: q, k, v and the output, or their gradients.
+
+        Args:
+            backward: whether the pass is the backward.
+        """
         if self.heads == 1:
             return 0
         spec, sizes = self.spec, self.sizes
@@ -216,7 +251,11 @@ class Plan:
     # Computation ------------------------------------------------------------------------------------------------------
 
     def work(self, rank: int) -> float:
-        """Returns the approximate number of unmasked scores of one head that a rank computes."""
+        """Returns the approximate number of unmasked scores of one head that a rank computes.
+
+        Args:
+            rank: the number of the rank.
+        """
         return sum(block.work for step in self.steps(rank) for block in step.blocks)
 
     @property

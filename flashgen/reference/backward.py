@@ -61,6 +61,11 @@ def backward(
     A masked score contributes exactly 0, whatever its derivative is. A score of -inf counts as masked. A row with
     nothing to attend to has zero gradients.
     Raises ArgumentError for arguments that do not fit the spec or each other.
+
+    Args:
+        spec, q, k, v, seed, offset, captures: as in `attention`.
+        d_out: the gradient of the output, with its shape.
+        d_lse: the gradient of the LSE, (batch, heads_q, len_q); None for 0.
     """
 
     def exact(problem: Problem, cotangents: Cotangents) -> Gradients:

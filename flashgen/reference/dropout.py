@@ -36,6 +36,9 @@ def threshold(probability: float) -> int:
     """Returns T = round(256 (1 - p)), halves rounded to even. An element is kept iff its byte is below T.
 
     Raises SpecError unless 1 <= T <= 256, that is, unless 0 <= p <= 0.998.
+
+    Args:
+        probability: p, that of dropping an element.
     """
     kept = 256 * (1 - probability)
     if not 0 <= probability <= 1 or not 1 <= (rounded := round(kept)) <= 256:
@@ -100,6 +103,15 @@ def dropout_keep(
     The caller scales kept probabilities by 256 / threshold(probability), which makes the expectation exact.
     Raises ArgumentError for a seed outside [0, 2**64), an offset outside [0, 2**32), a batch or number of heads above
     65536, or a negative length, and SpecError for a probability that `threshold` rejects.
+
+    Args:
+        seed: the seed, an integer.
+        offset: the offset, an integer.
+        batch: the number of sequences.
+        heads: the number of query heads.
+        len_q: the number of queries.
+        len_k: the number of keys.
+        probability: that of dropping an element.
     """
     seed, offset = check_counter(seed, offset, batch, heads)
     for name, length in (("len_q", len_q), ("len_k", len_k)):

@@ -13,7 +13,11 @@ from flashgen.reference.inputs import Array, Problem, floats, heads_first
 class Gradients(NamedTuple):
     """Gradients in float64: dq, dk and dv in the spec's layout, and one for each capture declared with grad=True.
 
-    dv is None if V is a part of K.
+    Attributes:
+        dq: the gradient of q.
+        dk: the gradient of k.
+        dv: the gradient of v; None if V is a part of K.
+        captures: the gradients of captures, by name.
     """
 
     dq: Array

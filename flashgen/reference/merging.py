@@ -13,8 +13,12 @@ from flashgen.language.batch_layout import BATCH_LAYOUTS
 def merge_states(outs: Sequence[Any], lses: Sequence[Any], layout: str = "bhsd") -> tuple[Any, Any]:
     """Returns the merged output and LSE in float64: LSE = log sum_i exp(LSE_i), O = sum_i exp(LSE_i - LSE) O_i.
 
-    outs: partial outputs (batch, heads, len_q, dim), with heads and length swapped if layout is "bshd". lses: their
-    LSE, (batch, heads, len_q). A row whose partial LSE is -inf has seen no key, and its partial output is ignored.
+    A row whose partial LSE is -inf has seen no key, and its partial output is ignored.
+
+    Args:
+        outs: partial outputs (batch, heads, len_q, dim), with heads and length swapped if layout is "bshd".
+        lses: their LSE, (batch, heads, len_q).
+        layout: "bhsd" or "bshd".
     """
     states = np.stack([np.asarray(lse, np.float64) for lse in lses])
     largest = states.max(0)

@@ -36,6 +36,15 @@ class Verdict:
     lse_error is |LSE - ref LSE| of the element that comes nearest to its bound, and lse_bound is the bound of this
     element. Both are None if no LSE was given. An error of NaN or infinity means that the output holds NaN, or infinity
     where the reference is finite. `worst` and `lse_worst` are the indices of the errors; None for empty arrays.
+
+    Attributes:
+        error: max|X - ref|.
+        bound: the largest error that passes.
+        lse_error: the error of the LSE that comes nearest to its bound; None without an LSE.
+        ok: whether all errors are within their bounds.
+        worst: the index of the error.
+        lse_worst: the index of lse_error.
+        lse_bound: the bound of lse_error.
     """
 
     error: float
@@ -65,9 +74,18 @@ def judge(
 ) -> Verdict:
     """Judges an output `out` against `ref` (float64) and `low` (rounded at each step), and `lse` against `ref_lse`.
 
-    given: for a gradient, the float64 gradient of a rounded output. The larger of the errors of `given` and `low`
-    determines the bound. These arrays share one shape, in any layout. lse and ref_lse, natural logarithms, share one
-    shape. NaN in out or lse fails. A bound that is not finite fails too, because any output would pass it.
+    The first four arrays share one shape, in any layout; lse and ref_lse share another. NaN in out or lse fails. A
+    bound that is not finite fails too, because any output would pass it.
+
+    Args:
+        out: the output or gradient to judge.
+        ref: the same in float64, by `attention` or `backward`.
+        low: the same, rounded at each step, by `low_precision` or `low_precision_backward`.
+        lse: the LSE to judge, a natural logarithm; None for none.
+        ref_lse: the LSE in float64.
+        given: for a gradient, that of a rounded output in float64, by `backward_of_rounded_output`. The larger of the
+            errors of `given` and `low` determines the bound.
+
     Raises ArgumentError for shapes that differ, for NaN in a reference, and for lse without ref_lse or the reverse.
     """
     if (lse is None) != (ref_lse is None):

@@ -56,6 +56,23 @@ def attention(
     seqused_k. Its out is (tokens, heads_q, value_dim), its lse (heads_q, tokens). Rows outside of all sequences have
     out = 0 and lse = -inf.
     Raises ArgumentError for arguments that do not fit the spec or each other.
+
+    Args:
+        spec: the AttentionSpec of the call.
+        q: (batch, heads_q, len_q, head_dim), of any floating dtype; "bshd" swaps heads and length; "thd" is (tokens,
+            heads_q, head_dim).
+        k: (batch, heads_kv, len_k, head_dim); heads_q is a multiple of heads_kv. With a page_size (pages, page_size,
+            heads_kv, head_dim).
+        v: (batch, heads_kv, len_k, value_dim), or in pages as k.
+        seed: the seed of the dropout, an integer from 0 to 2**64 - 1; None without dropout.
+        offset: the offset of the dropout, an integer from 0 to 2**32 - 1.
+        return_lse: whether to return the LSE, too.
+        page_table: with a page_size, int32 (batch, pages of a sequence): the pages of each sequence, in order.
+        seqused_k: int32 (batch,): the number of keys of each sequence.
+        k_scale: with a kv_dtype, float32 (1,) or (heads_kv,): the factor of k.
+        v_scale: the factor of v, likewise.
+        captures: the captured arrays and numbers by name, and in a varlen batch cu_seqlens_q, cu_seqlens_k and
+            seqused_k.
     """
     cache = Cache(page_table, seqused_k, k_scale, v_scale)
     out, lse = _call_outputs(_exact_outputs, spec, (q, k, v), cache, seed, offset, captures)

@@ -19,8 +19,13 @@ _WORD = 0xFFFFFFFF
 def philox4x32(counter: tuple[ArrayLike, ...], key: tuple[int, int], rounds: int = ROUNDS) -> NDArray[np.uint32]:
     """Returns the four random words of each counter.
 
-    counter: four arrays of words in [0, 2**32), which are broadcast together; key: two words.
-    Returns uint32 of the broadcast shape with a last dimension of 4 appended.
+    Args:
+        counter: four arrays of words in [0, 2**32), which are broadcast together.
+        key: two words.
+        rounds: the number of rounds.
+
+    Returns:
+        uint32 of the broadcast shape with a last dimension of 4 appended.
     """
     c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(word, dtype=np.uint64) for word in counter))
     k0, k1 = key

@@ -41,6 +41,11 @@ def flash_decoding(
     Returns (out, lse, traffic, float32 traffic). The first traffic counts elements of q, k, v and out. The second
     counts float32 elements: the LSE, and the partial states if there is more than one split.
     Other arguments and errors are the same as in `attention`. Also raises ArgumentError for splits or rows below 1.
+
+    Args:
+        spec, q, k, v, seed, offset, captures: as in `attention`.
+        splits: the number of splits.
+        rows: rows of a tile.
     """
     if splits < 1 or rows < 1:
         raise ArgumentError(f"splits={splits} and rows={rows} must be 1 or more")

@@ -62,6 +62,10 @@ def flash1(
 
     Other arguments and errors are the same as in `attention`. Also raises ArgumentError if on_chip does not hold one
     row. The algorithm leaves l and m in HBM; lse = m + log l is added for comparison and not counted.
+
+    Args:
+        spec, q, k, v, seed, offset, captures: as in `attention`.
+        on_chip: the capacity M of the on-chip memory, in elements.
     """
     blocks = flash1_blocks(on_chip, spec.head_dim, spec.value_dim)
 
@@ -84,8 +88,7 @@ def flash2(
 ) -> Result:
     """Runs FlashAttention 2 with blocks for an on-chip memory of `on_chip` elements. Returns (out, lse, traffic).
 
-    Other arguments and errors are the same as in `attention`. Also raises ArgumentError if on_chip does not hold one
-    row.
+    Arguments and errors are the same as in `flash1`.
     """
     blocks = flash2_blocks(on_chip, spec.head_dim, spec.value_dim)
 

@@ -75,6 +75,12 @@ def flash_backward(
     Returns (dq, dk, dv, traffic). out and lse are results of the forward with the same seed and offset. lse (batch,
     heads_q, len_q), a natural logarithm, replaces the paper's l and m. Other arguments and errors are the same as in
     `backward`. Also raises ArgumentError if on_chip does not hold one row.
+
+    Args:
+        spec, q, k, v, d_out, seed, offset, captures: as in `backward`.
+        out: the output, with the shape of d_out.
+        lse: its LSE.
+        on_chip: the capacity M of the on-chip memory, in elements.
     """
     blocks = flash1_blocks(on_chip, spec.head_dim, spec.value_dim)
     problem = prepare_for_papers(spec, q, k, v, seed, offset, captures)

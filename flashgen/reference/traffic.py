@@ -26,7 +26,12 @@ from flashgen.errors import ArgumentError
 
 @dataclass(frozen=True)
 class HbmTraffic:
-    """Elements read from and written to HBM."""
+    """Elements read from and written to HBM.
+
+    Attributes:
+        reads: elements that are read.
+        writes: elements that are written.
+    """
 
     reads: int
     writes: int
@@ -69,7 +74,12 @@ class Hbm:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The rows (queries) and columns (keys) of a tile: B_r and B_c in the papers."""
+    """The rows (queries) and columns (keys) of a tile: B_r and B_c in the papers.
+
+    Attributes:
+        rows: queries of a tile.
+        columns: keys of a tile.
+    """
 
     rows: int
     columns: int
@@ -80,6 +90,11 @@ def flash1_blocks(on_chip: int, head_dim: int, value_dim: int | None = None) -> 
 
     Blocks of Q, K, V and O share M, so 4d is 2 (head_dim + value_dim) if the two dims differ.
     Raises ArgumentError if M does not hold one row of Q or O (the paper assumes d <= M).
+
+    Args:
+        on_chip: the capacity M of the on-chip memory, in elements.
+        head_dim: elements of a query or key.
+        value_dim: elements of a value; None for head_dim.
     """
     value_dim = head_dim if value_dim is None else value_dim
     if on_chip < max(head_dim, value_dim):
@@ -93,7 +108,7 @@ def flash2_blocks(on_chip: int, head_dim: int, value_dim: int | None = None) -> 
 
     The FlashAttention-2 paper leaves the sizes open. K and V are read N / B_r times, which dominates the traffic, so
     the block that stays on chip gets the large size. The cap on B_c keeps the tile of scores within O(M), as in
-    FlashAttention 1.
+    FlashAttention 1. Arguments and errors are the same as in `flash1_blocks`.
     """
     swapped = flash1_blocks(on_chip, head_dim, value_dim)
     return Blocks(swapped.columns, swapped.rows)
@@ -104,6 +119,12 @@ def traffic_standard(len_q: int, len_k: int, head_dim: int, value_dim: int | Non
 
     This is a lower bound for standard attention: the score function and mask count as fused into the computation of S,
     and dropout into that of P. An unfused library makes more passes over N^2 elements.
+
+    Args:
+        len_q: the number of queries.
+        len_k: the number of keys.
+        head_dim: elements of a query or key.
+        value_dim: elements of a value; None for head_dim.
     """
     value_dim = head_dim if value_dim is None else value_dim
     square = len_q * len_k
@@ -118,6 +139,13 @@ def traffic_flash1(len_q: int, len_k: int, head_dim: int, value_dim: int | None 
 
     K and V are read once. For each key block, Q, O, l and m are read, and O, l and m are written. Writes include the
     initial O, l and m of line 2.
+
+    Args:
+        len_q: the number of queries.
+        len_k: the number of keys.
+        head_dim: elements of a query or key.
+        value_dim: elements of a value; None for head_dim.
+        on_chip: the capacity M of the on-chip memory, in elements.
     """
     value_dim = head_dim if value_dim is None else value_dim
     passes = _ceil_div(len_k, flash1_blocks(on_chip, head_dim, value_dim).columns)
@@ -129,7 +157,10 @@ def traffic_flash1(len_q: int, len_k: int, head_dim: int, value_dim: int | None 
 
 
 def traffic_flash2(len_q: int, len_k: int, head_dim: int, value_dim: int | None = None, *, on_chip: int) -> HbmTraffic:
-    """Returns the traffic of FlashAttention 2 (algorithm 1): Q, O and LSE once, K and V for each query block."""
+    """Returns the traffic of FlashAttention 2 (algorithm 1): Q, O and LSE once, K and V for each query block.
+
+    Arguments are the same as in `traffic_flash1`.
+    """
     value_dim = head_dim if value_dim is None else value_dim
     passes = _ceil_div(len_q, flash2_blocks(on_chip, head_dim, value_dim).rows)
     return HbmTraffic(
@@ -153,6 +184,15 @@ def traffic_flash_decoding(
     The result is a pair: elements of q, k, v and out, and float32 elements of partial states and LSE. K and V are read
     once per tile of `rows` rows, everything else once. A partial state has value_dim columns, a row maximum and a row
     sum.
+
+    Args:
+        len_q: the number of queries.
+        len_k: the number of keys.
+        head_dim: elements of a query or key.
+        value_dim: elements of a value; None for head_dim.
+        heads: query heads that share the head of K and V.
+        splits: the number of splits of the keys.
+        rows: rows of a tile.
     """
     value_dim = head_dim if value_dim is None else value_dim
     all_rows = heads * len_q
@@ -167,7 +207,7 @@ def traffic_standard_backward(len_q: int, len_k: int, head_dim: int, value_dim: 
 
     P is in HBM at the start and is read twice; dP and dS are written and read. Dropout and the derivative of the score
     function count as fused into the computation of dP and dS and read nothing, as in `traffic_standard`. An unfused
-    library makes more passes over N^2 elements.
+    library makes more passes over N^2 elements. Arguments are the same as in `traffic_standard`.
     """
     value_dim = head_dim if value_dim is None else value_dim
     square = len_q * len_k
@@ -184,6 +224,7 @@ def traffic_flash_backward(
 
     K and V are read once. For each key block, Q, O, dO, dQ and the LSE are read, and dQ is written. Writes include the
     initial dQ, dK and dV of line 5. The LSE replaces the paper's l and m and takes one element less per row.
+    Arguments are the same as in `traffic_flash1`.
     """
     value_dim = head_dim if value_dim is None else value_dim
     passes = _ceil_div(len_k, flash1_blocks(on_chip, head_dim, value_dim).columns)

@@ -17,7 +17,12 @@ from flashgen.release.request import read_requests
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem of a release folder: the file, and what is wrong with it."""
+    """A problem of a release folder: the file, and what is wrong with it.
+
+    Attributes:
+        path: the file.
+        problem: what is wrong with it.
+    """
 
     path: str
     problem: str
@@ -27,6 +32,9 @@ def check(folder: Path | str) -> list[Finding]:
     """Returns a finding for each file of a release folder that is missing, altered or not in the manifest.
 
     Raises BuildError if the folder does not exist.
+
+    Args:
+        folder: the folder of the release.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -46,6 +54,10 @@ def stale(manifest_path: Path | str, folder: Path | str) -> list[Finding]:
     """Returns a finding for each source that differs from what this version of flashgen emits for a release manifest.
 
     Cubins are not compared, because they depend on the compiler. Raises the errors of `build` for a wrong manifest.
+
+    Args:
+        manifest_path: the file of requests, in TOML.
+        folder: the folder of the release.
     """
     folder = Path(folder)
     expected = {f"{kernel.stem}.cu": kernel.rendered.source for kernel in emit(read_requests(manifest_path))}

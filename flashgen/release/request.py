@@ -68,6 +68,12 @@ class Request:
 
     heads_per_kv: query heads per head of k and v. It selects the additional kernels that calls of some sizes launch; 0
     for only the kernels of the default plans.
+
+    Attributes:
+        spec: the spec.
+        target: the target.
+        passes: "forward", "backward", "decode".
+        deterministic: whether the backward is deterministic.
     """
 
     spec: AttentionSpec
@@ -79,7 +85,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Step:
-    """A kernel without a spec to build for a target: "append_kv", or "merge_states" for a dtype."""
+    """A kernel without a spec to build for a target: "append_kv", or "merge_states" for a dtype.
+
+    Attributes:
+        name: "append_kv" or "merge_states".
+        target: the target.
+        dtype: the type of the merged outputs; None for append_kv.
+        layout: the layout of the outputs.
+        parts: how many results are merged.
+    """
 
     name: str
     target: Target
@@ -99,6 +113,9 @@ AnyRequest = Request | Step
 
 def read_requests(path: Path | str) -> tuple[AnyRequest, ...]:
     """Returns the requests of a manifest in order, without duplicates.
+
+    Args:
+        path: the file, in TOML.
 
     Raises:
         SpecError: the file cannot be read, or a group is invalid; the message names the group.

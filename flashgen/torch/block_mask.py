@@ -82,6 +82,7 @@ class BlockMask:
                 which dQ is written: kernels here do not need them.
             BLOCK_SIZE: queries and keys of a block.
             mask_mod: the mask function.
+            _triton_options: ignored.
 
         Raises:
             ArgumentError: the lists have other shapes, or the lengths exceed the blocks.
@@ -141,8 +142,11 @@ class BlockMask:
     ) -> BlockMask:
         """Creates a block mask from lists of blocks, as the constructor.
 
-        seq_lengths: by default the lengths that the blocks cover. compute_q_blocks, and arguments for the order in
-        which dQ is written, are ignored: kernels here do not need them.
+        Args:
+            kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, BLOCK_SIZE: as in the constructor.
+            mask_mod: the mask function; None keeps all elements of the blocks.
+            seq_lengths: (len_q, len_k); by default the lengths that the blocks cover.
+            compute_q_blocks, _triton_options: ignored.
         """
         block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
         rows, columns = kv_indices.shape[-2:]
@@ -185,7 +189,15 @@ class BlockMask:
         return listed
 
     def function_for(self, q_shape: torch.Size, k_shape: torch.Size) -> Callable[..., Any] | Mask:
-        """Returns `function`. Raises ArgumentError unless the mask is for query and key of these shapes."""
+        """Returns `function`.
+
+        Args:
+            q_shape: the shape of the query, (batch, heads, queries, dim).
+            k_shape: the shape of the key, (batch, heads of keys, keys, dim).
+
+        Raises:
+            ArgumentError: the mask is for other shapes.
+        """
         (batch, heads), (len_q, len_k) = self.batch_and_heads, self.seq_lengths
         if len_q != q_shape[2] or len_k != k_shape[2]:
             raise ArgumentError(
@@ -209,6 +221,11 @@ class BlockMask:
         return (*self.batch_and_heads, *self.seq_lengths)
 
     def size(self, dim: int | None = None) -> Any:
+        """Returns the shape, or one of its sizes.
+
+        Args:
+            dim: the dimension; None for all.
+        """
         return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> int:
@@ -236,7 +253,11 @@ class BlockMask:
         return 100 * (1 - self.to_dense().double().mean().item())
 
     def to(self, device: Any) -> BlockMask:
-        """Returns a copy that reports its blocks on a device. Arrays that the mask closes over stay where they are."""
+        """Returns a copy that reports its blocks on a device. Arrays that the mask closes over stay where they are.
+
+        Args:
+            device: the device of the tensors.
+        """
         blocks = self._blocks and (self._blocks[0].to(device), self._blocks[1].to(device))
         return BlockMask._create(self._mask_mod, self.shape, self.BLOCK_SIZE, device, blocks, self._has_full)
 
@@ -266,7 +287,9 @@ class BlockMask:
         Each pair of equal characters stands for a rectangle of blocks: █ if all of them are visited, ░ if some are, a
         space if none is.
 
-        grid_size: the maximum number of rows and columns, one number or a pair; -1 is no maximum.
+        Args:
+            grid_size: the maximum number of rows and columns, one number or a pair; -1 is no maximum.
+            limit: the maximum number of maps.
         """
         dense = self.to_dense().double().flatten(0, 1)
         max_sizes = (grid_size, grid_size) if isinstance(grid_size, int) else grid_size

@@ -21,12 +21,20 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
 
 def noop_mask(b: Any, _h: Any, _q: Any, _k: Any) -> Any:
-    """A mask function that keeps all keys."""
+    """A mask function that keeps all keys.
+
+    Args:
+        b, _h, _q, _k: the indices, which are not read.
+    """
     return b.new_ones((), dtype=torch.bool) if isinstance(b, torch.Tensor) else full()(b, _h, _q, _k)
 
 
 def and_masks(*mask_mods: MaskFunction) -> MaskFunction:
-    """Returns a mask function that keeps what all of the masks keep."""
+    """Returns a mask function that keeps what all of the masks keep.
+
+    Args:
+        mask_mods: functions of (b, h, q, k), or flashgen masks.
+    """
     masks = _checked_functions(mask_mods, "and_masks")
 
     def and_mask(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -36,7 +44,11 @@ def and_masks(*mask_mods: MaskFunction) -> MaskFunction:
 
 
 def or_masks(*mask_mods: MaskFunction) -> MaskFunction:
-    """Returns a mask function that keeps what any of the masks keeps."""
+    """Returns a mask function that keeps what any of the masks keeps.
+
+    Args:
+        mask_mods: functions of (b, h, q, k), or flashgen masks.
+    """
     masks = _checked_functions(mask_mods, "or_masks")
 
     def or_mask(b: Any, h: Any, q: Any, k: Any) -> Any:

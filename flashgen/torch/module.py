@@ -53,7 +53,12 @@ class Attention(torch.nn.Module):
                 self.register_buffer(name, tensor)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
-        """Calls `attention`. given: its keyword arguments, and the captures that the module does not hold."""
+        """Calls `attention`.
+
+        Args:
+            q, k, v: tensors in the layout of the spec.
+            given: the keyword arguments of `attention`, and the captures that the module does not hold.
+        """
         own: Mapping[str, Any] = {name: _as_declared(getattr(self, name), dtype) for name, dtype in self._own.items()}
         options: Any = {"emulate": self.emulate, "deterministic": self.deterministic}
         return attention(self.spec, q, k, v, **{**options, **own, **given})

@@ -111,7 +111,11 @@ _EMULATED: ContextVar[bool] = ContextVar("whether CPU tensors run on the emulato
 
 @contextmanager
 def emulated(on: bool = True) -> Iterator[None]:
-    """A context in which CPU tensors run on the emulator, as with emulate=True in each call."""
+    """A context in which CPU tensors run on the emulator, as with emulate=True in each call.
+
+    Args:
+        on: whether to use the emulator.
+    """
     token = _EMULATED.set(on)
     try:
         yield

@@ -42,7 +42,8 @@ def context_parallel(*, group: Any = None, scheme: str = "ring", shards: str = "
     positions for those of packed sequences. A KV cache is not supported. The gradients of the model's parameters are
     each rank's contribution; their sum over the ranks is the full gradient.
 
-    Args: group, scheme and shards as in `flashgen.torch.context_parallel.attention`.
+    Args:
+        group, scheme, shards: as in `flashgen.torch.context_parallel.attention`.
     """
     global _ACTIVE_CONTEXTS
     before = _CONTEXT.set(ContextParallel(group, scheme, shards))

@@ -39,6 +39,14 @@ class Result:
     `verdicts` are by output: "out", or "dq", "dk", "dv" and "d_<name>" for each capture with a gradient. If the case
     could not be compiled or launched, they are empty and `problem` is set. `problem` is also set if the gradients of a
     deterministic backward differ between runs.
+
+    Attributes:
+        case: what ran.
+        engine: where it ran: the GPU or the emulator, with its options.
+        seconds: how long it took.
+        verdicts: the comparisons, by output.
+        problem: why there are none, or None.
+        pass_: the pass.
     """
 
     case: Case

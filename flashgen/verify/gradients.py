@@ -24,6 +24,12 @@ def random_gradients(
     """Returns a standard normal dO in the spec's dtype and layout, and if `of_lse` a dLSE in float32, else None.
 
     Equal seeds give equal gradients. A fully masked row gets a dLSE too, which must not affect any gradient.
+
+    Args:
+        spec: the spec of the call.
+        shape: its sizes.
+        seed: the seed of the random numbers.
+        of_lse: whether to return a dLSE.
     """
     random = np.random.default_rng((seed, _STREAM))
     out_shape = (*rows_of(spec, shape, seed), spec.value_dim)
@@ -40,7 +46,11 @@ def poisoned_gradients(spec: AttentionSpec, inputs: Inputs) -> tuple[Array, ...]
 
 
 def gradients_by_name(gradients: Any) -> dict[str, Any]:
-    """Returns the gradients of a kernel or of the oracle by name: dq, dk, dv, and d_<name> for each capture."""
+    """Returns the gradients of a kernel or of the oracle by name: dq, dk, dv, and d_<name> for each capture.
+
+    Args:
+        gradients: the result of `attention.backward` or `reference.backward`.
+    """
     captures = {f"d_{name}": gradient for name, gradient in gradients.captures.items()}
     rows = {"dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
     return {name: gradient for name, gradient in rows.items() if gradient is not None} | captures

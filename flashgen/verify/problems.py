@@ -28,7 +28,15 @@ ENOUGH = 16  # the minimum number of elements over which the largest error of a 
 
 @dataclass(frozen=True)
 class Shape:
-    """The run-time sizes of a call. heads_q is a multiple of heads_kv."""
+    """The run-time sizes of a call. heads_q is a multiple of heads_kv.
+
+    Attributes:
+        len_q: queries of a sequence.
+        len_k: keys of a sequence.
+        batch: sequences.
+        heads_q: query heads.
+        heads_kv: KV heads.
+    """
 
     len_q: int
     len_k: int
@@ -46,6 +54,9 @@ class Inputs:
     """The arrays of a call, in the spec's dtype and layout. v is None if V is a part of K.
 
     Attributes:
+        q: the queries.
+        k: the keys, which may be in pages.
+        v: the values, which may be in pages.
         captures: the captured arrays by name, with the page table and scales of a KV cache if the spec has them.
         ragged: the arguments of a varlen call by name, such as cu_seqlens_q; empty for other layouts.
     """

@@ -61,7 +61,11 @@ class Variant:
         return f"{self.mask}-{self.score}-{self.dropout}"
 
     def lengths_of(self, large: bool) -> tuple[tuple[int, int], ...]:
-        """Returns the variant's own lengths, or those of the sweeps if it has none."""
+        """Returns the variant's own lengths, or those of the sweeps if it has none.
+
+        Args:
+            large: whether to include the larger lengths of the sweeps.
+        """
         if self.lengths:
             return self.lengths
         if self.equal:
@@ -100,7 +104,11 @@ def cliff(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def learned(score: Score) -> Score:
-    """Returns the score function with a gradient for each float array that it captures."""
+    """Returns the score function with a gradient for each float array that it captures.
+
+    Args:
+        score: the score function.
+    """
     floats = [capture for capture in score.expression.atoms(Capture) if capture.kind == "float" and capture.ndim]
     with_gradients = {capture: Capture(capture.name, capture.dtype, capture.ndim, True) for capture in floats}
     return replace(score, expression=score.expression.xreplace(with_gradients))
@@ -293,7 +301,14 @@ def cases_of(spec: AttentionSpec, large: bool = False, variant: Variant | None =
 
 
 def spec_of(variant: Variant, head_dim: int, dtype: str, layout: str = "bhsd") -> AttentionSpec:
-    """Returns the spec of a variant at a head dim, with the value dim of VALUE_DIMS."""
+    """Returns the spec of a variant at a head dim, with the value dim of VALUE_DIMS.
+
+    Args:
+        variant: the variant.
+        head_dim: elements of a query or key.
+        dtype: "float16" or "bfloat16".
+        layout: the layout of the spec.
+    """
     return AttentionSpec(
         head_dim=head_dim,
         value_dim=VALUE_DIMS.get(head_dim),

@@ -1,15 +1,22 @@
-"""The built documentation: strict, with every public name, and without requests to other hosts."""
+"""The built documentation: strict, with every public name, no requests to other hosts, and nothing cut off."""
 
 from __future__ import annotations
 
+import functools
+import html
 import importlib
 import importlib.util
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import threading
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -21,6 +28,8 @@ pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings", "latex2mathml")),
     reason="the documentation's tools are not installed: pip install '.[docs]'",
 )
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+WIDTHS = (1280, 390)  # pixels of a laptop, and of a telephone
 # Names of __all__ that are modules with pages of their own, and names that are no Python objects.
 MODULES = {"errors", "reference", "verify", "numerics"}
 
@@ -56,25 +65,18 @@ def public_names() -> Iterator[tuple[str, str]]:
 
 
 def test_the_api_has_every_public_name(site: Path) -> None:
-    """Under its own name; names of the language, the callable and the errors where they are defined."""
+    """Under its public name; functions with the names of their modules, and type aliases, where they are defined."""
     known = documented(site)
     homes = {
-        "flashgen": ("language.spec", "language.masks", "language.scores", "language.modifiers", "language.captures",
-                     "language.layouts", "language.functions", "language.parse", "language.trees",
-                     "attention.compiling", "attention.appending", "attention.merging"),
-        "flashgen.attention": ("attention.callable", "attention.compiling", "attention.gradients",
-                               "attention.appending", "attention.merging", "attention.decode_schedule"),
-        # Functions with the names of their modules, and a type alias.
         "flashgen.reference": ("reference", "reference.backward"),
         "flashgen.verify": ("verify", "verify.variants", "verify.problems"),
         "flashgen.release": ("release", "release.check"),
-    }  # fmt: skip
+    }
     missing = [
         f"{module}.{name}"
         for module, name in public_names()
-        if not any(
-            f"flashgen.{home}.{name}" in known for home in homes.get(module, (module.removeprefix("flashgen."),))
-        )
+        if f"{module}.{name}" not in known
+        and not any(f"flashgen.{home}.{name}" in known for home in homes.get(module, ()))
     ]
     assert not missing
 
@@ -107,3 +109,46 @@ def test_links_of_the_site_lead_somewhere(site: Path) -> None:
             there = there / "index.html" if there.is_dir() else there
             assert there.exists(), f"{page.name}: {target}"
             assert not anchor or there not in places or anchor in places[there], f"{page.name}: {target}"
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Serves a folder on this machine, and yields its address. Pages of one address can look into each other."""
+    handler = functools.partial(SilentHandler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+class SilentHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Prints nothing."""
+
+
+def cut_off(folder: Path, pages: list[str], profile: Path) -> dict[str, list[str]]:
+    """Returns what is cut off, by page and width."""
+    text = (Path(__file__).parent / "widths.html").read_text(encoding="utf-8")
+    text = text.replace("PAGES", json.dumps(pages)).replace("WIDTHS", json.dumps(WIDTHS))
+    (folder / "widths.html").write_text(text, encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={profile}"]
+    options += ["--virtual-time-budget=100000", "--window-size=1400,1000", "--dump-dom"]
+    with served(folder) as address:
+        command = [str(BROWSER), *options, f"{address}/widths.html"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    (folder / "widths.html").unlink()
+    result = re.search(r'<pre id="result">(.*?)</pre>', done.stdout, flags=re.DOTALL)
+    assert result and result[1], done.stderr
+    return dict(json.loads(html.unescape(result[1])))
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt-get install chromium")
+def test_no_code_or_table_is_cut_off(site: Path, tmp_path: Path) -> None:
+    wide = "<style>article { width: 500px; overflow: hidden }</style><article><pre>" + "x" * 200 + "</pre></article>"
+    (site / "wide.html").write_text(f"<!DOCTYPE html>{wide}", encoding="utf-8")
+    pages = sorted(str(page.relative_to(site)) for page in site.rglob("*.html") if page.name != "404.html")
+    found = cut_off(site, pages, tmp_path)
+    (site / "wide.html").unlink()
+    assert len(found) == len(pages) * len(WIDTHS)
+    assert all(found.pop(f"wide.html at {width}") for width in WIDTHS), "what is cut off is noticed"
+    assert not {page: problems for page, problems in found.items() if problems}

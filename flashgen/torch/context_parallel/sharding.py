@@ -27,7 +27,14 @@ def positions(length: int, *, group: Any = None, shards: str = "zigzag", device:
 
 
 def shard(tensor: Tensor, dim: int, *, group: Any = None, shards: str = "zigzag") -> Tensor:
-    """Returns this rank's rows along `dim` of a tensor that all ranks have. Rows of other ranks get zero gradients."""
+    """Returns this rank's rows along `dim` of a tensor that all ranks have. Rows of other ranks get zero gradients.
+
+    Args:
+        tensor: the whole tensor, equal on all ranks.
+        dim: its dimension of positions.
+        group: the process group or device mesh; None for the default group.
+        shards: "zigzag" or "plain", or the positions of each rank.
+    """
     rows = positions(tensor.shape[dim], group=group, shards=shards, device=tensor.device)
     return tensor.index_select(dim, rows)
 
@@ -36,6 +43,10 @@ def unshard(tensor: Tensor, dim: int, *, group: Any = None, shards: str = "zigza
     """Returns the whole tensor along `dim` on all ranks, from the rows of each: the inverse of `shard`.
 
     The gradient is that of this rank's rows: a loss that all ranks compute from the whole tensor counts once.
+
+    Args:
+        tensor: this rank's rows.
+        dim, group, shards: as in `shard`.
     """
     result: Tensor = _Unshard.apply(tensor, dim, _ranks(group), shards)
     return result
