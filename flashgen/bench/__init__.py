@@ -2,6 +2,7 @@
 
 from flashgen.bench import summary
 from flashgen.bench.beside_flex import VariantRow, variant_rows
+from flashgen.bench.biases import BIAS_CASES, BIAS_PEERS, BiasRow, bias_rows
 from flashgen.bench.cases import Timed
 from flashgen.bench.decode import PEERS as DECODE_PEERS
 from flashgen.bench.decode import SIZES as DECODE_SIZES
@@ -17,6 +18,8 @@ from flashgen.bench.variants import chosen_variants
 from flashgen.bench.varlen import SHAPES, VARLEN_PEERS, VarlenRow, varlen_rows
 
 __all__ = [
+    "BIAS_CASES",
+    "BIAS_PEERS",
     "DECODE_PEERS",
     "DECODE_SIZES",
     "PEERS",
@@ -25,6 +28,7 @@ __all__ = [
     "SERVING_GROUPS",
     "SHAPES",
     "VARLEN_PEERS",
+    "BiasRow",
     "DecodeRow",
     "DecodeSize",
     "GroupedRow",
@@ -33,6 +37,7 @@ __all__ = [
     "Timed",
     "VariantRow",
     "VarlenRow",
+    "bias_rows",
     "chosen_variants",
     "decode_rows",
     "environment",

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import geometric_mean
 
 from flashgen.bench.beside_flex import VariantRow
+from flashgen.bench.biases import BiasRow
 from flashgen.bench.decode import DecodeRow
 from flashgen.bench.grouped import GroupedRow
 from flashgen.bench.measure import Row
@@ -14,7 +15,7 @@ from flashgen.bench.varlen import VarlenRow
 LONG = 4096  # minimum sequence length of cells that are compared with the best peer
 # Minimum ratios that the summaries count as reached.
 OF_CUDNN, OF_BEST, OF_FLEX, OF_FIRST, OF_VARLEN = 1.0, 0.97, 1.4, 0.95, 1.05
-OF_BEST_DECODER, OF_CONTIGUOUS = 1.0, 0.95
+OF_BEST_DECODER, OF_CONTIGUOUS, OF_BIASES = 1.0, 0.95, 1.1
 
 
 def speed(rows: Sequence[Row]) -> list[str]:
@@ -46,6 +47,12 @@ def grouped(rows: Sequence[GroupedRow]) -> list[str]:
     first = rows[0].heads_kv if rows else 0
     ratios = {f"{_cell(row)} {row.name}": row.of_first["flashgen"] for row in rows if row.heads_kv != first}
     line = _compared(f"{first} heads of k and v", "cells", ratios, OF_FIRST)
+    return [line] if line else []
+
+
+def biases(rows: Sequence[BiasRow]) -> list[str]:
+    """Compares the cases with their best peers."""
+    line = _compared("the best peer", "cases", {f"{row.name} {row.timed}": row.best_ratio for row in rows}, OF_BIASES)
     return [line] if line else []
 
 

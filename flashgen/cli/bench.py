@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 PEERS = ("FA2", "cuDNN", "Flex", "FA4")
 PEERS_OF_DECODE = ("cuDNN", "FA2", "Flex", "FlashInfer")
+BIAS_PEERS = ("cuDNN", "EFFICIENT", "Flex")
 PLAIN = ("full()", "causal()")
 DEFAULT = "speed"
 MOVED = ("context", "host", "paper", "plot", "train")  # commands that are now `python -m benchmarks COMMAND`
@@ -44,6 +45,8 @@ flashgen bench --variants --no-mask-times
 flashgen bench --variants --pass backward --only "window 1024,relative table"
 
 flashgen bench gqa
+
+flashgen bench biases --pass backward
 
 flashgen bench decode --pages 16,64
 
@@ -158,6 +161,30 @@ def gqa(
     rows = bench.grouped_rows(declared, sizes, shared, heads, beside, passes.value, target)
     cells = [f"{spec.name} {length}" for spec in declared for length in sizes for _ in shared]
     report(rows, cells, bench_tables.grouped(["flashgen", *beside]), output, json, bench.summary.grouped, force)
+
+
+def biases(
+    passes: Timed = Passes.forward,
+    only: Annotated[str, typer.Option("--only", help="The cases to time, comma-separated. Default: all.")] = "",
+    peers: Annotated[str, typer.Option("--peers", help=PEERS_HELP)] = ",".join(BIAS_PEERS),
+    target: Target = None,
+    output: Output = Path("flashgen-biases.json"),
+    force: Force = False,
+    json: Json = False,
+) -> None:
+    """Measure a bias of each score, bfloat16 and shared by the batch, as in triangle attention of protein models.
+
+    Peers are torch's SDPA with the bias as its attn_mask, by the backends cuDNN and EFFICIENT, and FlexAttention. In
+    the backward the bias has a gradient.
+    """
+    require_gpu()
+    from flashgen import bench
+
+    offered = {case.name: case for case in bench.BIAS_CASES}
+    names, beside = chosen(only, "--only", tuple(offered)) or [*offered], chosen(peers, "--peers", BIAS_PEERS)
+    rows = bench.bias_rows([offered[name] for name in names], beside, passes.value, target=target)
+    columns = bench_tables.biases(["flashgen", *beside])
+    report(rows, names, columns, output, json, bench.summary.biases, force)
 
 
 @with_spec_options_of(dtype="bfloat16", head_dim="128")
@@ -330,6 +357,7 @@ def batch_of(text: str) -> tuple[int, int]:
 
 app.command(DEFAULT, help=paragraphs(speed.__doc__), epilog=SPEED_EXAMPLES)(speed)
 app.command("gqa", help=paragraphs(gqa.__doc__))(gqa)
+app.command("biases", help=paragraphs(biases.__doc__))(biases)
 app.command("decode", help=paragraphs(decode.__doc__))(decode)
 app.command("ragged", help=paragraphs(varlen.__doc__))(varlen)
 

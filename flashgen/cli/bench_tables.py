@@ -30,6 +30,17 @@ def grouped(contenders: Sequence[str]) -> Columns:
     return _case() | {"heads": lambda row: row.name} | tflops(contenders) | of_first
 
 
+def biases(contenders: Sequence[str]) -> Columns:
+    """Returns columns of milliseconds by implementation, and flashgen's speed relative to the best peer."""
+    columns: dict[str, Callable[[Any], str]] = {
+        "bias": lambda row: row.name,
+        "target": lambda row: row.target,
+        "pass": lambda row: row.timed,
+    }
+    columns |= {f"{name} ms": value_of(name, "milliseconds", 3) for name in contenders}
+    return columns | {"times the best peer": lambda row: number(row.best_ratio, 2)}
+
+
 def varlen(contenders: Sequence[str]) -> Columns:
     """Returns columns of milliseconds and TFLOP/s by implementation, and flashgen's speed relative to the best peer."""
     columns: dict[str, Callable[[Any], str]] = {

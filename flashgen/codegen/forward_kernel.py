@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 
 from flashgen.codegen.arguments import ArgumentLayout, Field
 from flashgen.codegen.assembly import ENDS_OF_TILES, common_context, longest_last, visited_tiles
 from flashgen.codegen.costs import forward_cost
-from flashgen.codegen.demand import divides_tiles
+from flashgen.codegen.demand import divides_tiles, is_clipped
 from flashgen.codegen.expressions.function_text import DEVICE_NAMES, Names
+from flashgen.codegen.expressions.row_elements import RowElement, paired_elements
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.targets import Target
@@ -20,6 +21,13 @@ from flashgen.codegen.visited import visited_keys
 from flashgen.language.spec import AttentionSpec
 
 _STRUCT = "ForwardArguments"
+
+
+class ElementTexts(NamedTuple):
+    """An element that is loaded with its neighbour, and the text of its address at the call of the score function."""
+
+    element: RowElement
+    address: str
 
 
 def page_fields(spec: AttentionSpec, strides: bool = True) -> list[Field]:
@@ -46,6 +54,7 @@ def forward_context(
     struct: str = _STRUCT,
     position: bool = True,
     any_size: bool = False,
+    by_rows: bool = False,
 ) -> dict[str, Any]:
     """Returns the template context of a forward kernel, without its header.
 
@@ -56,8 +65,14 @@ def forward_context(
         struct: Name of the argument struct.
         position: Whether the common `Position` struct is used; otherwise the template declares its own.
         any_size: Whether tiles of keys have several sizes.
+        by_rows: Whether elements of captured arrays that scores of a row read side by side are loaded in pairs.
     """
-    tiles, variant, shared = visited_keys(spec), variant_of(spec, sink=True), plan.shared_memory(spec)
+    elements = paired_elements(spec) if by_rows and not is_clipped(spec) else ()
+    tiles, variant, shared = (
+        visited_keys(spec),
+        variant_of(spec, sink=True, elements=elements),
+        plan.shared_memory(spec),
+    )
     return common_context(spec, target, variant, struct, layout, position=position) | {
         "plan": plan,
         "entry": entry_name("attention_forward", spec),
@@ -66,7 +81,9 @@ def forward_context(
         "layouts": {"shared_constants": shared},
         "longest_first": longest_last(tiles),
         "score_operand": variant.score.operand_text(score) if variant.score else "",
-        "score_call": variant.score.call(names) if variant.score else "",
+        "score_call": variant.score.call(names, (each.loaded(names) for each in elements)) if variant.score else "",
+        "row_elements": [ElementTexts(each, each.address(names)) for each in elements],
+        "score_call_of_pairs": variant.score.call(names, (each.of_pair for each in elements)) if variant.score else "",
         "divides_tiles": divides_tiles(spec, plan.tile_k),
         "uniform": None,
         "split": False,

@@ -19,6 +19,7 @@ from flashgen.codegen.arguments import (
 from flashgen.codegen.expressions.derivative_text import ScoreGradient
 from flashgen.codegen.expressions.function_text import FunctionText, indices_in
 from flashgen.codegen.expressions.printer import C_TYPES, statements
+from flashgen.codegen.expressions.row_elements import RowElement, with_parameters
 from flashgen.codegen.expressions.scale_folding import folded_products
 from flashgen.dtypes import DTYPES
 from flashgen.language.operations import Capture
@@ -46,6 +47,12 @@ class Variant:
     mask: FunctionText | None
     arrays: tuple[ArrayText, ...]
     gradient: ScoreGradient | None = None
+    elements: tuple[RowElement, ...] = ()
+
+    @property
+    def paired(self) -> tuple[RowElement, ...]:
+        """One element of each array of which two elements are loaded at once."""
+        return tuple({each.member: each for each in self.elements}.values())
 
 
 def _mask(name: str, expression: sympy.Basic) -> FunctionText:
@@ -53,11 +60,12 @@ def _mask(name: str, expression: sympy.Basic) -> FunctionText:
     return FunctionText(name, tuple(declarations), text, indices_in(expression))
 
 
-def _score(name: str, expression: sympy.Basic, scale: float) -> FunctionText:
+def _score(name: str, given: sympy.Basic, scale: float, elements: tuple[RowElement, ...]) -> FunctionText:
+    expression, names = with_parameters(given, elements)
     products = folded_products(scale, expression)
-    declarations, (text,) = statements(expression, products=products)
-    operand = "product" if products else "score"
-    return FunctionText(name, tuple(declarations), text, indices_in(expression), operand)
+    declarations, (text,) = statements(expression, products=products, names=names)
+    operand, parameters = "product" if products else "score", tuple((each.type, each.name) for each in elements)
+    return FunctionText(name, tuple(declarations), text, indices_in(expression), operand, parameters)
 
 
 def _array(capture: Capture) -> ArrayText:
@@ -73,16 +81,19 @@ def arrays_of(captures: Iterable[Capture]) -> tuple[ArrayText, ...]:
     return tuple(_array(capture) for capture in captures if capture.ndim)
 
 
-def variant_of(spec: AttentionSpec, score: bool = True, sink: bool = False) -> Variant:
+def variant_of(
+    spec: AttentionSpec, score: bool = True, sink: bool = False, elements: tuple[RowElement, ...] = ()
+) -> Variant:
     """Returns the texts of a spec.
 
     Args:
         score: Whether to include the score function, and the arrays that only it reads.
         sink: Whether to include the array of sinks, which the softmax normalisation reads.
+        elements: The elements that the score function takes as parameters, instead of loading them.
     """
-    score_text = _score(spec.score.name, spec.score.expression, spec.scale) if spec.score and score else None
+    score_text = _score(spec.score.name, spec.score.expression, spec.scale, elements) if spec.score and score else None
     mask_text = _mask(spec.mask.name, spec.mask.expression) if spec.mask.expression != sympy.true else None
-    return Variant(score_text, mask_text, arrays_of(captures_read(spec, score, sink)))
+    return Variant(score_text, mask_text, arrays_of(captures_read(spec, score, sink)), elements=elements)
 
 
 def captures_read(spec: AttentionSpec, score: bool = True, sink: bool = False) -> tuple[Capture, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import sympy
@@ -25,6 +25,7 @@ class FunctionText:
         used: The indices that it takes.
         operand: What a score function takes: the "score", or the "product" q·k if the scale is folded into its
             constants.
+        elements: Elements of captured arrays that it takes, each as (type, name).
     """
 
     name: str
@@ -32,14 +33,16 @@ class FunctionText:
     text: str
     used: tuple[sympy.Symbol, ...]
     operand: str = "score"
+    elements: tuple[tuple[str, str], ...] = ()
 
     def parameters(self, leading: bool = False) -> str:
-        """Returns declarations of its indices, with a comma before each (`leading`) or after each."""
-        return parameters_of(self.used, leading)
+        """Returns declarations of its indices and elements, with a comma before each (`leading`) or after each."""
+        elements = "".join(f", {kind} {name}" if leading else f"{kind} {name}, " for kind, name in self.elements)
+        return parameters_of(self.used, leading) + elements
 
-    def call(self, names: Names = DEVICE_NAMES) -> str:
-        """Returns the arguments of a call, given the names of the indices at the call."""
-        return ", ".join([*(names[symbol] for symbol in self.used), "arguments"])
+    def call(self, names: Names = DEVICE_NAMES, elements: Iterable[str] = ()) -> str:
+        """Returns the arguments of a call, given the names of the indices and the elements at the call."""
+        return ", ".join([*(names[symbol] for symbol in self.used), *elements, "arguments"])
 
     def operand_text(self, product: str) -> str:
         """Returns the operand for a call of a score function, given the text of the product q·k."""

@@ -265,13 +265,18 @@ def worth_sharing(node: sympy.Basic) -> bool:
     )
 
 
-def statements(*results: sympy.Basic, products: Mapping[sympy.Basic, str] | None = None) -> tuple[list[str], list[str]]:
+def statements(
+    *results: sympy.Basic,
+    products: Mapping[sympy.Basic, str] | None = None,
+    names: Mapping[sympy.Basic, str] | None = None,
+) -> tuple[list[str], list[str]]:
     """Returns declarations of common subexpressions, and the text of each result in terms of these.
 
     Args:
         products: Node -> text of the product that replaces it (see `folded_products`).
+        names: Leaf -> name of the variable that holds it.
     """
-    printer = Printer(products=products, exact=decisive(*results), loose=tolerant(*results))
+    printer = Printer(names, products, exact=decisive(*results), loose=tolerant(*results))
     declarations: list[str] = []
     for node, uses in references(results).items():
         if uses > 1 and worth_sharing(node):

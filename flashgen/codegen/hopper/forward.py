@@ -83,7 +83,7 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     bounds = _tile_bounds(longest_first)
     producer_registers, consumer_registers = plan.warpgroup_registers(spec)
     cost, option = tiles.cost(spec), smaller_option(plan, spec, target)
-    context = forward_context(spec, target, plan, layout, "scores[n]", _device_names(plan), bounds) | {
+    context = forward_context(spec, target, plan, layout, "scores[n]", _device_names(plan), bounds, by_rows=True) | {
         "header": header(spec, target, plan, _GRID, _METHOD, tiles.title, cost, option),
         "own_tiles": key_range(spec.mask.expression) is not None and spec.mask.expression != sympy.true,
         "head_panel": panel_columns(spec.head_dim, spec.element),

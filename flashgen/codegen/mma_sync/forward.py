@@ -38,7 +38,7 @@ def render_mma_sync(spec: AttentionSpec, target: Target, plan: ForwardPlan | Non
     plan = plan or choose_forward_plan(spec, target)
     plan.check(spec, target)
     layout = forward_layout(spec, demand_of(spec).listed)
-    context = forward_context(spec, target, plan, layout, "scores[n]")
+    context = forward_context(spec, target, plan, layout, "scores[n]", by_rows=True)
     context |= {"header": header(spec, target, plan), "page_size": spec.page_size, "uniform": uniform_text(spec)}
     context |= {"split": plan.split > 1}
     context |= batch_of(spec).sequences(context["struct"], layout, "kTileQ")
