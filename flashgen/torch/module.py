@@ -52,7 +52,7 @@ class Attention(torch.nn.Module):
             else:
                 self.register_buffer(name, tensor)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor | None = None, **given: Any) -> Any:
         """Calls `attention`. given: its keyword arguments, and the captures that the module does not hold."""
         own: Mapping[str, Any] = {name: _as_declared(getattr(self, name), dtype) for name, dtype in self._own.items()}
         options: Any = {"emulate": self.emulate, "deterministic": self.deterministic}
