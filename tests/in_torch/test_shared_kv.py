@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import flashgen as fg
 import plain
 from flashgen.errors import ArgumentError, UnsupportedError
-from flashgen.torch import Attention, attention, emulated, register
+from flashgen.torch import Attention, append_kv, attention, emulated, merge_states, register
 from flashgen.torch.context_parallel import attention as attention_of_ranks
 
 slopes = fg.Tensor("slopes", "float32", 1, grad=True)
@@ -166,6 +166,28 @@ def test_pages() -> None:
     assert torch.equal(compiled(PAGED, q, kv, **where), out)
     with pytest.raises(UnsupportedError, match="k requires a gradient, and a call with page_size=16 has none"):
         attention(PAGED, q, kv.requires_grad_(), **where)
+
+
+def step(cache: Any, kv_new: Any, q: Any, table: Any, used: Any) -> Any:
+    """One decode step of a layer: append, attend, and merge with a shared prefix."""
+    append_kv(kv_new, None, cache, None, page_table=table, seqused_k=used)
+    own = attention(PAGED, q, cache, page_table=table, seqused_k=used + 1, return_lse=True)
+    first = attention(PAGED, q, cache, page_table=table[:1].expand(2, -1), seqused_k=used * 0 + 16, return_lse=True)
+    return merge_states(*zip(own, first, strict=True)).out
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_step_compiles_without_breaks(backend: str) -> None:
+    kv_new, q, cache = (torch.randn(shape).bfloat16() for shape in ((2, 1, 1, 40), (2, 4, 1, 40), (6, 16, 1, 40)))
+    table, used = (torch.tensor(each, dtype=torch.int32) for each in ([[4, 0, 2], [1, 5, 3]], [40, 17]))
+    other, before = cache.clone(), cache.clone()
+    wanted = step(cache, kv_new, q, table, used)
+    out = torch.compile(step, fullgraph=True, backend=backend)(other, kv_new, q, table, used)
+    assert torch.equal(out, wanted) and torch.equal(other, cache) and not torch.equal(cache, before)
+    assert torch.equal(cache[2, 8], kv_new[0, 0]) and torch.equal(cache[5, 1], kv_new[1, 0])
+    given = (kv_new, None, cache, None, table, used, True)
+    results = torch.library.opcheck(torch.ops.flashgen.append_kv.default, given)
+    assert set(results.values()) == {"SUCCESS"} and len(results) == 4
 
 
 def test_tensors_without_elements() -> None:
