@@ -27,7 +27,7 @@ _MAX_PREPARED = 256
 _ROW_ALIGNMENT = 16  # bytes of one copy
 _RUNNERS: Cache[Any, tuple[Any, Runner]] = Cache()
 _ROWS = ("k_new", "v_new", "k", "v")
-_WRITTEN = ("k", "v")
+_WRITTEN: tuple[str, ...] = ("k", "v")
 
 
 def append_kv(
@@ -59,13 +59,16 @@ def append_kv(
     """
     check_pages_given(page_table=page_table, seqused_k=seqused_k)
     engine: Engine = Emulator() if emulate else Gpu()
-    arrays = {**arrays_of_rows(k_new, v_new, k, v), "page_table": page_table, "seqused_k": seqused_k}
+    arrays = {"k_new": k_new, "v_new": v_new, "k": k, "v": v, "page_table": page_table, "seqused_k": seqused_k}
+    written = _WRITTEN
+    if v_new is None or v is None:
+        arrays = arrays_of_rows(k_new, v_new, k, v) | {"page_table": page_table, "seqused_k": seqused_k}
+        written = ("k",)
     library = engine.library(k_new, "k_new")
     if library is engine.copied:
         raise ArgumentError("append_kv writes in place: give arrays of the GPU, or emulate=True for NumPy arrays")
-    for name in _WRITTEN:
-        if name in arrays:
-            check_writable(name, arrays[name])
+    for name in written:
+        check_writable(name, arrays[name])
     key, addresses = _cache_key(engine, arrays)
     prepared = _PREPARED.get(key) or _PREPARED.get_or_make(key, partial(_prepare, engine, arrays))
     prepared.sharing.check(addresses)

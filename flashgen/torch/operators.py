@@ -96,6 +96,10 @@ def run_forward(
         return empty if with_lse else empty[0]
     if entry.shared_kv:
         refuse_values(entry, v)
+        if entry.is_direct_shared and not integers and q.is_cuda:
+            results = direct.forward_of_shared(entry.on(q.get_device()), q, k, with_lse)
+            if results is not None:
+                return results
     options: dict[str, Any] = {} if seed is None else {"seed": seed_of(entry, seed)}
     if q.is_cuda and not entry.emulate:
         if captures or integers or floats:
@@ -203,6 +207,10 @@ def run_backward(
         found = direct.backward(entry.on(q.get_device()), (d_out, d_lse, q, k, v, out, lse))
         if found is not None:
             return found
+    elif entry.is_direct_shared and q.is_cuda:
+        shared = direct.backward_of_shared(entry.on(q.get_device()), d_out, d_lse, q, k, out, lse)
+        if shared is not None:
+            return _with_values(v, shared)
     if q.is_meta:
         return _empty_backward(entry, q, k, v, captures)
     results: Sequence[Tensor]
