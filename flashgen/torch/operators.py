@@ -240,6 +240,20 @@ def run_backward(
         if entry.shared_kv:
             results = _with_values(v, results)
         return _in_order_of_inputs(entry, (q, k, v), captures, results) if entry.learned else results
+    return _emulate_backward(entry, (d_out, q, k, v, out, lse), d_lse, captures, integers, floats, options)
+
+
+def _emulate_backward(
+    entry: Registered,
+    rows: Sequence[Tensor],
+    d_lse: Tensor | None,
+    captures: Sequence[Tensor],
+    integers: Sequence[int],
+    floats: Sequence[float],
+    options: dict[str, Any],
+) -> Sequence[Tensor]:
+    """Runs the backward on the emulator. rows: d_out, q, k, v, out, lse. options: further keyword arguments."""
+    d_out, q, k, v, out, lse = rows
     if d_lse is not None:
         options["d_lse"] = to_array(d_lse.contiguous())
     options |= named_captures(entry, [to_array(each) for each in captures], integers, floats)

@@ -168,6 +168,29 @@ def test_pages() -> None:
         attention(PAGED, q, kv.requires_grad_(), **where)
 
 
+def test_varlen_and_mixed_batches() -> None:
+    """Packed sequences, with gradients, and packed queries over pages."""
+    ends = torch.tensor([0, 13, 40], dtype=torch.int32)
+    spec = fg.AttentionSpec(40, "bfloat16", value_dim=VALUE_DIM, shared_kv=True, mask=fg.causal(), layout="thd")
+    q, kv = (torch.randn(40, heads, 40, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 1))
+    out = attention(spec, q, kv, cu_seqlens_q=ends)
+    rows = [[x[a:b].transpose(0, 1)[None] for x in (q, kv)] for a, b in ((0, 13), (13, 40))]
+    wanted = torch.cat([expected(*each)[0][0].transpose(0, 1) for each in rows])
+    plain.assert_close(out, wanted)
+    plain.assert_gradients(out, wanted, [q, kv])
+    mixed = fg.AttentionSpec(
+        40, "bfloat16", value_dim=VALUE_DIM, shared_kv=True, mask=fg.causal(), layout="thd", page_size=16
+    )
+    pages, table = torch.zeros(4, 16, 1, 40).bfloat16(), torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
+    used = torch.tensor([13, 27], dtype=torch.int32)
+    for b, keys in enumerate((kv[:13], kv[13:])):
+        pages[table[b].long()] = (
+            torch.cat([keys.detach(), torch.zeros(32 - len(keys), 1, 40)]).bfloat16().view(2, 16, 1, 40)
+        )
+    over_pages = attention(mixed, q.detach(), pages, cu_seqlens_q=ends, page_table=table, seqused_k=used)
+    plain.assert_close(over_pages, wanted)
+
+
 def step(cache: Any, kv_new: Any, q: Any, table: Any, used: Any) -> Any:
     """One decode step of a layer: append, attend, and merge with a shared prefix."""
     append_kv(kv_new, None, cache, None, page_table=table, seqused_k=used)
