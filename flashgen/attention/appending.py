@@ -26,7 +26,8 @@ _MOST_BATCH, _MOST_BLOCKS = 65535, 2**31 - 1
 _MAX_PREPARED = 256
 _ROW_ALIGNMENT = 16  # bytes of one copy
 _RUNNERS: Cache[Any, tuple[Any, Runner]] = Cache()
-_WRITTEN = ("k", "v")
+_ROWS = ("k_new", "v_new", "k", "v")
+_WRITTEN: tuple[str, ...] = ("k", "v")
 
 
 def append_kv(
@@ -38,12 +39,14 @@ def append_kv(
     page_table[b, (seqused_k[b] + i) // page_size]. The host reads neither table nor lengths. A row beyond the end of
     the table, or with a table entry that is out of range, is not written. `seqused_k` is not changed: the caller adds
     the number of new keys before attending to them. A page to write to must belong to one sequence only; if two
-    sequences write the same row, either value may remain.
+    sequences write the same row, either value may remain. Where V is a part of K, there is one array of pages: give
+    None for v_new and v, and only k is written.
 
     Args:
         k_new, v_new: (batch, new keys, heads_kv, dim), float16 or bfloat16; rows start at multiples of 16 bytes, and
-            the last dimension is contiguous.
-        k, v: the pages to write to, (pages, page_size, heads_kv, dim), with the dtype and dims of k_new and v_new.
+            the last dimension is contiguous. v_new may be None.
+        k, v: the pages to write to, (pages, page_size, heads_kv, dim), with the dtype and dims of k_new and v_new. v is
+            None if v_new is None.
         page_table: int32 (batch, pages of a sequence); required.
         seqused_k: int32 (batch,), the number of keys of each sequence before the call; required.
         emulate: run the kernel on the CPU, on NumPy arrays.
@@ -57,10 +60,14 @@ def append_kv(
     check_pages_given(page_table=page_table, seqused_k=seqused_k)
     engine: Engine = Emulator() if emulate else Gpu()
     arrays = {"k_new": k_new, "v_new": v_new, "k": k, "v": v, "page_table": page_table, "seqused_k": seqused_k}
+    written = _WRITTEN
+    if v_new is None or v is None:
+        arrays = arrays_of_rows(k_new, v_new, k, v) | {"page_table": page_table, "seqused_k": seqused_k}
+        written = ("k",)
     library = engine.library(k_new, "k_new")
     if library is engine.copied:
         raise ArgumentError("append_kv writes in place: give arrays of the GPU, or emulate=True for NumPy arrays")
-    for name in _WRITTEN:
+    for name in written:
         check_writable(name, arrays[name])
     key, addresses = _cache_key(engine, arrays)
     prepared = _PREPARED.get(key) or _PREPARED.get_or_make(key, partial(_prepare, engine, arrays))
@@ -71,6 +78,21 @@ def append_kv(
     place = Place(library.stream(k_new), prepared.device)
     with nullcontext() if engine.is_current(place.device) else engine.on(place.device):
         runner.launch(launch, engine.bind(arrays), {}, place)
+
+
+def arrays_of_rows(k_new: Any, v_new: Any, k: Any, v: Any) -> dict[str, Any]:
+    """Returns the arrays of rows by name, without v_new and v if both are None.
+
+    Raises ArgumentError if only one of these is None.
+    """
+    if v_new is None and v is None:
+        return {"k_new": k_new, "k": k}
+    for name, array in (("v_new", v_new), ("v", v)):
+        if array is None:
+            raise ArgumentError(
+                f"append_kv: {name} is missing; give v_new and v, or None for both where V is a part of K"
+            )
+    return {"k_new": k_new, "v_new": v_new, "k": k, "v": v}
 
 
 def check_pages_given(**pages: Any) -> None:
@@ -109,18 +131,20 @@ def _prepare(engine: Engine, arrays: dict[str, Any]) -> _Prepared:
     _check(views)
     device = views["k"].device or 0
     with engine.on(device):
-        return _Prepared(device, Sharing(views, _WRITTEN, str), _prepare_launch(engine, views))
+        written = [name for name in _WRITTEN if name in views]
+        return _Prepared(device, Sharing(views, written, str), _prepare_launch(engine, views))
 
 
 def _prepare_launch(engine: Engine, views: dict[str, View]) -> tuple[Runner, Launch] | None:
     batch, tokens, heads, head_dim = views["k_new"].shape
     pages, page_size = views["k"].shape[:2]
-    value_dim = views["v"].shape[3]
+    value_dim = views["v"].shape[3] if "v" in views else 0
     if not (batch and tokens and heads and pages and (head_dim or value_dim)):
         return None
     target = target_of_gpu(*gpu.compute_capability()) if isinstance(engine, Gpu) else emulated_target()
     kernel, runner = _RUNNERS.get_or_make((engine, target.name), partial(_build, engine, target))
-    values = {f"{name}_strides": _row_strides(views[name]) for name in ("k_new", "v_new", "k", "v")} | {
+    strides = {f"{name}_strides": _row_strides(views[name]) if name in views else (0, 0, 0) for name in _ROWS}
+    values = strides | {
         "table_pitch": views["page_table"].strides[0],
         "most_keys": views["page_table"].shape[1] * page_size,
         "tokens": tokens,
@@ -133,6 +157,8 @@ def _prepare_launch(engine: Engine, views: dict[str, View]) -> tuple[Runner, Lau
     grid = kernel.grid(Sizes(batch, 0, heads, 0, 0, count=tokens * heads * max(head_dim, value_dim) // 8))
     if grid[0] > _MOST_BLOCKS:
         raise ArgumentError(f"k_new of shape {views['k_new'].shape} is too large for one launch; append it in parts")
+    if not value_dim:  # no blocks append values
+        grid = (grid[0], 1, grid[2])
     return runner, Launch(grid, ArgumentWriter(kernel.layout, values))
 
 
@@ -148,7 +174,7 @@ def _row_strides(view: View) -> tuple[int, int, int]:
 
 
 def _check(views: dict[str, View]) -> None:
-    for name in ("k_new", "v_new", "k", "v"):
+    for name in (name for name in _ROWS if name in views):
         view = views[name]
         if len(view.shape) != 4 or view.dtype not in ELEMENTS or view.dtype != views["k"].dtype:
             what = f"{name} is {view.dtype} {view.shape}"
@@ -163,9 +189,10 @@ def _check(views: dict[str, View]) -> None:
         raise ArgumentError(f"k_new has batch {batch}; give at most {_MOST_BATCH}")
     wanted = {"v_new": (batch, tokens, views["k_new"].shape[2]), "v": views["k"].shape[:3]}
     for name, shape in wanted.items():
-        if views[name].shape[:3] != shape:
+        if name in views and views[name].shape[:3] != shape:
             raise ArgumentError(f"{name} is {views[name].shape}; give {(*shape, 'dim')}, as of k")
-    for new, pages in (("k_new", "k"), ("v_new", "v")):
+    for pages in (name for name in _WRITTEN if name in views):
+        new = f"{pages}_new"
         if views[new].shape[2:] != views[pages].shape[2:]:
             shapes = f"{new} is {views[new].shape} and {pages} {views[pages].shape}"
             raise ArgumentError(f"{shapes}; heads and dims must agree")
@@ -175,7 +202,8 @@ def _check(views: dict[str, View]) -> None:
             raise ArgumentError(f"{name} is {views[name].dtype} {views[name].shape}; give int32 of batch {batch}")
     check_table(views)
     for name in _WRITTEN:
-        check_no_overlap(name, views[name])
+        if name in views:
+            check_no_overlap(name, views[name])
     for name, view in views.items():
         if view.device != views["k"].device:
             raise ArgumentError(f"{name} is on GPU {view.device} and k on {views['k'].device}; move it there")

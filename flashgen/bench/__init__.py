@@ -4,10 +4,11 @@ from flashgen.bench import summary
 from flashgen.bench.beside_flex import VariantRow, variant_rows
 from flashgen.bench.biases import BIAS_CASES, BIAS_PEERS, BiasRow, bias_rows
 from flashgen.bench.cases import Timed
+from flashgen.bench.decode import LATENT_SIZES, DecodeRow, DecodeSize, decode_rows, own_choices
 from flashgen.bench.decode import PEERS as DECODE_PEERS
 from flashgen.bench.decode import SIZES as DECODE_SIZES
-from flashgen.bench.decode import DecodeRow, DecodeSize, decode_rows, own_choices
 from flashgen.bench.grouped import GroupedRow, grouped_rows
+from flashgen.bench.latent_peers import LATENT_PEERS
 from flashgen.bench.measure import Row, environment, speed_rows
 from flashgen.bench.peers import PEERS
 from flashgen.bench.serving import COMPARED as SERVING_COMPARED
@@ -22,6 +23,8 @@ __all__ = [
     "BIAS_PEERS",
     "DECODE_PEERS",
     "DECODE_SIZES",
+    "LATENT_PEERS",
+    "LATENT_SIZES",
     "PEERS",
     "SERVING_COMPARED",
     "SERVING_CONTENDERS",

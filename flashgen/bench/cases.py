@@ -62,7 +62,10 @@ def case(spec: AttentionSpec, length: int, tokens: int = TOKENS, width: int = WI
 
 
 def inputs(case: Case, seed: int = 0) -> Arrays:
-    """Returns random q, k, v and dO: torch tensors if torch is installed, for its backends, else CuPy arrays."""
+    """Returns random q, k, v and dO: torch tensors if torch is installed, for its backends, else CuPy arrays.
+
+    Where V is a part of K, v is None.
+    """
     head, value = case.spec.head_dim, case.spec.value_dim
     heads_kv = case.heads_kv or case.heads
     shapes = [
@@ -70,7 +73,7 @@ def inputs(case: Case, seed: int = 0) -> Arrays:
         for heads, dim in ((case.heads, head), (heads_kv, head), (heads_kv, value), (case.heads, value))
     ]
     q, k, v, d_out = random_arrays(shapes, case.spec.dtype, seed)
-    return q, k, v, d_out
+    return q, k, None if case.spec.shared_kv else v, d_out
 
 
 def _shape(case: Case, heads: int, dim: int) -> tuple[int, ...]:

@@ -12,15 +12,17 @@ from flashgen.analysis.closed_forms.tile_ranges import evaluate_range, key_range
 from flashgen.attention import compile
 from flashgen.bench.cases import Arrays, random_arrays
 from flashgen.bench.flashinfer import paged_attention
+from flashgen.bench.latent_peers import LATENT_PEERS, latent_peer
 from flashgen.bench.peers import peer
+from flashgen.codegen.costs import WorkSizes, product_flops
 from flashgen.codegen.mma_sync.decode_plans import DecodePlan
 from flashgen.language.masks import causal
 from flashgen.language.operations import BATCH
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.timing import Run, medians_ms
 
-PEERS = ("cuDNN", "FA2", "Flex", "FlashInfer")
-FLASHINFER_PAGE = 64
+PEERS = ("cuDNN", "FA2", "Flex", "FlashInfer", "FlashMLA")
+PEER_PAGE = 64  # keys of a page of FlashInfer and FlashMLA
 
 
 @dataclass(frozen=True)
@@ -50,15 +52,24 @@ SIZES = (
     DecodeSize(1, 32, 8, 8192),
     DecodeSize(1, 32, 8, 1024),
 )
+LATENT_SIZES = (
+    DecodeSize(64, 128, 1, 4096),
+    DecodeSize(16, 128, 1, 32768),
+    DecodeSize(1, 128, 1, 131072),
+    DecodeSize(64, 64, 1, 8192),
+    DecodeSize(64, 16, 1, 8192),
+    DecodeSize(32, 128, 1, 8192, 2),
+)
+"""Sizes of latent attention, where all query heads share one head of keys."""
 
 
 @dataclass(frozen=True)
 class DecodeRow:
-    """A measured size: microseconds, and TB/s of the keys and values that the mask needs, by implementation.
+    """A measured size: microseconds, TB/s of the keys and values that the mask needs, and TFLOP/s, by implementation.
 
-    Implementations are "flashgen", "pages of N", and the peers of PEERS, where FlashInfer reads pages of 64. If the
-    spec has a kv_dtype, peers read 16-bit keys and values, and so does "16 bits", which is flashgen. `plan` is that of
-    flashgen's kernel.
+    Implementations are "flashgen", "pages of N", and the peers of PEERS, where FlashInfer and FlashMLA read pages of
+    64. If the spec has a kv_dtype, peers read 16-bit keys and values, and so does "16 bits", which is flashgen. `plan`
+    is that of flashgen's kernel.
     """
 
     spec: str
@@ -68,6 +79,7 @@ class DecodeRow:
     bytes: int
     microseconds: Mapping[str, float]
     terabytes: Mapping[str, float]
+    tflops: Mapping[str, float]
 
     def ratio(self, contender: str = "flashgen") -> float | None:
         """Returns the speed of an implementation relative to the fastest peer; None if either was not measured."""
@@ -128,10 +140,8 @@ def measure_decode(
         runs[f"pages of {page_size}"] = paged(spec, size, page_size, arrays, target)
     for name, (num_splits, given) in own_choices(splits, plans).items():
         runs[name] = _own_choice(compile(spec, target, plan=given), spec, arrays, num_splits)
-    for name in peers:
-        run = flashinfer(plain, size, arrays) if name == "FlashInfer" else _peer(name, plain, size, arrays)
-        if run is not None:
-            runs[name] = run
+    beside = {name: _peer(name, plain, size, arrays) for name in peers}
+    runs |= {name: run for name, run in beside.items() if run is not None}
     times = medians_ms(runs)
     plan = attention.plan_for(size.len_q, size.len_k, size.batch, size.heads, size.heads_kv)
     return row(spec, size, attention.target.name, str(plan), times)
@@ -153,12 +163,20 @@ def row(spec: AttentionSpec, size: DecodeSize, target: str, plan: str, milliseco
         for name, time in milliseconds.items()
     }
     micros = {name: 1e3 * time for name, time in milliseconds.items()}
-    return DecodeRow(spec.name, target, size, plan, moved, micros, terabytes)
+    tflops = {name: flops_needed(spec, size) / time / 1e9 for name, time in milliseconds.items()}
+    return DecodeRow(spec.name, target, size, plan, moved, micros, terabytes, tflops)
 
 
 def bytes_needed(spec: AttentionSpec, size: DecodeSize) -> int:
     """Returns the bytes of the keys and values that the mask needs."""
     return _elements_needed(spec, size) * spec.kv_element.bytes
+
+
+def flops_needed(spec: AttentionSpec, size: DecodeSize) -> float:
+    """Returns the FLOPs of the products of all queries with the keys that any of them needs."""
+    sizes = (size.batch, size.heads, size.heads_kv, size.len_q, keys_needed(spec, size))
+    work = WorkSizes(*sizes, pairs=size.batch * size.len_q * keys_needed(spec, size))
+    return float(product_flops(spec, "forward", work))
 
 
 def _elements_needed(spec: AttentionSpec, size: DecodeSize) -> int:
@@ -183,6 +201,9 @@ def _arrays(spec: AttentionSpec, size: DecodeSize) -> Arrays:
     )
     axes = [(size.batch, *side) for side in sides]
     shapes = [spec.batch_layout.from_bhsd(each) for each in axes]
+    if spec.shared_kv:
+        q, k, d_out = random_arrays([shapes[0], shapes[1], shapes[3]], spec.dtype, seed=0)
+        return q, k, None, d_out
     q, k, v, d_out = random_arrays(shapes, spec.dtype, seed=0)
     return q, k, v, d_out
 
@@ -191,8 +212,7 @@ def paged(spec: AttentionSpec, size: DecodeSize, page_size: int, arrays: Arrays,
     """Returns a run over pages in random order, with as many keys as `arrays` has, but other values."""
     paged = with_cache(spec, page_size, spec.kv_dtype)
     attention, pages = compile(paged, target), size.batch * -(-size.len_k // page_size)
-    shapes = [(pages, page_size, size.heads_kv, dim) for dim in (spec.head_dim, spec.value_dim)]
-    k, v = random_arrays(shapes, spec.dtype, seed=1)
+    k, v = _pages(spec, size, pages, page_size)
     table, lengths = _page_table(pages, size)
     q = arrays[0]
     like = k if hasattr(k, "data_ptr") else None
@@ -200,6 +220,13 @@ def paged(spec: AttentionSpec, size: DecodeSize, page_size: int, arrays: Arrays,
     if spec.kv_dtype:
         return narrow(spec, attention, q, (k, v), page_table=page_table, seqused_k=seqused_k)
     return lambda: attention(q, k, v, page_table=page_table, seqused_k=seqused_k)
+
+
+def _pages(spec: AttentionSpec, size: DecodeSize, pages: int, page_size: int) -> tuple[Any, Any]:
+    """Returns random pages of keys and of values; None for those of values where V is a part of K."""
+    dims = (spec.head_dim,) if spec.shared_kv else (spec.head_dim, spec.value_dim)
+    k, *v = random_arrays([(pages, page_size, size.heads_kv, dim) for dim in dims], spec.dtype, seed=1)
+    return k, v[0] if v else None
 
 
 def narrow(spec: AttentionSpec, attention: Any, q: Any, keys: tuple[Any, Any], **where: Any) -> Run:
@@ -216,7 +243,7 @@ def narrow(spec: AttentionSpec, attention: Any, q: Any, keys: tuple[Any, Any], *
 
 def with_cache(spec: AttentionSpec, page_size: int | None = None, kv_dtype: str | None = None) -> AttentionSpec:
     """Returns the spec with another page size and dtype of keys and values."""
-    names = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "score", "mask", "out_dtype")
+    names = ("head_dim", "dtype", "value_dim", "scale", "layout", "dropout", "score", "mask", "out_dtype", "shared_kv")
     return AttentionSpec(**{name: getattr(spec, name) for name in names}, page_size=page_size, kv_dtype=kv_dtype)
 
 
@@ -238,7 +265,13 @@ def _on_device(array: Any, like: Any) -> Any:
 
 
 def _peer(name: str, spec: AttentionSpec, size: DecodeSize, arrays: Arrays) -> Run | None:
-    """Returns a run of a backend of torch, or None. For one query, a causal mask is replaced by no mask."""
+    """Returns a run of a peer, or None. For one query, the peers of torch get no mask in place of a causal mask."""
+    if spec.shared_kv:
+        return latent(name, spec, size, arrays)
+    if name == "FlashInfer":
+        return flashinfer(spec, size, arrays)
+    if name == "FlashMLA":
+        return None
     if size.len_q == 1 and spec.mask.expression == causal().expression:
         spec = replace(spec, mask=AttentionSpec(8).mask)
     return peer(name, spec, "forward", arrays)
@@ -248,10 +281,18 @@ def flashinfer(spec: AttentionSpec, size: DecodeSize, arrays: Arrays) -> Run | N
     """Returns a run of FlashInfer over pages of 64 keys; None if it is missing or does not support the spec."""
     if spec.layout != "bhsd":
         return None
-    each = -(-size.len_k // FLASHINFER_PAGE)
+    each = -(-size.len_k // PEER_PAGE)
     table, _ = _page_table(size.batch * each, size)
-    shapes = [(table.size, FLASHINFER_PAGE, size.heads_kv, dim) for dim in (spec.head_dim, spec.value_dim)]
-    k, v = random_arrays(shapes, spec.dtype, seed=1)
+    k, v = _pages(spec, size, table.size, PEER_PAGE)
     begins = [each * number for number in range(size.batch + 1)]
-    last = [size.len_k - (each - 1) * FLASHINFER_PAGE] * size.batch
+    last = [size.len_k - (each - 1) * PEER_PAGE] * size.batch
     return paged_attention(spec, [arrays[0]], k, v, (begins, table.ravel(), last))
+
+
+def latent(name: str, spec: AttentionSpec, size: DecodeSize, arrays: Arrays) -> Run | None:
+    """Returns a run of a peer where V is a part of K, over pages of 64 keys, or None."""
+    if name not in LATENT_PEERS or not hasattr(arrays[0], "data_ptr"):
+        return None
+    table, lengths = _page_table(size.batch * -(-size.len_k // PEER_PAGE), size)
+    pages, _ = _pages(spec, size, table.size, PEER_PAGE)
+    return latent_peer(name, spec, arrays[0], pages, _on_device(table, pages), _on_device(lengths, pages))

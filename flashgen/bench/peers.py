@@ -23,6 +23,8 @@ PEERS = (*SDPA_BACKENDS, "Flex", "FA4")
 
 def peer(name: str, spec: AttentionSpec, timed: Timed, arrays: Arrays) -> Run | None:
     """Returns a run of a peer of PEERS; None if it is not installed or does not support the spec."""
+    if spec.shared_kv:
+        return None
     if name == "FA4":
         return flash_attention4(spec, timed, arrays)
     if name != "Flex":

@@ -113,7 +113,7 @@ def _inputs(spec: AttentionSpec, lengths: Sequence[int], heads: int) -> tuple[tu
     dims = (spec.head_dim, spec.head_dim, spec.value_dim, spec.value_dim)
     q, k, v, d_out = (torch.randn((tokens, heads, dim), device="cuda", dtype=dtype) for dim in dims)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return (q, k, v, d_out), torch.from_numpy(starts).cuda()
+    return (q, k, None if spec.shared_kv else v, d_out), torch.from_numpy(starts).cuda()
 
 
 def _peer(
@@ -121,7 +121,7 @@ def _peer(
 ) -> Run | None:
     """Returns a run of a peer; None if it is not installed or does not support the spec."""
     forward = (_flash_attention4 if name == "FA4" else _torch)(spec, starts, longest)
-    if forward is None or spec.score or spec.dropout or spec.sink:
+    if forward is None or spec.shared_kv or spec.score or spec.dropout or spec.sink:
         return None
     try:
         return differentiated(forward, timed, arrays[:3], arrays[3])

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flashgen.language.spec import AttentionSpec
 
 PEERS = ("FA2", "cuDNN", "Flex", "FA4")
-PEERS_OF_DECODE = ("cuDNN", "FA2", "Flex", "FlashInfer")
+PEERS_OF_DECODE = ("cuDNN", "FA2", "Flex", "FlashInfer", "FlashMLA")
 BIAS_PEERS = ("cuDNN", "EFFICIENT", "Flex")
 PLAIN = ("full()", "causal()")
 DEFAULT = "speed"
@@ -51,6 +51,8 @@ flashgen bench biases --pass backward
 flashgen bench decode --pages 16,64
 
 flashgen bench decode --group lengths
+
+flashgen bench decode --latent
 
 flashgen bench ragged --pass backward --uneven
 """
@@ -196,11 +198,11 @@ def decode(
         typer.Option(
             "--sizes",
             help="batch x heads:heads_kv x keys, or x keys x queries, comma-separated, such as 1x32:8x131072. "
-            "Default: nine sizes.",
+            "Default: nine sizes, with --latent six.",
         ),
     ] = "",
     pages: Annotated[
-        str, typer.Option("--pages", help='Page sizes to time as well, comma-separated; "" for none.')
+        str, typer.Option("--pages", help='Page sizes to time as well, comma-separated; "" for none, with --latent 64.')
     ] = "",
     splits: Annotated[
         str, typer.Option("--splits", help='Numbers of splits to time as well, comma-separated; "" for none.')
@@ -215,8 +217,11 @@ def decode(
     group: Annotated[
         str, typer.Option("--group", help="Time a group instead of sizes: lengths, variants or mixed.")
     ] = "",
+    latent: Annotated[
+        bool, typer.Option("--latent", help="Time latent attention, with dims of 576 and 512 and one head of K.")
+    ] = False,
     only: Annotated[str, typer.Option("--only", help="The variants to time, comma-separated. Default: all.")] = "",
-    peers: Annotated[str, typer.Option("--peers", help=PEERS_HELP)] = "cuDNN,FA2,Flex,FlashInfer",
+    peers: Annotated[str, typer.Option("--peers", help=PEERS_HELP)] = ",".join(PEERS_OF_DECODE),
     target: Target = None,
     output: Output = Path("flashgen-decode.json"),
     force: Force = False,
@@ -233,10 +238,15 @@ def decode(
     a schedule that is created before the call. --group variants compares masks and scores with full attention over as
     many keys as they visit, and with FlexAttention. --group mixed times a batch of one prompt of 2048 queries and 63
     sequences of one query, over pages. The dims of a group are those of the SPEC.
+
+    --latent times specs with --shared-kv, where V is the first columns of K, by default of dims 576 and 512, also over
+    pages of 64, and adds TFLOP/s. Its peers are FlashMLA and FlashInfer, which read pages of 64.
     """
     require_gpu()
     from flashgen import bench
 
+    if latent:
+        options, pages = options.with_defaults(head_dim=576, value_dim=512, shared_kv=True), pages or "64"
     declared = [declare(text, options, 128) for text in specs or PLAIN[:1]]
     captured = [spec for spec in declared if spec.captures]
     if captured:
@@ -248,19 +258,24 @@ def decode(
             f"--page-size {options.page_size}: give page sizes with --pages, in addition to contiguous keys"
         )
     given, beside = [decode_size(text) for text in listed(sizes)], chosen(peers, "--peers", bench.DECODE_PEERS)
+    shared = all(spec.shared_kv for spec in declared)
+    beside = [name for name in beside if (name in bench.LATENT_PEERS if shared else name != "FlashMLA")]
+    if group and shared:
+        raise ArgumentError(f"--group {group!r} is not measured where V is a part of K: leave it out")
     if group:
         serving(group, declared[0], given, beside, listed(only), target, output, json, force)
         return
     if only:
         raise ArgumentError(f"--only {only!r} chooses among variants: add --group variants")
-    measured, page_sizes = given or list(bench.DECODE_SIZES), numbers(pages, "--pages") if pages else []
+    measured = given or list(bench.LATENT_SIZES if latent else bench.DECODE_SIZES)
+    page_sizes = numbers(pages, "--pages") if pages else []
     parts, planned = numbers(splits, "--splits") if splits else [], [decode_plan(text) for text in listed(plans)]
     rows = bench.decode_rows(declared, measured, beside, page_sizes, target, parts, planned)
     wide = ["16 bits"] if options.kv_dtype else []
     own = [*(f"pages of {page}" for page in page_sizes), *bench.own_choices(parts, planned)]
     contenders = ["flashgen", *wide, *own, *beside]
     names = [f"{spec.name} {size}" for spec in declared for size in measured]
-    report(rows, names, bench_tables.decode(contenders), output, json, bench.summary.decode, force)
+    report(rows, names, bench_tables.decode(contenders, shared), output, json, bench.summary.decode, force)
 
 
 def serving(

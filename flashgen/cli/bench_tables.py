@@ -79,14 +79,18 @@ def variants(backward: bool, beside_flex: bool, mask_times: bool) -> Columns:
     return {heading: cell for heading, (asked, cell) in chosen.items() if asked}
 
 
-def decode(contenders: Sequence[str]) -> Columns:
-    """Returns columns of TB/s of K and V and of microseconds, and flashgen's speed relative to the best peer."""
+def decode(contenders: Sequence[str], with_tflops: bool = False) -> Columns:
+    """Returns columns of TB/s of K and V and of microseconds, and flashgen's speed relative to the best peer.
+
+    with_tflops: add columns of TFLOP/s.
+    """
     columns: dict[str, Callable[[Any], str]] = {
         "spec": lambda row: row.spec,
         "batch, heads, keys": lambda row: str(row.size),
     }
     columns |= {f"{name} TB/s": value_of(name, "terabytes", 2) for name in contenders}
     columns |= {f"{name} us": value_of(name, "microseconds", 1) for name in contenders}
+    columns |= tflops(contenders) if with_tflops else {}
     return columns | {"times the best peer": lambda row: number(row.ratio(), 2)}
 
 

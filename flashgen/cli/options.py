@@ -84,7 +84,7 @@ class SpecOptions:
     ] = None
     head_dim: Annotated[
         int | None,
-        typer.Option("--head-dim", help="Head dim of queries and keys: 8, 16, ... 256.", show_default="64"),
+        typer.Option("--head-dim", help="Head dim of queries and keys: 8, 16, ... 576.", show_default="64"),
     ] = None
     value_dim: Annotated[
         int | None, typer.Option("--value-dim", help="Head dim of values.", show_default="the head dim")
@@ -158,6 +158,11 @@ class SpecOptions:
     sharded: Annotated[
         bool | None,
         typer.Option("--sharded", help="The kernels for shards of q and k, which context parallelism runs."),
+    ] = None
+
+    shared_kv: Annotated[
+        bool | None,
+        typer.Option("--shared-kv", help="V is the first columns of K, as in latent attention: calls take q and kv."),
     ] = None
 
     def given(self) -> dict[str, Any]:

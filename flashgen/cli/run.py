@@ -50,8 +50,9 @@ def run(
 ) -> None:
     """Run an attention variant on q, k and v from a file, and write the output to another file.
 
-    Head dim, value dim and dtype are those of the arrays, unless SPEC is a complete spec or an option sets them. The
-    file has the captures of the variant as arrays of the same names (a number is an array without dimensions), and the
+    Head dim, value dim and dtype are those of the arrays, unless SPEC is a complete spec or an option sets them. With
+    [cyan]--shared-kv[/] the file has no v, and [cyan]--value-dim[/] says how many columns of k are the value. The file
+    has the captures of the variant as arrays of the same names (a number is an array without dimensions), and the
     other arguments of a call, such as cu_seqlens_q, page_table, seqused_k and k_scale. Further arrays are ignored. The
     .npz format does not support bfloat16: with [cyan]--dtype bfloat16[/], q, k, v and out are 16-bit words of dtype
     uint16. The .safetensors format supports it. The output file has the array out, and with --lse the array lse.
@@ -61,7 +62,7 @@ def run(
         raise LaunchError("this machine has no GPU; --emulate runs the same CUDA on this CPU")
     given = arrays.load_arrays(input)
     declared = spec_for(spec, options, given, input)
-    query, key, value = (in_dtype(given[name], declared.dtype) for name in INPUTS)
+    query, key, value = (in_dtype(given.get(name), declared.dtype) for name in INPUTS)
     captures = captures_of(declared, given, input)
 
     from flashgen import attention as engine
@@ -144,19 +145,24 @@ def narrowed(array: Any, dtype: str) -> Any:
 
 def spec_for(text: str, options: SpecOptions, given: arrays.Arrays, path: Path) -> AttentionSpec:
     """Returns the spec of SPEC and the options, with the head dim, value dim and dtype of the arrays as defaults."""
-    missing = [name for name in INPUTS if name not in given]
+    complete = load_spec(text, options) if is_complete(text) else None
+    shared = options.shared_kv if complete is None else complete.shared_kv
+    inputs = INPUTS[:2] if shared else INPUTS
+    missing = [name for name in inputs if name not in given]
     if missing:
         raise ArgumentError(
             f"--input {path} lacks {', '.join(missing)}; it holds {', '.join(sorted(given)) or 'nothing'}"
         )
-    if is_complete(text):
-        return load_spec(text, options)
-    for name in INPUTS:
+    if complete is not None:
+        return complete
+    for name in inputs:
         if given[name].ndim == 0:
             raise ArgumentError(
                 f"--input {path}: {name} is an array without dimensions; give one of shape (batch, heads, length, dim)"
             )
-    defaults: dict[str, Any] = {"head_dim": int(given["q"].shape[-1]), "value_dim": int(given["v"].shape[-1])}
+    defaults: dict[str, Any] = {"head_dim": int(given["q"].shape[-1])}
+    if not shared:
+        defaults["value_dim"] = int(given["v"].shape[-1])
     dtype = given["q"].dtype
     if dtype == arrays.BFLOAT16 or dtype.name == "float16":
         defaults["dtype"] = dtype.name
@@ -168,4 +174,4 @@ def spec_for(text: str, options: SpecOptions, given: arrays.Arrays, path: Path) 
 
 
 def in_dtype(array: Any, dtype: str) -> Any:
-    return arrays.as_bfloat16(array) if dtype == "bfloat16" else array
+    return arrays.as_bfloat16(array) if dtype == "bfloat16" and array is not None else array

@@ -22,38 +22,40 @@ _BIT_DTYPES = {"bfloat16": jnp.uint16}  # dtypes that the buffer interfaces lack
 
 
 def forward(entry: CompiledSpec, numbers: Numbers, q: Any, k: Any, v: Any, seed: Any, captures: Sequence[Any]) -> Any:
-    """Returns the output and the LSE, (out, lse)."""
+    """Returns the output and the LSE, (out, lse). v is None where it is a part of k."""
     shapes = [
         ((*q.shape[:-1], entry.spec.value_dim), entry.spec.out_element.numpy),
         (entry.spec.batch_layout.lse_shape(q.shape), jnp.float32),
     ]
-    inputs = [q, k, v, *captures, *_seed_words(seed)]
+    inputs = [q, k, *([] if v is None else [v]), *captures, *_seed_words(seed)]
     return _call(partial(_forward, entry, numbers), entry, shapes, inputs)
 
 
 def backward(entry: CompiledSpec, numbers: Numbers, rows: Sequence[Any], d_lse: Any, seed: Any, captures: Any) -> Any:
     """Returns the gradients of q, k, v and of captured arrays declared with grad=True.
 
-    rows: d_out, q, k, v, out, lse.
+    rows: d_out, q, k, v, out, lse, without v where it is a part of k.
     """
     differentiated = [array for capture, array in zip(entry.arrays, captures, strict=True) if capture.grad]
-    shapes = [(array.shape, array.dtype) for array in (*rows[1:4], *differentiated)]
+    shapes = [(array.shape, array.dtype) for array in (*rows[1:-2], *differentiated)]
     inputs = [*rows, *([] if d_lse is None else [d_lse]), *captures, *_seed_words(seed)]
     return _call(partial(_backward, entry, numbers, d_lse is not None), entry, shapes, inputs)
 
 
 def _forward(entry: CompiledSpec, numbers: Numbers, results: Sequence[Any], inputs: Sequence[Any]) -> None:
-    q, k, v, *rest = inputs
-    entry.attention(q, k, v, return_lse=True, out=tuple(results), **_call_arguments(entry, numbers, rest))
+    count = len(entry.spec.inputs)
+    given = _call_arguments(entry, numbers, inputs[count:])
+    entry.attention(*inputs[:count], return_lse=True, out=tuple(results), **given)
 
 
 def _backward(
     entry: CompiledSpec, numbers: Numbers, has_d_lse: bool, results: Sequence[Any], inputs: Sequence[Any]
 ) -> None:
-    d_out, q, k, v, out, lse, *rest = inputs
+    count = len(entry.spec.inputs) + 3
+    rest = list(inputs[count:])
     given = {"d_lse": rest.pop(0)} if has_d_lse else {}
     given |= _call_arguments(entry, numbers, rest)
-    entry.attention.backward(d_out, q, k, v, out, lse, into=tuple(results), **given)
+    entry.attention.backward(*inputs[:count], into=tuple(results), **given)
 
 
 def _call_arguments(entry: CompiledSpec, numbers: Numbers, rest: Sequence[Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from flashgen.attention.problem import checked_sizes
+from flashgen.attention.row_arrays import arrays_of_rows
 from flashgen.errors import ArgumentError
 from flashgen.jax.calls import CPU_ARRAYS_MESSAGE, Numbers
 from flashgen.jax.compiled import CompiledSpec, get_compiled
@@ -22,7 +23,7 @@ def attention(
     spec: Any,
     q: Any,
     k: Any,
-    v: Any,
+    v: Any = None,
     *,
     seed: Any = None,
     return_lse: bool = False,
@@ -37,7 +38,8 @@ def attention(
     Args:
         spec: an AttentionSpec, which is compiled when the first call runs and cached; or a result of
             `flashgen.compile`.
-        q, k, v: arrays in the layout of the spec, (batch, heads, length, dim) or "bshd".
+        q, k, v: arrays in the layout of the spec, (batch, heads, length, dim) or "bshd". For a spec with `shared_kv`
+            there is no v: `attention(spec, q, kv)`.
         seed: the seed of the dropout: an integer, or an integer array without dimensions, which kernels read.
         return_lse: also return the LSE, float32 (batch, heads, queries), which is differentiable.
         emulate: run on the CPU with the emulator.
@@ -51,8 +53,9 @@ def attention(
     entry, bound = get_compiled(spec, emulate, deterministic)
     numbers = _numbers(entry, captures)
     arrays = _arrays(entry, captures, bound)
-    q, k, v = (jnp.asarray(array) for array in (q, k, v))
-    checked_sizes(entry.spec, {name: _Shaped(array) for name, array in (("q", q), ("k", k), ("v", v))})
+    rows = {name: jnp.asarray(array) for name, array in arrays_of_rows(entry.spec, q, k, v).items()}
+    checked_sizes(entry.spec, {name: _Shaped(array) for name, array in rows.items()})
+    q, k, v = rows["q"], rows["k"], rows.get("v")
     is_concrete = not isinstance(q, jax.core.Tracer)
     if not entry.emulate and is_concrete and all(device.platform == "cpu" for device in q.devices()):
         raise ArgumentError(CPU_ARRAYS_MESSAGE)
@@ -133,7 +136,7 @@ def _forward(entry: CompiledSpec, numbers: Numbers, q: Any, k: Any, v: Any, seed
                 f"capture {capture.name!r} is differentiated and was declared without a gradient: declare it with "
                 "grad=True, or give it through jax.lax.stop_gradient"
             )
-    q, k, v = q.value, k.value, v.value
+    q, k, v = q.value, k.value, None if v is None else v.value
     seed = None if seed is None else seed.value
     captures = [array.value for array in captures]
     out, lse = _attend(entry, numbers, q, k, v, seed, captures)
@@ -145,13 +148,15 @@ def _backward(entry: CompiledSpec, numbers: Numbers, saved: Any, gradients: Any)
     d_out, d_lse = (None if isinstance(gradient, SymbolicZero) else gradient for gradient in gradients)
     d_out = jnp.zeros_like(out) if d_out is None else d_out
     d_out = d_out.astype(q.dtype)
-    results = mapped_backward(entry, numbers)([d_out, q, k, v, out, lse], d_lse, seed, captures)
-    differentiated = iter(results[3:])
+    rows = [d_out, q, k, *([] if v is None else [v]), out, lse]
+    dq, dk, *results = mapped_backward(entry, numbers)(rows, d_lse, seed, captures)
+    dv = None if v is None else results.pop(0)
+    differentiated = iter(results)
     capture_gradients = [
         next(differentiated) if capture.grad else _no_gradient(array)
         for capture, array in zip(entry.arrays, captures, strict=True)
     ]
-    return (*results[:3], None if seed is None else _no_gradient(seed), capture_gradients)
+    return (dq, dk, dv, None if seed is None else _no_gradient(seed), capture_gradients)
 
 
 def _no_gradient(array: Any) -> Any:

@@ -59,7 +59,7 @@ _STEP_MEANINGS = {
         "tokens": "new keys of each sequence; count is tokens * heads * max(head_dim, value_dim) / 8",
         "heads": "KV heads",
         "head_dim": "head dim of k, a multiple of 8",
-        "value_dim": "head dim of v, a multiple of 8",
+        "value_dim": "head dim of v, a multiple of 8; where V is a part of K, give 0 and launch a grid with y = 1",
         "page_size": "keys of a page",
         "pages": "pages of k and v",
     },
@@ -144,6 +144,9 @@ def _member_meanings(spec: AttentionSpec) -> dict[str, str]:
     if spec.page_size:
         of_page = f"(pages, {spec.page_size}, heads_kv"
         meanings |= {"k": f"pages of keys, {of_page}, {head})", "v": f"pages of values, {of_page}, {value})"}
+    if spec.shared_kv:
+        meanings["k"] += f"; the first {value} columns are the values"
+        meanings["dk"] += ", with that of the values"
     meanings["sums"] = "accumulator of the gradient, written by the dK/dV kernel"
     for capture in spec.captures:
         meanings |= _capture_meanings(capture)

@@ -24,8 +24,8 @@
     target = "sm_90a"
 
 Every value may be a single value or a list. The fields `value_dim`, `scale`, `layout`, `dropout`, `page_size`,
-`kv_dtype`, `out_dtype` and `grad_dtype` of `AttentionSpec` are accepted too. `sink` is the name of a float32 capture,
-which has a gradient if the backward is requested.
+`kv_dtype`, `out_dtype`, `grad_dtype` and `shared_kv` of `AttentionSpec` are accepted too. `sink` is the name of a
+float32 capture, which has a gradient if the backward is requested.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
 }
 _ARGUMENTS = (
     *("mask", "score", "head_dim", "value_dim", "dtype", "scale", "layout", "dropout", "page_size", "kv_dtype", "sink"),
-    *("out_dtype", "grad_dtype"),
+    *("out_dtype", "grad_dtype", "shared_kv"),
 )
 _KEYS = ("spec", "target", "passes", "deterministic", "heads_per_kv", *_ARGUMENTS, "step", "parts")
 _STEPS = ("append_kv", "merge_states")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashgen import attention as engine
+from flashgen.attention.gradients import gradients_of_rows
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.stages import Pass
 from flashgen.language.spec import AttentionSpec
@@ -60,7 +61,7 @@ def run_once(
     if "forward" in passes:
         verdicts["out"] = judged(spec, *arrays, out, lse, call_arguments, seed=seed)
     if gradients is not None:
-        names = ("dq", "dk", "dv", *(f"d_{capture.name}" for capture in spec.captures if capture.grad))
+        names = (*gradients_of_rows(spec), *(f"d_{capture.name}" for capture in spec.captures if capture.grad))
         found = dict(zip(names, gradients, strict=True))
         verdicts |= judged_gradients(spec, *arrays, d_out, found, **given)
     events: dict[str, Array] = {}

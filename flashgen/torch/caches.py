@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Optional
 
 import torch
 
 from flashgen.attention.appending import append_kv as append
-from flashgen.attention.appending import check_pages_given
+from flashgen.attention.appending import arrays_of_rows, check_pages_given
 from flashgen.attention.merging import Merged
 from flashgen.attention.merging import merge_states as merge
 from flashgen.errors import ArgumentError, UnsupportedError
@@ -19,9 +19,9 @@ from flashgen.torch.tensors import Tensor, check_tensors, refuse_tangents, to_ar
 
 def append_kv(
     k_new: Tensor,
-    v_new: Tensor,
+    v_new: Tensor | None,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     *,
     page_table: Tensor | None = None,
     seqused_k: Tensor | None = None,
@@ -34,6 +34,7 @@ def append_kv(
     Args:
         k_new, v_new: (batch, new keys, heads_kv, dim), float16 or bfloat16.
         k, v: the pages, (pages, page_size, heads_kv, dim), which are written to. They may be slices of one tensor.
+            Where V is a part of K, v_new and v are None, and only k is written.
         page_table: int32 (batch, pages of a sequence); required.
         seqused_k: int32 (batch,), the number of keys of each sequence before the call; required.
         emulate: run CPU tensors on the emulator. None takes the setting of `flashgen.torch.emulated()`.
@@ -42,7 +43,7 @@ def append_kv(
         ArgumentError: arguments are missing or do not fit.
         UnsupportedError: a tensor requires a gradient, which pages do not have.
     """
-    given = {"k_new": k_new, "v_new": v_new, "k": k, "v": v}
+    given = arrays_of_rows(k_new, v_new, k, v)
     pages = {"page_table": page_table, "seqused_k": seqused_k}
     check_pages_given(**pages)
     check_tensors(**given, **pages)
@@ -88,9 +89,9 @@ def _refuse_gradients(what: str, given: dict[str, Tensor]) -> None:
 
 def _operator_append_kv(
     k_new: torch.Tensor,
-    v_new: torch.Tensor,
+    v_new: Optional[torch.Tensor],  # noqa: UP045
     k: torch.Tensor,
-    v: torch.Tensor,
+    v: Optional[torch.Tensor],  # noqa: UP045
     page_table: torch.Tensor,
     seqused_k: torch.Tensor,
     emulate: bool,
@@ -98,15 +99,16 @@ def _operator_append_kv(
     """Writes into k and v, and increments their versions, which autograd checks."""
     if emulate:
         _check_on_the_cpu(k)
-        pages = [to_array(k), to_array(v)]
+        new, pages = ([None if each is None else to_array(each) for each in pair] for pair in ((k_new, v_new), (k, v)))
         table, lengths = to_array(page_table), to_array(seqused_k)
-        append(to_array(k_new), to_array(v_new), *pages, page_table=table, seqused_k=lengths, emulate=True)
+        append(*new, *pages, page_table=table, seqused_k=lengths, emulate=True)
         for tensor, array in zip((k, v), pages, strict=True):
-            tensor.copy_(to_tensor(array))
+            if tensor is not None and array is not None:
+                tensor.copy_(to_tensor(array))
         return
     append(k_new, v_new, k, v, page_table=page_table, seqused_k=seqused_k)
     for tensor in (k, v):
-        if not tensor.is_inference():
+        if tensor is not None and not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
 
 

@@ -25,16 +25,21 @@ from flashgen.torch.tensors import Tensor
 
 _ALIGNMENT = 16  # bytes
 _OUTPUT, _BOTH = (Call({}, {}, None, 0, wanted) for wanted in (("o",), ("o", "lse")))
-_GRADIENTS = Call({}, {}, None, 0, ("dq", "dk", "dv"))
+_GRADIENTS, _SHARED_GRADIENTS = (Call({}, {}, None, 0, wanted) for wanted in (("dq", "dk", "dv"), ("dq", "dk")))
 # The names of a call's tensors in argument structs: the inputs, and inputs with given results.
 _READ = ("q", "k", "v")
 _READ_BACK = ("q", "k", "v", "o", "d_o", "lse")
 _READ_BACK_WITH_LSE = (*_READ_BACK, "d_lse")
+# Those where V is a part of K, which have no variants with given results.
+_READ_SHARED = ("q", "k")
+_READ_BACK_SHARED = ("q", "k", "o", "d_o", "lse")
+_READ_BACK_SHARED_WITH_LSE = (*_READ_BACK_SHARED, "d_lse")
 _WITH_RESULTS = {
     _READ: (*_READ, *_BOTH.wanted),
     _READ_BACK: (*_READ_BACK, *_GRADIENTS.wanted),
     _READ_BACK_WITH_LSE: (*_READ_BACK_WITH_LSE, *_GRADIENTS.wanted),
 }
+_WITHOUT_RESULTS = {*_WITH_RESULTS, _READ_SHARED, _READ_BACK_SHARED, _READ_BACK_SHARED_WITH_LSE}
 _stream = TORCH.stream
 _address = torch.Tensor.data_ptr
 NO_NUMBERS: Numbers = {}
@@ -100,6 +105,25 @@ def backward(
     return None if results is None else (results[0], results[1], results[2])
 
 
+def forward_of_shared(attention: Attention, q: Tensor, kv: Tensor, with_lse: bool) -> Any:
+    """Returns what `forward` returns, where V is a part of K."""
+    results = _replay(attention.forward, _READ_SHARED, (q, kv), _BOTH if with_lse else _OUTPUT, None, NO_NUMBERS)
+    if results is None:
+        return None
+    return tuple(results) if with_lse else results[0]
+
+
+def backward_of_shared(
+    attention: Attention, d_out: Tensor, d_lse: Tensor | None, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor
+) -> Sequence[Tensor] | None:
+    """Returns the gradients of q and kv where V is a part of K, if the launch cache has a call like this one."""
+    names: Names = _READ_BACK_SHARED
+    tensors: Tensors = (q, kv, out, d_out, lse)
+    if d_lse is not None:
+        names, tensors = _READ_BACK_SHARED_WITH_LSE, (*tensors, d_lse)
+    return _replay(attention.backward_pass, names, tensors, _SHARED_GRADIENTS, None, NO_NUMBERS)
+
+
 def numbers_of(attention: Attention, captures: Mapping[str, Any]) -> Numbers:
     """Returns the captured numbers as kernels of both passes take them. All captures must be numbers."""
     return attention.forward.numbers(captures)
@@ -155,7 +179,7 @@ def _remember(pass_: Pass[Any], kind: _Kind, tensors: Tensors, shared: Any, gene
     sizes = [list(tensor.shape) for tensor in tensors]
     strides = [list(tensor.stride()) for tensor in tensors]
     fits = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    has_given_results = kind.names not in _WITH_RESULTS
+    has_given_results = kind.names not in _WITHOUT_RESULTS
     replay = None if has_given_results else pass_.create_replay(shared, kind.names, kind.call.wanted, _address)
     pass_.remember_launch(_RecentLaunch(kind, fits, shared, replay), generation)
     return replay

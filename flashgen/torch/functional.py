@@ -27,6 +27,7 @@ from flashgen.torch.tensors import (
     distinct_operands,
     dtype_of,
     refuse_gradients,
+    values_of_call,
 )
 from flashgen.torch.traced_functions import trace_functions
 from flashgen.torch.transforms import is_differentiating, outside_transformed, transformed
@@ -49,7 +50,7 @@ def attention(
     spec: Any,
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None = None,
     *,
     seed: int | Tensor | None = None,
     return_lse: bool = False,
@@ -63,7 +64,7 @@ def attention(
         spec: an AttentionSpec, which is compiled at its first call and cached; or the result of `flashgen.compile`.
         q, k, v: tensors on a GPU in the layout of the spec, such as (batch, heads, length, dim). Under autocast they
             are converted to the spec's dtype. A tensor is copied if its rows are not contiguous or do not start at
-            multiples of 16 bytes.
+            multiples of 16 bytes. For a spec with `shared_kv` there is no v: `attention(spec, q, kv)`.
         seed: the seed of the dropout, 0 <= seed < 2**63; or a tensor with one such int64, on the CPU or on the device
             of q, where kernels read it. None draws a seed from the default generator of q's device: torch.manual_seed
             repeats it, checkpointing recomputes with the same seed, and each replay of a CUDA graph draws a new one.
@@ -85,9 +86,10 @@ def attention(
         ArgumentError: an argument does not fit the spec.
         UnsupportedError: a gradient is required of a call over pages or 8-bit keys, which have no backward.
     """
-    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
-        check_tensors(q=q, k=k, v=v)
     entry = entry_of(handle(spec), emulate, is_deterministic(deterministic))
+    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        check_tensors(q=q, k=k)
+        v = values_of_call(entry, k, v)
     bound = bound_tensors(spec, q.device) if _holds_arrays(spec) else {}
     return call(entry, bound, q, k, v, captures, seed, return_lse)
 

@@ -52,11 +52,11 @@ class Attention(torch.nn.Module):
             else:
                 self.register_buffer(name, tensor)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor | None = None, **given: Any) -> Any:
         """Calls `attention`.
 
         Args:
-            q, k, v: tensors in the layout of the spec.
+            q, k, v: tensors in the layout of the spec; v is None with `shared_kv`.
             given: the keyword arguments of `attention`, and the captures that the module does not hold.
         """
         own: Mapping[str, Any] = {name: _as_declared(getattr(self, name), dtype) for name, dtype in self._own.items()}

@@ -2,6 +2,7 @@
 
 Both return new tensors that alias no input, and can be traced without data. The spec is passed as a key (table.py). The
 LSE is an output, so that checkpointing policies that save the outputs of operators save all that the backward needs.
+Where V is a part of K, v is an empty view of k, and so is its gradient: all specs share the schemas.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from flashgen.torch.tensors import (
     output_shapes,
     refuse_gradients,
     refuse_tangents,
+    refuse_values,
     to_array,
     to_tensor,
 )
@@ -92,6 +94,12 @@ def run_forward(
     if q.is_meta:
         empty = _empty_forward(entry, q, k, v, captures, seed)
         return empty if with_lse else empty[0]
+    if entry.shared_kv:
+        refuse_values(entry, v)
+        if entry.is_direct_shared and not integers and q.is_cuda:
+            results = direct.forward_of_shared(entry.on(q.get_device()), q, k, with_lse)
+            if results is not None:
+                return results
     options: dict[str, Any] = {} if seed is None else {"seed": seed_of(entry, seed)}
     if q.is_cuda and not entry.emulate:
         if captures or integers or floats:
@@ -101,15 +109,15 @@ def run_forward(
             results = run_forward(entry, *rows, captures, integers, floats, seed, with_lse)
             return _in_order_of_q(q, results, with_lse)
         try:
-            return entry.on(q.get_device())(q, k, v, return_lse=with_lse, **options)
+            return entry.on(q.get_device())(q, k, None if entry.shared_kv else v, return_lse=with_lse, **options)
         except ArgumentError as error:
             aligned = _in_rows(entry, q, k, v)
             check = partial(check_call, entry, q, k, v, captures, seed)
             q, k, v = _copy_if_misaligned((q, k, v), aligned, error, check)
-        return entry.on(q.get_device())(q, k, v, return_lse=with_lse, **options)
+        return entry.on(q.get_device())(q, k, None if entry.shared_kv else v, return_lse=with_lse, **options)
     check_call(entry, q, k, v, captures, seed)
     options |= named_captures(entry, [to_array(each) for each in captures], integers, floats)
-    arrays = map(to_array, _in_rows(entry, q, k, v))
+    arrays = map(to_array, _in_rows(entry, q, k, v)[: len(entry.spec.inputs)])
     results = entry.on(None)(*arrays, return_lse=with_lse, **options)
     return _in_order_of_q(q, tuple(map(to_tensor, results)) if with_lse else to_tensor(results), with_lse)
 
@@ -199,6 +207,10 @@ def run_backward(
         found = direct.backward(entry.on(q.get_device()), (d_out, d_lse, q, k, v, out, lse))
         if found is not None:
             return found
+    elif entry.is_direct_shared and q.is_cuda:
+        shared = direct.backward_of_shared(entry.on(q.get_device()), d_out, d_lse, q, k, out, lse)
+        if shared is not None:
+            return _with_values(v, shared)
     if q.is_meta:
         return _empty_backward(entry, q, k, v, captures)
     results: Sequence[Tensor]
@@ -218,19 +230,46 @@ def run_backward(
             results = run_backward(entry, *given)
             return _in_order_of_inputs(entry, (q, k, v), captures, results)
         try:
-            results = entry.on(q.get_device()).backward(d_out, q, k, v, out, lse, **options)
+            values = None if entry.shared_kv else v
+            results = entry.on(q.get_device()).backward(d_out, q, k, values, out, lse, **options)
         except ArgumentError as error:
             rows = (d_out, q, k, v, out)
             d_out, q, k, v, out = _copy_if_misaligned(rows, [in_rows(each) for each in rows], error)
-            results = entry.on(q.get_device()).backward(d_out, q, k, v, out, lse, **options)
+            values = None if entry.shared_kv else v
+            results = entry.on(q.get_device()).backward(d_out, q, k, values, out, lse, **options)
+        if entry.shared_kv:
+            results = _with_values(v, results)
         return _in_order_of_inputs(entry, (q, k, v), captures, results) if entry.learned else results
+    return _emulate_backward(entry, (d_out, q, k, v, out, lse), d_lse, captures, integers, floats, options)
+
+
+def _emulate_backward(
+    entry: Registered,
+    rows: Sequence[Tensor],
+    d_lse: Tensor | None,
+    captures: Sequence[Tensor],
+    integers: Sequence[int],
+    floats: Sequence[float],
+    options: dict[str, Any],
+) -> Sequence[Tensor]:
+    """Runs the backward on the emulator. rows: d_out, q, k, v, out, lse. options: further keyword arguments."""
+    d_out, q, k, v, out, lse = rows
     if d_lse is not None:
         options["d_lse"] = to_array(d_lse.contiguous())
     options |= named_captures(entry, [to_array(each) for each in captures], integers, floats)
     options.pop("num_splits", None)
     arrays: Any = [to_array(in_rows(tensor)) for tensor in (d_out, q, k, v, out)] + [to_array(lse)]
-    found = entry.on(None).backward(*arrays, **options)
-    return _in_order_of_inputs(entry, (q, k, v), captures, [to_tensor(gradient) for gradient in found])
+    if entry.shared_kv:
+        arrays[3] = None
+    results = [to_tensor(gradient) for gradient in entry.on(None).backward(*arrays, **options)]
+    if entry.shared_kv:
+        results = _with_values(v, results)
+    return _in_order_of_inputs(entry, (q, k, v), captures, results)
+
+
+def _with_values(v: Tensor, results: Sequence[Tensor]) -> list[Tensor]:
+    """Adds an empty gradient of v to the gradients of q, k and captures."""
+    return [*results[:2], empty_like(v, v.shape), *results[2:]]
 
 
 def _in_order_of_inputs(

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flashgen.attention.problem import checked_sizes
+from flashgen.attention.row_arrays import arrays_of_rows
 from flashgen.dtypes import CAPTURES, numpy_dtype
 from flashgen.errors import ArgumentError, UnsupportedError
 from flashgen.language.bound import BoundArray, dtype_read
@@ -109,7 +110,9 @@ def check_call(
 ) -> None:
     """Raises ArgumentError if shapes, dtypes or devices do not fit the spec. Works for fake tensors too."""
     spec = entry.spec
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    if spec.shared_kv:
+        refuse_values(entry, v)
+    for name, tensor in zip(spec.inputs, (q, k, v), strict=False):
         check_device(entry, name, tensor, q)
         if dtype_of(tensor) != spec.dtype and (name == "q" or not spec.of_cache):
             raise ArgumentError(
@@ -141,8 +144,27 @@ def _check_shapes(entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: 
     """Raises ArgumentError if the sizes of a call do not fit together."""
     captured = len(entry.arrays) - len(entry.own_arrays)
     own = {each.name: tensor for each, tensor in zip(entry.own_arrays, captures[captured:], strict=False)}
-    given = {name: _Shaped(tuple(x.shape), dtype_of(x)) for name, x in {"q": q, "k": k, "v": v, **own}.items()}
-    checked_sizes(entry.spec, given)
+    rows = dict(zip(entry.spec.inputs, (q, k, v), strict=False))
+    checked_sizes(entry.spec, {name: _Shaped(tuple(x.shape), dtype_of(x)) for name, x in {**rows, **own}.items()})
+
+
+def values_of_call(entry: Registered, k: Tensor, v: Any) -> Tensor:
+    """Returns the operand v of operators. Where V is a part of K, it is an empty view of k, so that all specs share the
+    schemas of the operators.
+
+    Raises ArgumentError if v is missing, is not a tensor, or is given although V is a part of K.
+    """
+    if entry.shared_kv and v is None:
+        return k.detach().narrow(-1, 0, 0)
+    arrays_of_rows(entry.spec, None, k, v)  # raises the error that names the reason
+    check_tensors(v=v)
+    return v
+
+
+def refuse_values(entry: Registered, v: Tensor) -> None:
+    """Raises ArgumentError if the operand v of an operator has elements although V is a part of K."""
+    if v.shape[-1]:
+        arrays_of_rows(entry.spec, None, None, v)
 
 
 def refuse_gradients(entry: Registered, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor]) -> None:

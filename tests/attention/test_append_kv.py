@@ -88,6 +88,23 @@ def test_strides() -> None:
     np.testing.assert_array_equal(both, np.stack(expected, 1))
 
 
+@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("sanitize", [None, "address"])
+def test_pages_of_keys_alone(tokens: int, sanitize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """V is a part of K: one array is written, and no block appends values."""
+    sanitized(monkeypatch, sanitize)
+    arrays = problem(16, tokens, ml_dtypes.bfloat16, dims=(576, 512))
+    expected, _ = appended(arrays)
+    fg.append_kv(**arrays | {"v_new": None, "v": None}, emulate=True)
+    np.testing.assert_array_equal(arrays["k"].view(np.uint16), expected.view(np.uint16))
+    for name in ("v_new", "v"):
+        with pytest.raises(ArgumentError, match=f"append_kv: {name} is missing; give v_new and v, or None for both"):
+            fg.append_kv(**arrays | {name: None}, emulate=True)
+    arrays["k_new"] = arrays["k"][:3, :tokens]
+    with pytest.raises(ArgumentError, match="k shares memory with k_new"):
+        fg.append_kv(**arrays | {"v_new": None, "v": None}, emulate=True)
+
+
 def sanitized(monkeypatch: pytest.MonkeyPatch, sanitize: Any) -> None:
     engine = Emulator(sanitize, Schedule("random", "late", seed=2))
     monkeypatch.setattr(appending, "Emulator", lambda: engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 import flashgen.language as fg
 from flashgen import bench
-from flashgen.bench import decode, summary
+from flashgen.bench import decode, latent_peers, summary
 from flashgen.cli import bench_tables
 from flashgen.cli.app import app
 from flashgen.cli.bench import decode_size
@@ -91,6 +92,96 @@ def test_the_command_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_
         assert CliRunner().invoke(app, ["bench", "decode", *wrong, *output]).exit_code == 2
     refused = CliRunner().invoke(app, ["bench", "decode", "--page-size", "16", *output])
     assert refused.exit_code == 2 and "with --pages" in refused.output
+
+
+LATENT = fg.AttentionSpec(576, "bfloat16", value_dim=512, shared_kv=True)
+
+
+def test_latent_attention_reads_each_key_once() -> None:
+    times = {"flashgen": 0.119, "FlashMLA": 0.1192, "pages of 64": 0.2}
+    row = decode.row(LATENT, decode.LATENT_SIZES[0], "sm_90a", "", times)
+    assert row.bytes == 64 * 4096 * 576 * 2 and row.tflops["FlashMLA"] == pytest.approx(612, abs=1)
+    assert row.terabytes["FlashMLA"] == pytest.approx(2.53, abs=0.01) and row.ratio() > 1
+    assert decode.with_cache(LATENT, 64).shared_kv
+    cells = bench_tables.cells(bench_tables.decode(["FlashMLA"], with_tflops=True), row)
+    assert cells[2:] == ["2.53", "119.2", "613", "1.00"]
+
+
+def test_latent_peers_get_pages_and_a_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each library is replaced by one that records its calls; plans are created once."""
+    torch = pytest.importorskip("torch")
+    asked: list[tuple[str, Any]] = []
+
+    class Wrapper:
+        def __init__(self, workspace: Any, backend: str) -> None:
+            asked.append(("wrapper", backend))
+
+        def plan(self, *given: Any) -> None:
+            asked.append(("plan", given))
+
+        def run(self, *given: Any) -> None:
+            asked.append(("run", [each.shape for each in given]))
+
+    def flash_mla_with_kvcache(*given: Any, use_legacy: bool = False, **named: Any) -> None:
+        asked.append(("attention", (given, use_legacy, named)))
+
+    def get_mla_metadata(*given: Any) -> Any:
+        asked.append(("metadata", given))
+        return "schedule", None
+
+    modules = {
+        "sgl_flash_mla": SimpleNamespace(
+            **{each.__name__: each for each in (flash_mla_with_kvcache, get_mla_metadata)}
+        ),
+        "flashinfer": SimpleNamespace(),
+        "flashinfer.mla": SimpleNamespace(BatchMLAPagedAttentionWrapper=Wrapper),
+    }
+    monkeypatch.setattr(latent_peers.importlib.util, "find_spec", lambda name: modules.get(name))
+    monkeypatch.setattr(latent_peers.importlib, "import_module", modules.__getitem__)
+    q, pages, table = torch.zeros(2, 16, 3, 576), torch.zeros(4, 64, 1, 576), torch.tensor([[2, 0], [1, 3]]).int()
+    lengths = torch.tensor([100, 128]).int()
+    for name in latent_peers.LATENT_PEERS:
+        run = latent_peers.latent_peer(name, LATENT, q, pages, table, lengths)
+        assert run is not None
+        run()
+    (_, metadata), (_, (given, legacy, named)), _ = asked[:3]
+    assert metadata[1:] == (48, 1) and metadata[0] is lengths and given[0].shape == (2, 3, 16, 576) and legacy
+    assert given[4:] == (512, "schedule", None) and named == {"softmax_scale": LATENT.scale, "causal": False}
+    assert [name for name, _ in asked[3:]] == ["wrapper", "plan", "run", "run"] and asked[3][1] == "fa3"
+    starts, begins, order, kept, *sizes = asked[4][1]
+    assert starts.tolist() == [0, 3, 6] and begins.tolist() == [0, 2, 4] and order.tolist() == [2, 0, 1, 3]
+    assert kept is lengths and sizes[:6] == [16, 512, 64, 64, False, LATENT.scale]
+    assert asked[5][1] == [(6, 16, 512), (6, 16, 64), (4, 64, 512), (4, 64, 64)]
+    window = fg.AttentionSpec(576, "bfloat16", value_dim=512, shared_kv=True, mask=fg.sliding_window(9))
+    assert latent_peers.latent_peer("FlashMLA", window, q, pages, table, lengths) is None
+
+
+def test_the_command_measures_latent_attention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[Any] = []
+
+    def decode_rows(*choices: Any) -> Iterator[decode.DecodeRow]:
+        asked.append(choices)
+        yield decode.row(LATENT, decode.LATENT_SIZES[0], "sm_90a", "", {"flashgen": 0.2})
+
+    monkeypatch.setattr(bench, "decode_rows", decode_rows)
+    monkeypatch.setattr(bench, "environment", lambda: {"gpu": "none"})
+    monkeypatch.setattr("flashgen.cli.bench.require_gpu", lambda: None)
+    command = ["bench", "decode", "--latent", "--output", str(tmp_path / "latent.json")]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    ((specs, sizes, peers, pages, *_),) = asked
+    assert specs == [LATENT] and sizes == list(bench.LATENT_SIZES) and pages == [64]
+    assert peers == ["FlashInfer", "FlashMLA"]
+    refused = CliRunner().invoke(app, [*command, "--group", "lengths"])
+    assert refused.exit_code == 2 and "is not measured where V is a part of K" in refused.output
+
+
+@pytest.mark.gpu
+@pytest.mark.quick
+def test_latent_attention_is_measured_with_pages() -> None:
+    pytest.importorskip("torch")
+    (row,) = bench.decode_rows([LATENT], [decode.DecodeSize(2, 16, 1, 1024)], bench.LATENT_PEERS, [64])
+    assert {"flashgen", "pages of 64"} <= row.microseconds.keys() and row.tflops["flashgen"] > 0
 
 
 @pytest.mark.gpu

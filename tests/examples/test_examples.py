@@ -17,6 +17,7 @@ NEEDS = {
     "flex_migration.py": ("torch",),
     "context_parallel.py": ("torch",),
     "jax_attention.py": ("jax",),
+    "latent_attention.py": ("torch",),
     "serve.py": ("torch",),
 }
 
@@ -36,7 +37,7 @@ def shown(name: str, *arguments: str) -> str:
 
 
 @pytest.mark.rotated(2)
-@pytest.mark.parametrize("name", ["bert_padding.py", "context_parallel.py", "flex_migration.py", "jax_attention.py"])
+@pytest.mark.parametrize("name", [name for name in NEEDS if name not in ("serve.py", "train_gpt2.py")])
 def test_on_the_emulator(name: str) -> None:
     """Each example checks its results."""
     assert shown(name, "--emulate")
@@ -75,7 +76,7 @@ def test_error_without_a_gpu(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["bert_padding.py", "flex_migration.py", "jax_attention.py"])
+@pytest.mark.parametrize("name", ["bert_padding.py", "flex_migration.py", "jax_attention.py", "latent_attention.py"])
 def test_on_a_gpu(name: str) -> None:
     assert shown(name)
 

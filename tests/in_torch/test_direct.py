@@ -116,6 +116,34 @@ def test_replayed_launches_equal_those_of_the_attention(target: str, launched: L
         launched.clear()
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_replayed_launches_where_v_is_a_part_of_k(target: str, launched: Launched, memory: _Memory) -> None:
+    spec = AttentionSpec(64, "float16", value_dim=32, mask=fg.causal(), scale=1 / next(_SCALES), shared_kv=True)
+    attention, (q, kv) = fg.compile(spec, target=target), _tensors(2)
+    for with_lse in (False, True):
+        if not with_lse:
+            assert direct.forward_of_shared(attention, q, kv, with_lse) is None, "nothing is cached yet"
+        memory.again()
+        made = attention(q, kv, return_lse=with_lse)
+        memory.again()
+        again = direct.forward_of_shared(attention, q, kv, with_lse)
+        assert len(launched) == 2 and launched[0] == launched[1]
+        assert all(one is other for one, other in zip(*((x if with_lse else [x]) for x in (made, again)), strict=True))
+        launched.clear()
+    d_out = torch.zeros_like(made[0])
+    for d_lse in (None, torch.zeros(SHAPE[:3])):
+        given = (attention, d_out, d_lse, q, kv, *made)
+        assert direct.backward_of_shared(*given) is None
+        memory.again()
+        gradients = attention.backward(d_out, q, kv, *made, d_lse=d_lse)
+        memory.again()
+        again = direct.backward_of_shared(*given)
+        half = len(launched) // 2
+        assert half > 1 and launched[:half] == launched[half:]
+        assert again is not None and all(one is other for one, other in zip(gradients, again, strict=True))
+        launched.clear()
+
+
 @pytest.mark.parametrize(
     ("options", "rows_q", "rows_k"),
     [

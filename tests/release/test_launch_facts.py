@@ -138,6 +138,19 @@ def test_formulas_over_pages(layout: Any, recorded: list[Any]) -> None:
     check([Launched("forward", kernel, launch, arguments)], spec, replace(SHAPE, len_k=32 * table), len(inputs.k))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_formulas_where_v_is_a_part_of_k(deterministic: bool, recorded: list[Any]) -> None:
+    """No member of a struct belongs to v, and the text of k says where the values are."""
+    spec = fg.AttentionSpec(96, "bfloat16", value_dim=64, mask=fg.causal(), shared_kv=True)
+    made = list(launches(spec, "sm_80", deterministic, recorded))
+    check(made, spec)
+    for part, facts in launch_facts({launched.part: launched.kernel for launched in made}, spec).items():
+        meanings = {member["name"]: member["meaning"] for member in facts["arguments"]}
+        assert not {"v", "dv", "v_strides", "dv_strides"} & set(meanings), part
+        if "k" in meanings:
+            assert meanings["k"].endswith("; the first 64 columns are the values")
+
+
 def sizes_of(spec: fg.AttentionSpec, shape: Shape) -> dict[str, int]:
     """Those of a call with `random_inputs`."""
     if not spec.is_varlen:
@@ -258,6 +271,23 @@ head_dim = 64
 page_size = 64
 layout = ["bhsd", "thd"]
 target = ["sm_80", "sm_90a"]
+
+[[kernels]]
+mask = "causal()"
+head_dim = 96
+value_dim = 64
+shared_kv = true
+page_size = 16
+target = "sm_80"
+passes = ["forward", "decode"]
+
+[[kernels]]
+mask = "causal()"
+head_dim = 96
+value_dim = 64
+shared_kv = true
+target = "sm_80"
+passes = ["forward", "backward"]
 
 [[kernels]]
 step = ["append_kv", "merge_states"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,12 +52,13 @@ def test_every_argument_of_a_spec(tmp_path: Path) -> None:
         scale = 0.5
         layout = "bshd"
         dropout = 0.1
+        shared_kv = true
         target = "sm_80"
         """,
     )
     (request,) = read_requests(manifest)
-    expected = AttentionSpec(head_dim=64, value_dim=32, dtype="bfloat16", scale=0.5, layout="bshd", dropout=0.1)
-    assert request.spec == expected
+    options: Any = {"scale": 0.5, "layout": "bshd", "dropout": 0.1, "shared_kv": True}
+    assert request.spec == AttentionSpec(head_dim=64, value_dim=32, dtype="bfloat16", **options)
 
 
 def test_json_and_specs_in_json(tmp_path: Path) -> None:

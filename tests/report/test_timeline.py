@@ -44,6 +44,12 @@ def of_kernel(target: str, role: str, spec: Any = SPEC) -> tuple[Any, Any]:
     return kernel, run.events[kernel.entry]
 
 
+def test_gradients_are_named_where_v_is_a_part_of_k() -> None:
+    spec = fg.AttentionSpec(40, value_dim=24, shared_kv=True)
+    run = run_once(spec, "sm_80", ("forward", "backward"), short_shape(64, 64, along_keys=True))
+    assert {name: verdict.ok for name, verdict in run.verdicts.items()} == {"out": True, "dq": True, "dk": True}
+
+
 def amount(found: Any, did: Did) -> int:
     return int(found["amount"][found["did"] == did].sum())
 

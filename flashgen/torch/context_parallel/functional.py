@@ -92,7 +92,7 @@ def attention(
         raise ArgumentError(
             f"kv_dtype={spec.kv_dtype!r} is not supported on several ranks: give k and v in {spec.dtype}"
         )
-    for name in ("out_dtype", "grad_dtype"):
+    for name in ("out_dtype", "grad_dtype", "shared_kv"):
         if given := getattr(spec, name):
             raise ArgumentError(f"{name}={given!r} is not supported on several ranks: leave it out")
     check_tensors(q=q, k=k, v=v)
