@@ -40,8 +40,8 @@ def forward_barriers(
     queries = "queries_full: Q of a work tile has landed. queries_empty: every consumer warp has read it."
     tail = "The last tile of V, whose end is to be zeroed, has landed."
     passed = (
-        "passed_full: each warp of the first warpgroup has written its rows of P, or its row states. passed_empty: each "
-        "warp of the second one has read them."
+        "passed_full: each warp of the first warpgroup has written its rows of P, or its row states. passed_empty: "
+        "each warp of the second one has read them."
     )
     return (
         BarrierGroup(queries, (_full("queries"), _empty("queries"))),
@@ -54,7 +54,9 @@ def forward_barriers(
 def _staged(stages: Extent, shared_kv: bool, split: bool) -> tuple[BarrierGroup, ...]:
     """Returns the barriers of the tiles of K and V. `split`: one consumer warpgroup of two computes the scores."""
     if shared_kv:
-        comment = "keys_full: a tile of K, of which V is a part, has landed. keys_empty: every consumer warp has read it."
+        comment = (
+            "keys_full: a tile of K, of which V is a part, has landed. keys_empty: every consumer warp has read it."
+        )
         return (_pipeline(comment, "keys", stages=stages),)
     if not split:
         comment = "keys_full: a tile of K has landed. keys_empty: every consumer warp has read it. The same for V."

@@ -207,8 +207,8 @@ class HopperPlan(Checked):
     def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
         """Returns the layout.
 
-        It has Q and O of each consumer warpgroup, the stages of K and of V, what warpgroups with the same rows pass, the
-        mbarriers, the number of the tile, and the random numbers that dropout draws ahead.
+        It has Q and O of each consumer warpgroup, the stages of K and of V, what warpgroups with the same rows pass to
+        each other, the mbarriers, the number of the tile, and the random numbers that dropout draws ahead.
         """
         return self._shared_memory(spec, self.output_apart(spec), self.drawn_steps(spec), self.passed_stages(spec))
 
@@ -274,7 +274,7 @@ class HopperPlan(Checked):
         return "kConsumers" if self.split == 1 else "kRowGroups"
 
     def _passed(self, keys: Extent, stages: Extent, element: Extent) -> Buffer:
-        """Returns the buffer in which a warpgroup passes P, and the factors of the output, to one with the same rows."""
+        """Returns the buffer in which a warpgroup passes P and the factors of the output to one with the same rows."""
         parts = (
             Buffer("P", "P", (literal(_ROWS), keys), element, member="probabilities"),
             Buffer("Factors", "factors of the output", (literal(WARPGROUP),), FLOAT2, member="factors"),
