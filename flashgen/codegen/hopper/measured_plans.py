@@ -56,8 +56,9 @@ _WITH_PAGES: dict[Kind, tuple[HopperPlan, ...]] = {
 # GPU. With pages of 64 they are 0.97, 1.01, 1.06 and 1.35.
 _WITH_SMALL_PAGES = _WITH_PAGES | {"ranges": (_Plan(3, 128), _Plan(3, 80), _Plan(2, 64), _Turn(2, 64))}
 # fmt: on
-_WIDE_TILES = ((64, 2), (64, 1), (32, 2), (32, 1))
+_WIDE_TILES = ((64, 2), (64, 1), (48, 2), (48, 1), (32, 2), (32, 1))
 """Keys of a tile and stages for rows of more than 256 columns, in order of preference."""
+_MAX_WIDE_KEYS: dict[Kind, int] = {"costly": 48, "arrays": 32}  # of a tile, without spills; 64 for other kinds
 
 
 def kind_of(demand: Demand) -> Kind:
@@ -93,5 +94,6 @@ def choose_hopper_plan(spec: AttentionSpec, target: Target) -> HopperPlan:
 def _wide_plan(spec: AttentionSpec, target: Target) -> HopperPlan:
     """Returns the default plan for rows of more than 256 columns: the first that fits shared memory."""
     split = 2 if padded_value(spec) > MAX_UNSPLIT else 1
-    plans = [HopperPlan(2, tile_k, stages=stages, split=split) for tile_k, stages in _WIDE_TILES]
+    limit = _MAX_WIDE_KEYS.get(kind_of(demand_of(spec)), 64)
+    plans = [HopperPlan(2, tile_k, stages, split=split) for tile_k, stages in _WIDE_TILES if tile_k <= limit]
     return next((plan for plan in plans if not plan.problem(spec, target)), plans[-1])
