@@ -292,7 +292,11 @@ REFUSALS: Any = [
         {"target": "sm_90a", "plan": HopperPlan(1, 32, stages=1)},
         "stages=1 must be at least 2 with shared_kv=True",
     ),
-    ({"page_size": 16}, {"target": "sm_90a", "plan": HopperPlan(2, 32, split=2)}, "HopperPlan|page_size=16"),
+    (
+        {"page_size": 16},
+        {"target": "sm_90a", "plan": HopperPlan(2, 32, split=2)},
+        "page_size=16: head_dim=512 is for the kernels of",
+    ),
 ]
 
 
