@@ -90,7 +90,8 @@ class HopperPlan(Checked):
     """The plan of Hopper's forward kernel.
 
     Attributes:
-        consumers: consumer warpgroups. There is one producer warpgroup beside them.
+        consumers: consumer warpgroups, of 64 rows each if they do not share them (`split`). There is one producer
+            warpgroup beside them.
         tile_k: keys of a tile.
         stages: stages of the pipelines of K and of V in shared memory.
         takes_turns: consumer warpgroups start their products in turn (ping-pong scheduling), so that the softmax of one
