@@ -108,6 +108,8 @@ def render_forward_kernels(spec: AttentionSpec, target: Target, plan: Plan | Non
     family = forward_family(target)
     plan = plan or default_plan(spec, target)
     if type(plan) not in family.plan_classes(spec):
+        if type(plan) is family.plan:
+            plan.check(spec, target)
         if spec.of_cache:
             name, own = ("kernel of mixed batches", "MixedPlan") if spec.is_mixed else ("decode kernel", "DecodePlan")
             raise PlanError(f"{plan}: {_cache(spec)} is for the {name}: give a {own}, or none")

@@ -7,6 +7,7 @@ import pytest
 
 import flashgen as fg
 from flashgen import attention
+from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.mma_sync.decode_plans import DecodePlan, decode_plans
 from flashgen.codegen.targets import TARGETS as KNOWN_TARGETS
 from flashgen.errors import UnsupportedError
@@ -78,6 +79,58 @@ def test_races_and_overflows(direction: Any, sanitize: Any) -> None:
             for deterministic in (False, True)[: 1 + (direction == "backward")]:
                 for result in verify(cases, target=target, deterministic=deterministic, **given):
                     assert result.ok, (result.problem, result.verdicts)
+
+
+HOPPER_PLANS = (
+    HopperPlan(2, 64, 1, split=2),
+    HopperPlan(2, 48, 1, split=2),
+    HopperPlan(2, 32, 2, split=2),
+    HopperPlan(2, 16, 3, split=2),
+    HopperPlan(2, 32, 2, split=2, packed_heads=4),
+    HopperPlan(2, 64, 1, split=2, packed_heads=64),
+)
+
+
+def assert_hopper_is_right(spec: fg.AttentionSpec, shape: Shape, plan: HopperPlan, **how: Any) -> None:
+    compiled = attention.compile(spec, target="sm_90a", emulate=True, plan=plan, **how)
+    inputs, dropout = random_inputs(spec, shape), {"seed": 7} if spec.dropout else {}
+    found = call(compiled, inputs, **dropout)
+    verdict = judged(spec, inputs.q, inputs.k, inputs.v, *found, inputs.captures, **dropout)
+    assert verdict.ok, f"{plan}, {shape}: {verdict}"
+
+
+@pytest.mark.rotated(3)
+@pytest.mark.parametrize("sanitize", [None, "thread", "address"])
+@pytest.mark.parametrize(("order", "copies"), [("reverse", "early"), ("greedy_warp", "late"), ("random", "random")])
+@pytest.mark.parametrize("plan", HOPPER_PLANS, ids=str)
+def test_hopper_plans_and_thread_orders(plan: HopperPlan, order: Any, copies: Any, sanitize: Any) -> None:
+    """Several stages, sizes of tiles and packs of heads, rows without keys, and several work tiles of a CTA."""
+    schedule = Schedule(order, copies, seed=len(order))
+    heads = (2 * plan.packed_heads, 1) if plan.packed_heads > 1 else (4, 2)
+    steep = fg.AttentionSpec(512, "bfloat16", mask=fg.causal(), scale=1.0)
+    floats = fg.AttentionSpec(328, value_dim=448, score=fg.alibi("slopes"), layout="bshd", out_dtype="float32")
+    for spec, len_k in ((steep, 60), (floats, 150)):
+        shape = Shape(90 // plan.packed_heads + 3, len_k, 1, *heads)
+        assert_hopper_is_right(spec, shape, plan, schedule=schedule, sanitize=sanitize)
+
+
+@pytest.mark.rotated(2)
+@pytest.mark.parametrize("mask", [fg.full(), fg.causal()], ids=str)
+def test_hopper_holds_narrow_outputs_of_wide_heads_in_one_warpgroup(mask: fg.Mask) -> None:
+    spec = fg.AttentionSpec(512, value_dim=136, mask=mask)
+    for plan in (HopperPlan(1, 48, 1), HopperPlan(2, 32, 1, takes_turns=True), HopperPlan(2, 32, 1, split=2)):
+        assert_hopper_is_right(spec, Shape(150, 100, 1, 2, 1), plan, schedule=Schedule("random", "late", seed=3))
+
+
+@pytest.mark.gpu
+@pytest.mark.quick
+@pytest.mark.parametrize("plan", HOPPER_PLANS, ids=str)
+def test_hopper_plans_on_a_gpu(plan: HopperPlan) -> None:
+    for mask in (fg.full(), fg.causal()):
+        spec = fg.AttentionSpec(512, "bfloat16", mask=mask)
+        compiled = attention.compile(spec, target="sm_90a", plan=plan)
+        inputs = random_inputs(spec, Shape(1000, 1500, 2, 64, 1))
+        assert judged(spec, inputs.q, inputs.k, inputs.v, *call(compiled, inputs)).ok
 
 
 @pytest.mark.gpu
@@ -231,6 +284,18 @@ REFUSALS: Any = [
         {},
         {"target": "sm_80", "plan": DecodePlan(16, 16, 4, 2)},
         "split=1 must be 1, or warps=4, which is then 2 or 4, if head_dim or value_dim is above 256",
+    ),
+    ({}, {"target": "sm_90a", "plan": HopperPlan(2, 32)}, "split=1 must be 2, with consumers=2, if value_dim is above"),
+    ({}, {"target": "sm_90a", "plan": HopperPlan(3, 32, split=2)}, "split=2 must be 1, or 2 with consumers=2"),
+    (
+        {"value_dim": 64, "shared_kv": True},
+        {"target": "sm_90a", "plan": HopperPlan(1, 32, stages=1)},
+        "stages=1 must be at least 2 with shared_kv=True",
+    ),
+    (
+        {"page_size": 16},
+        {"target": "sm_90a", "plan": HopperPlan(2, 32, split=2)},
+        "page_size=16: head_dim=512 is for the kernels of",
     ),
 ]
 

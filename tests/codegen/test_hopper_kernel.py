@@ -31,6 +31,7 @@ needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy an
 DIMS = (128, 64, 256, 40, 96, 192, 8, 160, 72, 80, 224)
 MOST_LINES = 392  # including comments, header and code of the variant; without primitives
 MOST_CODE = 465  # lines of code, including code of the variant and of the tiles
+MORE_OF_SPLIT = 75  # lines of code of the exchange between warpgroups with the same rows, and of the second mainloop
 LONGEST_FUNCTION = 75
 
 
@@ -53,6 +54,28 @@ CASES = list(zip(variants(), cycle(DIMS), cycle(("float16", "bfloat16"))))
 @pytest.mark.rotated(12)
 def test_every_variant_compiles_without_spills_or_serialized_products(variant: Variant, dim: int, dtype: str) -> None:
     compiled(render_forward(spec_of(variant, dim, dtype), SM_90A))
+
+
+WIDE_CASES = list(zip(variants(), cycle((512, 264, 448, 384)), cycle(("float16", "bfloat16"))))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("variant", "dim", "dtype"), WIDE_CASES)
+@pytest.mark.rotated(12)
+def test_every_variant_of_wide_heads_compiles(variant: Variant, dim: int, dtype: str) -> None:
+    compiled(render_forward(spec_of(variant, dim, dtype), SM_90A))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    "plan", [HopperPlan(2, 64, 1, split=2), HopperPlan(2, 48, 1, split=2), HopperPlan(2, 32, 2, split=2)]
+)
+@pytest.mark.rotated(3)
+def test_wide_plans_compile_with_packed_heads(plan: HopperPlan) -> None:
+    for heads in (1, 8, 64):
+        for options in ({"mask": fg.causal()}, {"score": fg.alibi("slopes")}):
+            spec = AttentionSpec(512, "bfloat16", **options)
+            compiled(render_forward(spec, SM_90A, plan.packing(heads, spec)))
 
 
 @needs_nvrtc
@@ -94,15 +117,18 @@ def test_machine_code_uses_hoppers_instructions() -> None:
 
 @pytest.mark.parametrize("variant", variants(), ids=lambda v: f"{v.mask}-{v.score}-{v.dropout}")
 def test_text_is_short_and_tidy(variant: Variant) -> None:
-    kernel = render_forward(spec_of(variant, 64, "float16"), SM_90A)
-    source = kernel.source
+    assert_short_and_tidy(render_forward(spec_of(variant, 64, "float16"), SM_90A).source, 0)
+    assert_short_and_tidy(render_forward(spec_of(variant, 512, "float16"), SM_90A).source, MORE_OF_SPLIT)
+
+
+def assert_short_and_tidy(source: str, more: int) -> None:
     assert not re.search(r"[ \t]\n|\n\n\n|\{\n\n|\t", source) and source.endswith("}\n")
     head, primitives, rest = re.fullmatch(
         r"(.*?)(// ---- Primitives -.*?)(// ---- The variant -.*)", source, re.DOTALL
     ).groups()
-    assert (head + rest).count("\n") < MOST_LINES + of_one_element(source) and "#endif" in primitives
+    assert (head + rest).count("\n") < MOST_LINES + more + of_one_element(source) and "#endif" in primitives
     body = without_types(re.sub(r"//[^\n]*", "", source)).split("#endif\n", 1)[1]
-    assert sum(bool(line.strip()) for line in body.splitlines()) <= MOST_CODE + of_one_element(source)
+    assert sum(bool(line.strip()) for line in body.splitlines()) <= MOST_CODE + more + of_one_element(source)
     for text in re.findall(r"^(?:__device__|template)[^;\n]*\n(?:.*\n)*?\}\n", body, re.MULTILINE):
         assert text.count("\n") <= LONGEST_FUNCTION, text
     assert re.findall(r"^ *#(\w+)", source, re.MULTILINE).count("ifndef") == 1
@@ -200,3 +226,29 @@ def test_a_plan_belongs_to_one_family() -> None:
 def test_rendering_is_deterministic() -> None:
     spec = AttentionSpec(128, mask=fg.sliding_window(100), score=fg.softcap(20))
     assert render_forward(spec, SM_90A).source == render_forward(AttentionSpec.from_json(spec.to_json()), SM_90A).source
+
+
+def test_second_warpgroup_multiplies_p_by_the_last_columns() -> None:
+    source = render_forward(AttentionSpec(512, mask=fg.causal()), SM_90A).source
+    second = source.split("value_consumer(const SharedStorage& storage", 1)[1].split("\n}\n", 1)[0]
+    assert "wgmma_shared_f16<kOutputColumns, true>" in source and "constexpr int kRowGroups = kConsumers / 2;" in source
+    assert "start_scores" not in second and "softmax" not in second and second.count("start_passed_output(") == 1
+    for pair in ("values", "passed"):
+        assert f"mbarrier_wait(storage.{pair}_full" in second and f"release(storage.{pair}_empty" in second
+
+
+@pytest.mark.parametrize("dims", [(576, 512), (128, 64)], ids=str)
+def test_v_in_k_is_neither_loaded_nor_stored_apart(dims: tuple[int, int]) -> None:
+    kernel = render_forward(AttentionSpec(dims[0], value_dim=dims[1], shared_kv=True), SM_90A)
+    assert not re.search(r"\b(values_full|values_empty|v_map|kValueBytes)\b", kernel.source)
+    assert "v" not in kernel.boxes and "Value" not in kernel.shared.offsets
+    assert kernel.plan.head_panel(AttentionSpec(dims[0], value_dim=dims[1], shared_kv=True)) == 64
+
+
+def test_wide_plans_fit_and_have_half_of_the_columns() -> None:
+    for head_dim, value_dim in ((512, 512), (264, 264), (576, 512), (320, 448), (16, 288)):
+        spec = AttentionSpec(head_dim, value_dim=value_dim)
+        plan = choose_hopper_plan(spec, SM_90A)
+        assert plan.split == 2 and plan.rows == plan.tile_q == 64 and not plan.problem(spec, SM_90A)
+        assert plan.output_columns(spec) % plan.value_panel(spec) == 0 and plan.output_columns(spec) <= 256
+    assert choose_hopper_plan(AttentionSpec(512, value_dim=256), SM_90A).split == 1

@@ -370,6 +370,46 @@ FAULTS = [
         ("no barrier before the output", "hopper, no room",
          r"named_barrier_sync\(1 \+ kConsumers \+ warpgroup, 128\);"),
     ]),
+    # Hopper's forward with columns of the output split over warpgroups
+    *caught_by(FORWARD, [LATE_ENGINES, ANY_RANDOM_ENGINES, EARLY_RACE_OR_REPORT], [
+        ("P not waited for", "hopper, wide",
+         r"mbarrier_wait\(storage\.passed_full\(passed\.stage\(\)\), [^;]*;(\s+const float2)", r"\1", UNREAD),
+        ("buffer of P not waited for", "hopper, wide",
+         r"mbarrier_wait\(storage\.passed_empty\(state\.stage\(\)\), [^;]*;(\s+#pragma)", r"\1", OVERWRITES),
+        ("P released early", "hopper, wide",
+         r"(await_product<0>\(output\);\s+release\(storage\.values_empty[^;]*;\s+)(release\(storage\.passed_empty[^;]*;)",
+         r"\2 \1", OVERWRITES),
+    ]),
+    # The first warpgroup waits for V, too, so that random engines rarely show it.
+    *caught_by(FORWARD, [LATE_ENGINES, EARLY_RACE_OR_REPORT], [
+        ("values not waited for by the second warpgroup", "hopper, wide",
+         r"mbarrier_wait\(storage\.values_full\(state\.stage\(\)\), [^;]*;(\s+start_passed)", r"\1", UNREAD),
+    ]),
+    *caught_by(FORWARD, [LATE_ENGINES], [
+        ("P without a proxy fence", "hopper, wide", r"fence_async_shared\(\);(   // wgmma)", r"\1", UNFENCED),
+        ("row states not waited for", "hopper, wide",
+         r"mbarrier_wait\(storage\.passed_full\(passed\.stage\(\)\), [^;]*;(\s+const float4)", r"\1", UNREAD),
+        ("one warpgroup releases values", "hopper, wide", r"values_empty\(stage\), kConsumers \* 4",
+         "values_empty(stage), 4", "may still|over-arrival"),
+        ("V released with K", "hopper, V in K", r"keys_empty\(stage\), kConsumers \* 4", "keys_empty(stage), 4",
+         "may still|over-arrival"),
+    ]),
+    *caught_by(FORWARD, [WRONG_OR_REPORTED], [
+        ("P of another stage", "hopper, wide", r"storage\.probabilities\(passed\.stage\(\)\), storage",
+         "storage.probabilities((passed + 1).stage()), storage"),
+    ]),
+    *caught_by(FORWARD, [WRONG], [
+        ("second output not rescaled", "hopper, wide", r"if \(__any_sync\([^;]*factors[^;]*;"),
+        ("factors not passed", "hopper, wide", r"outgrown \? make_float2\(shrink\[0\], shrink\[1\]\) : "),
+        ("factor of the other row", "hopper, wide", r"\{factors\.x, factors\.y\}", "{factors.y, factors.x}"),
+        ("V of the first columns", "hopper, wide", r"values \+ kOutputColumns \* kTileK \* kElementBytes", "values"),
+        ("output in the first columns", "hopper, wide", r"position, kOutputColumns, ", "position, 0, "),
+        ("sum of the other row", "hopper, wide", r"rows\[1\]\.sum = states\.w", "rows[1].sum = states.y"),
+        ("chunks of P not swizzled", "hopper, wide", r"(2 \* i % kChunks \+ lane / 16\)) \^ swizzle;", r"\1;"),
+    ]),
+    *caught_by(FORWARD, [EARLY_RACE_AT_LINE], [
+        ("no barrier before half of the output", "hopper, wide, no room", r"named_barrier_sync\(1, 128\);"),
+    ]),
     # Hopper's forward over pages
     *caught_by(FORWARD, [ANY_PROTOCOL, EARLY_RACE_AT_LINE], [
         ("a tail cleared before it lands", PAGES, r"mbarrier_wait\(full, phases >> 1\);"),

@@ -49,7 +49,8 @@ class ForwardSubject:
         if self.splits:
             return DecodePlan(16, self.tile_k, max(self.split, 2), self.stages, split=self.split)
         if self.target == "sm_90a":
-            return HopperPlan(2, self.tile_k, self.stages, takes_turns=True, packed_heads=self.packed_heads)
+            heads = {"packed_heads": self.packed_heads, "split": self.split}
+            return HopperPlan(2, self.tile_k, self.stages, takes_turns=self.split == 1, **heads)
         return ForwardPlan(32, self.tile_k, 2 * self.split, self.stages, split=self.split)
 
     def _kernels(self) -> Kernels:
@@ -151,6 +152,21 @@ def forward_subjects() -> dict[str, ForwardSubject]:
             Shape(150, 200, 1, 2, 2),
             stages=2,
             target="sm_90a",
+        ),
+        # Two warpgroups share the rows of a CTA.
+        "hopper, wide": ForwardSubject(
+            fg.AttentionSpec(264, scale=1.0, mask=fg.causal()), Shape(150, 200, 1, 2, 2), 2, target="sm_90a", split=2
+        ),
+        # One step: with one stage, a later step waits for V, which is loaded when every warp has read Q.
+        "hopper, wide, no room": ForwardSubject(
+            fg.AttentionSpec(512, value_dim=448), Shape(150, 60, 1, 2, 2), 1, 64, target="sm_90a", split=2
+        ),
+        "hopper, V in K": ForwardSubject(
+            fg.AttentionSpec(320, shared_kv=True),
+            Shape(150, 200, 1, 2, 2),
+            2,
+            target="sm_90a",
+            split=2,
         ),
         "wide": ForwardSubject(fg.AttentionSpec(264, scale=1.0, mask=fg.causal()), ragged, split=2),
         "shared tiles": ForwardSubject(

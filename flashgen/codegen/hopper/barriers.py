@@ -27,16 +27,46 @@ def _pipeline(comment: str, *names: str, stages: Extent) -> BarrierGroup:
 
 
 @cache
-def forward_barriers(stages: Extent, paged: bool) -> tuple[BarrierGroup, ...]:
-    """Returns the barriers of the forward kernel. `paged`: the KV cache is paged."""
+def forward_barriers(
+    stages: Extent, paged: bool, shared_kv: bool, passed_stages: Extent | None
+) -> tuple[BarrierGroup, ...]:
+    """Returns the barriers of the forward kernel.
+
+    Args:
+        paged: Whether the KV cache is paged.
+        shared_kv: Whether V is a part of K.
+        passed_stages: Stages of P, if a consumer warpgroup passes it to another one with the same rows.
+    """
     queries = "queries_full: Q of a work tile has landed. queries_empty: every consumer warp has read it."
     tail = "The last tile of V, whose end is to be zeroed, has landed."
-    staged = "keys_full: a tile of K has landed. keys_empty: every consumer warp has read it. The same for V."
+    passed = (
+        "passed_full: each warp of the first warpgroup has written its rows of P, or its row states. passed_empty: "
+        "each warp of the second one has read them."
+    )
     return (
         BarrierGroup(queries, (_full("queries"), _empty("queries"))),
         *([BarrierGroup(tail, (_full("tail"),), at_end=True)] if paged else []),
-        _pipeline(staged, "keys", "values", stages=stages),
+        *_staged(stages, shared_kv, bool(passed_stages)),
+        *([_between_consumers(passed, "passed", passed_stages, "4")] if passed_stages else []),
     )
+
+
+def _staged(stages: Extent, shared_kv: bool, split: bool) -> tuple[BarrierGroup, ...]:
+    """Returns the barriers of the tiles of K and V. `split`: one consumer warpgroup of two computes the scores."""
+    if shared_kv:
+        comment = (
+            "keys_full: a tile of K, of which V is a part, has landed. keys_empty: every consumer warp has read it."
+        )
+        return (_pipeline(comment, "keys", stages=stages),)
+    if not split:
+        comment = "keys_full: a tile of K has landed. keys_empty: every consumer warp has read it. The same for V."
+        return (_pipeline(comment, "keys", "values", stages=stages),)
+    comment = (
+        "keys_full: a tile of K has landed. keys_empty: every warp of the first warpgroup has read it. values_full, "
+        "values_empty: the same for V, which both warpgroups read."
+    )
+    keys = _full("keys"), Barrier("keys_empty", "4")
+    return (BarrierGroup(comment, (*keys, _full("values"), _empty("values")), stages),)
 
 
 def _queries_and_d_outputs(stages: Extent) -> BarrierGroup:

@@ -31,7 +31,6 @@ from flashgen.codegen.hopper.smaller_tiles import smaller_option
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes, maximum, minimum, reciprocal
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import padded
 from flashgen.codegen.variant import layout_of
 from flashgen.codegen.varlen import MAP_ROWS
 from flashgen.codegen.visited import visited_keys
@@ -48,7 +47,8 @@ _GRID = "persistent, one block per multiprocessor; work tiles are (query tile, q
 def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> ArgumentLayout:
     """Returns the argument struct, which begins with the tensor maps. `packed`: a tile has rows of several heads."""
     heads = "packs" if packed else "heads"
-    fields = [Field("TensorMap", f"{name}_map") for name in ("qkv" if spec.out_dtype else "qkvo")]
+    arrays = (*spec.inputs, *(() if spec.out_dtype else ("o",)))
+    fields = [Field("TensorMap", f"{name}_map") for name in arrays]
     fields += [output_field(spec), Field("Strides", "o_strides")] if spec.out_dtype else []
     fields.append(batch_of(spec).lse)
     fields.append(
@@ -80,14 +80,15 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     plan.check(spec, target)
     keys, tiles, packed = visited_keys(spec), forward_tiles(spec), plan.packed_heads > 1
     layout, longest_first = hopper_layout(spec, keys is None, packed), longest_last(keys)
-    bounds = _tile_bounds(longest_first)
+    bounds = _tile_bounds(longest_first, plan)
     producer_registers, consumer_registers = plan.warpgroup_registers(spec)
     cost, option = tiles.cost(spec), smaller_option(plan, spec, target)
     context = forward_context(spec, target, plan, layout, "scores[n]", _device_names(plan), bounds, by_rows=True) | {
         "header": header(spec, target, plan, _GRID, _METHOD, tiles.title, cost, option),
-        "own_tiles": key_range(spec.mask.expression) is not None and spec.mask.expression != sympy.true,
-        "head_panel": panel_columns(spec.head_dim, spec.element),
-        "value_panel": panel_columns(spec.value_dim, spec.element),
+        "own_tiles": _has_own_tiles(spec, plan),
+        "head_panel": plan.head_panel(spec),
+        "value_panel": plan.value_panel(spec),
+        **_split_context(spec, plan),
         "drawn_steps": plan.drawn_steps(spec),
         "producer_registers": producer_registers,
         "consumer_registers": consumer_registers,
@@ -102,7 +103,9 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         "joined": {name: _joined(spec, name) > 1 for name in "kv"},
     }
     context |= tiles.sequences(spec, context["struct"], layout)
-    sizes = {"shared_forms": [(plan.tile_k, "false")], "register_forms": [(padded(spec.value_dim), "true")]}
+    of_output = (plan.output_columns(spec), "true")
+    shared_forms = [(plan.tile_k, "false"), *([of_output] if plan.split > 1 else [])]
+    sizes = {"shared_forms": shared_forms, "register_forms": [of_output]}
     kernel = forward_kernel(
         spec,
         target,
@@ -116,6 +119,25 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     )
     name = kernel.name + option.replace(" --", "-") + (f"-packed{plan.packed_heads}" if packed else "")
     return (replace(kernel, name=name, cost=cost),)
+
+
+def _has_own_tiles(spec: AttentionSpec, plan: HopperPlan) -> bool:
+    """Whether the queries of a warpgroup may attend to fewer tiles of keys than those of the CTA."""
+    ranged = key_range(spec.mask.expression) is not None and spec.mask.expression != sympy.true
+    return ranged and plan.split == 1
+
+
+def _split_context(spec: AttentionSpec, plan: HopperPlan) -> dict[str, Any]:
+    """Returns the context about warpgroups with the same rows, and about where V is."""
+    split = plan.split > 1
+    return {
+        "row_groups": plan.group_constant,
+        "output_columns": "kOutputColumns" if split else "kValueDimPadded",
+        "passed_panel": plan.passed_panel(spec),
+        "passed_stages": plan.passed_stages(spec),
+        "values": "keys" if spec.shared_kv else "values",
+        "softmax_beside_pv": split or spec.score is not None,
+    }
 
 
 def _values(spec: AttentionSpec, plan: HopperPlan, longest_first: bool, sizes: Sizes) -> dict[str, Any]:
@@ -136,7 +158,7 @@ def _section(spec: AttentionSpec, sizes: Sizes, heads: Any, per_kv: Any) -> Any:
 
     It is the number whose K and V fit in L2 together. If all tiles have equal lengths, heads are not interleaved.
     """
-    head_bytes = spec.kv_element.bytes * (spec.head_dim + spec.value_dim) * maximum(sizes.len_k, 1)
+    head_bytes = spec.kv_element.bytes * spec.kv_columns * maximum(sizes.len_k, 1)
     fitting = maximum(_SECTION_BYTES // head_bytes, 1) * per_kv
     return maximum(minimum(fitting, heads), 1)
 
@@ -146,10 +168,10 @@ def _boxes(spec: AttentionSpec, plan: HopperPlan) -> dict[str, tuple[int, ...]]:
 
     An output of another dtype than q's is stored without TMA.
     """
-    head, value = panel_columns(spec.head_dim, spec.element), panel_columns(spec.value_dim, spec.element)
+    head, value = plan.head_panel(spec), plan.value_panel(spec)
     keys = box_keys(spec, plan.tile_k)
-    rows = {"q": _box_rows(_WARPGROUP_ROWS, plan), "k": (keys,), "v": (keys,)}
-    for name in "kv":
+    rows = {"q": _box_rows(_WARPGROUP_ROWS, plan)} | dict.fromkeys(spec.inputs[1:], (keys,))
+    for name in spec.inputs[1:]:
         if (joined := _joined(spec, name)) > 1:
             rows[name] = (GROUP_ROWS, joined, keys // GROUP_ROWS)
     if not spec.out_dtype:
@@ -182,7 +204,9 @@ def _device_names(plan: HopperPlan) -> Names:
     return {**DEVICE_NAMES, HEAD: "position.head + Scores::row(n)"}
 
 
-def _tile_bounds(longest_first: bool) -> dict[sympy.Symbol, str]:
+def _tile_bounds(longest_first: bool, plan: HopperPlan) -> dict[sympy.Symbol, str]:
     """Returns the emitted bounds of a tile's queries. The first tile may begin before query 0."""
+    if plan.split > 1:  # all warpgroups have the rows of the tile, which begins at a query
+        return ENDS_OF_TILES
     ends = ENDS_OF_TILES | {Q_LAST: "const int q_last = min(work.first_query + work.queries, arguments.len_q) - 1;"}
     return ends | ({Q_FIRST: "const int q_first = max(work.first_query, 0);"} if longest_first else {})

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from flashgen.codegen.hopper.pages import cache_problem
+from flashgen.codegen.tiling import MAX_UNSPLIT, is_wide
 from flashgen.language.spec import AttentionSpec
-
-_MAX_COLUMNS = 256  # of a wgmma: a warpgroup accumulates 64 rows of so many columns in half of its registers
 
 
 def rows_problem(spec: AttentionSpec) -> str | None:
-    """Returns why Hopper's own kernels cannot hold the rows of a spec; None if they can."""
+    """Returns why Hopper's own backward kernels cannot hold the rows of a spec; None if they can."""
     if spec.shared_kv:
         return "shared_kv=True is for the kernels of mma.sync; those of wgmma have separate tiles of K and V"
-    if spec.max_dim > _MAX_COLUMNS:
-        return f"{spec.widest} is for the kernels of mma.sync; those of wgmma have up to {_MAX_COLUMNS} columns"
+    if is_wide(spec):
+        return f"{spec.widest} is for the kernels of mma.sync; those of wgmma have up to {MAX_UNSPLIT} columns"
     return None
 
 
 def forward_problem(spec: AttentionSpec) -> str | None:
-    """Returns why Hopper's own forward kernels cannot run a spec; None if they can."""
-    return rows_problem(spec) or cache_problem(spec)
+    """Returns why Hopper's own forward kernels cannot run a spec; None if they can.
+
+    Over pages they read neither rows of more than 256 columns, nor V as a part of K.
+    """
+    if spec.page_size and (why := rows_problem(spec)):
+        return f"page_size={spec.page_size}: {why}"
+    return cache_problem(spec)

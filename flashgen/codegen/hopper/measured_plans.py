@@ -10,7 +10,7 @@ from flashgen.codegen.expressions.row_elements import paired_elements
 from flashgen.codegen.hopper.pages import has_small_pages
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import padded
+from flashgen.codegen.tiling import MAX_UNSPLIT, is_wide, padded, padded_value
 from flashgen.language.spec import AttentionSpec
 
 Kind = Literal[
@@ -60,6 +60,9 @@ _WITH_PAGES: dict[Kind, tuple[HopperPlan, ...]] = {
 # GPU. With pages of 64 they are 0.97, 1.01, 1.06 and 1.35.
 _WITH_SMALL_PAGES = _WITH_PAGES | {"ranges": (_Plan(3, 128), _Plan(3, 80), _Plan(2, 64), _Turn(2, 64))}
 # fmt: on
+_WIDE_TILES = ((64, 2), (64, 1), (48, 2), (48, 1), (32, 2), (32, 1))
+"""Keys of a tile and stages for rows of more than 256 columns, in order of preference."""
+_MAX_WIDE_KEYS: dict[Kind, int] = {"costly": 48, "arrays": 32}  # of a tile, without spills; 64 for other kinds
 
 
 def kind_of(demand: Demand) -> Kind:
@@ -81,6 +84,8 @@ def kind_of(demand: Demand) -> Kind:
 
 def choose_hopper_plan(spec: AttentionSpec, target: Target) -> HopperPlan:
     """Returns the default plan of a spec."""
+    if is_wide(spec):
+        return _wide_plan(spec, target)
     widest = max(padded(spec.value_dim), padded(spec.head_dim))
     column = next(number for number, width in enumerate(_WIDTHS) if widest <= width)
     kind = kind_of(demand_of(spec))
@@ -90,3 +95,11 @@ def choose_hopper_plan(spec: AttentionSpec, target: Target) -> HopperPlan:
         kind = "pairs"
     over_pages = _WITH_SMALL_PAGES if has_small_pages(spec) else _WITH_PAGES if spec.page_size else {}
     return over_pages.get(kind, _MEASURED[kind])[column]
+
+
+def _wide_plan(spec: AttentionSpec, target: Target) -> HopperPlan:
+    """Returns the default plan for rows of more than 256 columns: the first that fits shared memory."""
+    split = 2 if padded_value(spec) > MAX_UNSPLIT else 1
+    limit = _MAX_WIDE_KEYS.get(kind_of(demand_of(spec)), 64)
+    plans = [HopperPlan(2, tile_k, stages, split=split) for tile_k, stages in _WIDE_TILES if tile_k <= limit]
+    return next((plan for plan in plans if not plan.problem(spec, target)), plans[-1])

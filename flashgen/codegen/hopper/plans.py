@@ -5,24 +5,45 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from flashgen.codegen.demand import demand_of
 from flashgen.codegen.hopper.barriers import forward_barriers
 from flashgen.codegen.hopper.batch_traits import batch_traits
-from flashgen.codegen.hopper.pages import cache_problem
+from flashgen.codegen.hopper.left_to_mma_sync import forward_problem
 from flashgen.codegen.plan import Checked, shared_memory_problem
-from flashgen.codegen.shared_memory import BYTE, INT, UINT4, Buffer, Extent, SharedMemoryLayout, literal, mbarriers
+from flashgen.codegen.shared_memory import (
+    BYTE,
+    FLOAT2,
+    INT,
+    UINT4,
+    Buffer,
+    Extent,
+    SharedMemoryLayout,
+    literal,
+    mbarriers,
+)
 from flashgen.codegen.targets import TARGETS, Target
-from flashgen.codegen.tiling import DROPOUT_COLUMNS, WARP, element_sizes, head_extent, padded, value_extent
+from flashgen.codegen.tiling import (
+    DROPOUT_COLUMNS,
+    WARP,
+    element_sizes,
+    head_extent,
+    is_wide,
+    padded,
+    padded_head,
+    padded_value,
+    value_extent,
+)
 from flashgen.dtypes import DType
 from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
 
 WARPGROUP = 128
-_ROWS = 64  # of a wgmma
+_ROWS, _WARP_ROWS = 64, 16  # of a wgmma, and of each of its warps
 _DEPTH = 16
 _MAX_COLUMNS = 256  # of a wgmma, and rows of a TMA box
+_MAX_PASSED = 2  # tiles of P in shared memory
 _TARGET = TARGETS["sm_90a"]  # the target of this family and of its measured plans
 _MAX_SHARED = _TARGET.shared_per_block
 _SWIZZLED_ROWS = (128, 64, 32)  # bytes of a row of a box that TMA swizzles
@@ -56,7 +77,12 @@ def swizzled_columns(element: DType) -> tuple[int, ...]:
 
 def panel_columns(width: int, element: DType) -> int:
     """Returns the columns of a panel: the widest TMA swizzle that divides a padded width."""
-    return next(columns for columns in swizzled_columns(element) if padded(width) % columns == 0)
+    return _widest_panel(element, padded(width))
+
+
+def _widest_panel(element: DType, *widths: int) -> int:
+    """Returns the widest panel that TMA swizzles and that divides all of these widths."""
+    return next(columns for columns in swizzled_columns(element) if not any(width % columns for width in widths))
 
 
 @dataclass(frozen=True)
@@ -64,13 +90,16 @@ class HopperPlan(Checked):
     """The plan of Hopper's forward kernel.
 
     Attributes:
-        consumers: consumer warpgroups, 64 rows each. There is one producer warpgroup beside them.
+        consumers: consumer warpgroups, of 64 rows each if they do not share them (`split`). There is one producer
+            warpgroup beside them.
         tile_k: keys of a tile.
         stages: stages of the pipelines of K and of V in shared memory.
         takes_turns: consumer warpgroups start their products in turn (ping-pong scheduling), so that the softmax of one
             overlaps the products of another.
         packed_heads: query heads of one KV head that share a tile, head fastest: row r is query r / packed_heads of
             head r % packed_heads. A power of 2 up to 64; 1 if heads are not packed.
+        split: consumer warpgroups that share 64 rows: each has a part of the output's columns. 1, or 2 for rows of more
+            than 256 columns. The first of them computes the scores, and passes P to the other through shared memory.
     """
 
     consumers: int
@@ -78,12 +107,18 @@ class HopperPlan(Checked):
     stages: int = 2
     takes_turns: bool = False
     packed_heads: int = 1
+    split: int = 1
     blocks: ClassVar[int] = 1  # per SM; registers limit it
 
     @property
     def rows(self) -> int:
         """The rows of a CTA: one for each of its queries and packed heads."""
-        return self.consumers * _ROWS
+        return self.row_groups * _ROWS
+
+    @property
+    def row_groups(self) -> int:
+        """The groups of consumer warpgroups with the same 64 rows."""
+        return self.consumers // self.split
 
     @property
     def tile_q(self) -> int:
@@ -113,6 +148,24 @@ class HopperPlan(Checked):
         """The number of consumer warps."""
         return self.consumers * 4
 
+    def output_columns(self, spec: AttentionSpec) -> int:
+        """Returns the columns of the output that a consumer warpgroup holds."""
+        return padded_value(spec) // self.split
+
+    def head_panel(self, spec: AttentionSpec) -> int:
+        """Returns the columns of a panel of Q and of K. Where V is a part of K, panels of both have the same width."""
+        if spec.shared_kv:
+            return _widest_panel(spec.element, padded_head(spec), self.output_columns(spec))
+        return _widest_panel(spec.element, padded_head(spec))
+
+    def value_panel(self, spec: AttentionSpec) -> int:
+        """Returns the columns of a panel of V and of the output."""
+        return self.head_panel(spec) if spec.shared_kv else _widest_panel(spec.element, self.output_columns(spec))
+
+    def passed_panel(self, spec: AttentionSpec) -> int:
+        """Returns the columns of a panel of P in shared memory, which the second warpgroup reads."""
+        return _widest_panel(spec.element, self.tile_k)
+
     def warpgroup_registers(self, spec: AttentionSpec) -> tuple[int, int]:
         """Returns the registers of a thread of the producer warpgroup and of a consumer warpgroup (setmaxnreg)."""
         if spec.page_size and self.consumers == 3 and self.registers(spec) <= _LIGHT:
@@ -128,8 +181,7 @@ class HopperPlan(Checked):
 
         The 16-bit probabilities of one iteration are live together with the scores of the next.
         """
-        rows = self.rows // self.warps
-        scores, output = rows * self.tile_k // WARP, rows * padded(spec.value_dim) // WARP
+        scores, output = _WARP_ROWS * self.tile_k // WARP, _WARP_ROWS * self.output_columns(spec) // WARP
         return scores + scores // 2 + output + _OTHER_REGISTERS[demand_of(spec).weight]
 
     def matrix_cycles(self, spec: AttentionSpec) -> float:
@@ -138,26 +190,36 @@ class HopperPlan(Checked):
         return self.tile_q * self.tile_k * width / _TARGET.multiply_adds_per_cycle
 
     def exposed(self, blocks: int) -> float:
-        return 0.5 if self.consumers == 1 else 0.1 if self.takes_turns else 0.12
+        return 0.5 if self.consumers == 1 else 0.3 if self.split > 1 else 0.1 if self.takes_turns else 0.12
 
     def summary(self, spec: AttentionSpec) -> str:
         """Returns the line that the kernel's header has about the plan."""
         turns = " that take turns" if self.takes_turns else ""
         heads = f" of {self.packed_heads} heads" if self.packed_heads > 1 else ""
+        split = f" that share {_ROWS} rows" if self.split > 1 else ""
+        tiles = "K, of which V is a part" if spec.shared_kv else "K and V"
         drawn = f", dropout drawn for {self.drawn_steps(spec)} steps at once" if spec.dropout else ""
         return (
             f"{self.tile_q} queries{heads} x {self.tile_k} keys, {self.consumers} warpgroup(s) of "
-            f"{self.warpgroup_registers(spec)[1]} registers{turns}, {self.stages} stage(s) of K and V, "
+            f"{self.warpgroup_registers(spec)[1]} registers{turns}{split}, {self.stages} stage(s) of {tiles}, "
             f"{self.shared_bytes(spec)} bytes of shared memory{drawn}"
         )
 
     def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
         """Returns the layout.
 
-        It has Q and O of each consumer warpgroup, the stages of K and of V, the mbarriers, the number of the tile, and
-        the random numbers that dropout draws ahead.
+        It has Q and O of each consumer warpgroup, the stages of K and of V, what warpgroups with the same rows pass to
+        each other, the mbarriers, the number of the tile, and the random numbers that dropout draws ahead.
         """
-        return self._shared_memory(spec, self.output_apart(spec), self.drawn_steps(spec))
+        return self._shared_memory(spec, self.output_apart(spec), self.drawn_steps(spec), self.passed_stages(spec))
+
+    def passed_stages(self, spec: AttentionSpec) -> int:
+        """Returns the tiles of P in shared memory, for another warpgroup with the same rows: 2 if they fit."""
+        if self.split == 1:
+            return 0
+        apart, drawn = self.output_apart(spec), self.drawn_steps(spec)
+        fits = self._shared_memory(spec, apart, drawn, _MAX_PASSED).total_bytes <= _MAX_SHARED
+        return _MAX_PASSED if fits else 1
 
     def output_apart(self, spec: AttentionSpec) -> bool:
         """Whether O has memory of its own, so that Q of the next tile can be loaded early. Otherwise it overlays Q."""
@@ -178,7 +240,9 @@ class HopperPlan(Checked):
                 return steps
         return self._prepared_steps
 
-    def _shared_memory(self, spec: AttentionSpec, output_apart: bool, drawn_steps: int) -> SharedMemoryLayout:
+    def _shared_memory(
+        self, spec: AttentionSpec, output_apart: bool, drawn_steps: int, passed_stages: int = 1
+    ) -> SharedMemoryLayout:
         rows, keys, stages = literal(_ROWS), Extent("kTileK", self.tile_k), Extent("kStages", self.stages)
         head, value = head_extent(spec), value_extent(spec)
         element, kv_element = element_sizes(spec)
@@ -186,16 +250,18 @@ class HopperPlan(Checked):
             Buffer("Query", "Q", (rows, head), element, member="queries"),
             Buffer("Output", "O", (rows, value), element, member="output"),
         )
-        consumers, label = Extent("kConsumers", self.consumers), "rows of warpgroups"
-        barriers = forward_barriers(stages, paged=bool(spec.page_size))
+        groups, label = Extent(self.group_constant, self.row_groups), "rows of warpgroups"
+        passed = Extent("kPassedStages", passed_stages) if self.split > 1 else None
+        barriers = forward_barriers(stages, bool(spec.page_size), spec.shared_kv, passed)
         index_bytes = literal(batch_traits(spec).tile_bytes)
+        of_values: dict[str, Any] = {"name": "Value", "label": "V", "shape": (keys, value), "element": kv_element}
+        of_values |= {"copies": stages, "alignment": _SWIZZLE_BYTES, "member": "values"}
         return SharedMemoryLayout(
             (
-                Buffer("Rows", label, copies=consumers, parts=of_rows, union=not output_apart, index="warpgroup"),
+                Buffer("Rows", label, copies=groups, parts=of_rows, union=not output_apart, index="warpgroup"),
                 Buffer("Key", "K", (keys, head), kv_element, copies=stages, member="keys"),
-                Buffer(
-                    "Value", "V", (keys, value), kv_element, copies=stages, alignment=_SWIZZLE_BYTES, member="values"
-                ),
+                *(() if spec.shared_kv else (Buffer(**of_values),)),
+                *((self._passed(keys, passed, element),) if passed else ()),
                 mbarriers(barriers),
                 Buffer("Index", "tile number", (index_bytes,), BYTE),
                 *(self._drawing(drawn_steps) if spec.dropout else ()),
@@ -203,9 +269,23 @@ class HopperPlan(Checked):
             barriers,
         )
 
+    @property
+    def group_constant(self) -> str:
+        """The constant of `row_groups` in the kernel's text."""
+        return "kConsumers" if self.split == 1 else "kRowGroups"
+
+    def _passed(self, keys: Extent, stages: Extent, element: Extent) -> Buffer:
+        """Returns the buffer in which a warpgroup passes P and the factors of the output to one with the same rows."""
+        parts = (
+            Buffer("P", "P", (literal(_ROWS), keys), element, member="probabilities"),
+            Buffer("Factors", "factors of the output", (literal(WARPGROUP),), FLOAT2, member="factors"),
+        )
+        return Buffer("Passed", "P of a step", copies=stages, parts=parts, alignment=_SWIZZLE_BYTES)
+
     def _drawing(self, drawn_steps: int) -> tuple[Buffer, Buffer]:
         """Returns the buffers of dropout: random words of each warp, and each thread's bits of dropped scores."""
-        warps, threads = Extent("kConsumers * 4", self.warps), Extent("kConsumers * 128", self.consumers * WARPGROUP)
+        groups, constant = self.row_groups, self.group_constant
+        warps, threads = Extent(f"{constant} * 4", groups * 4), Extent(f"{constant} * 128", groups * WARPGROUP)
         words, steps = -(-self.tile_k // (2 * DROPOUT_COLUMNS)), Extent("kDrawnSteps", drawn_steps)
         prepared = Buffer(
             "Blocks", "dropout's blocks", (warps, literal(_DRAWN_BLOCKS)), UINT4, alignment=16, reserves_alignment=True
@@ -222,13 +302,24 @@ class HopperPlan(Checked):
             return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout, up to {_MAX_COLUMNS}"
         if self.packed_heads != 1 and not batch_traits(spec).packs_heads:
             return f"packed_heads={self.packed_heads} must be 1 with layout={spec.layout!r}"
-        if why := cache_problem(spec):
+        if why := forward_problem(spec) or self._split_problem(spec):
             return why
         if self.stages < 1:
             return f"stages={self.stages} must be positive"
+        if self.stages == 1 and spec.shared_kv:
+            return "stages=1 must be at least 2 with shared_kv=True, as a tile of K is read again as V in the next step"
         if self.packed_heads != 1 and (why := self._packing_problem(spec)):
             return f"packed_heads={self.packed_heads} {why}"
         return shared_memory_problem(self.shared_bytes(spec), target, "take fewer keys or stages")
+
+    def _split_problem(self, spec: AttentionSpec) -> str | None:
+        if self.split not in (1, 2) or (self.split == 2 and (self.consumers != 2 or self.takes_turns)):
+            return f"split={self.split} must be 1, or 2 with consumers=2 that do not take turns"
+        if self.split == 2 and not is_wide(spec):
+            return f"split=2 must be 1, as no dimension is above {_MAX_COLUMNS}"
+        if self.output_columns(spec) > _MAX_COLUMNS:
+            return f"split=1 must be 2, with consumers=2, if value_dim is above {_MAX_COLUMNS}"
+        return None
 
     def _packing_problem(self, spec: AttentionSpec) -> str | None:
         if self.packed_heads not in PACKS:
@@ -249,3 +340,5 @@ def every_hopper_plan(spec: AttentionSpec, target: Target) -> Iterator[HopperPla
     for consumers, tile_k, stages in product((1, 2, 3), range(32, 257, 16), (1, 2, 3)):
         for takes_turns in (False, True) if consumers > 1 else (False,):
             yield HopperPlan(consumers, tile_k, stages=stages, takes_turns=takes_turns)
+    for tile_k, stages in product(range(32, 129, 16), (1, 2, 3)) if is_wide(spec) else ():
+        yield HopperPlan(2, tile_k, stages=stages, split=2)
