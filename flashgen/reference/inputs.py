@@ -118,7 +118,7 @@ def prepare_for_papers(
     """Does the same as `prepare` for the papers' algorithms. Raises ArgumentError also for varlen batches and sinks."""
     if what := "layout='thd'" if spec.is_varlen else "sink" if spec.sink else "shared_kv" if spec.shared_kv else "":
         raise ArgumentError(f"{what} is not in the papers' algorithms; use flashgen.reference.attention")
-    return prepare(spec, q, k, v, seed, offset, captures)
+    return prepare(spec, *with_values(spec, q, k, v), seed, offset, captures)
 
 
 def heads_first(spec: AttentionSpec, name: str, given: Any) -> Array:

@@ -73,7 +73,7 @@ def test_a_valid_call() -> None:
         ({"lse": floats(1, 4, 40)[..., ::2]}, "lse has strides .*give a C-contiguous array"),
         ({"lse": np.broadcast_to(floats(1), ROWS)}, "lse has strides"),
         ({"lse": unaligned_floats(*ROWS)}, "lse at address .*multiples of 4 bytes"),
-        ({"lse": None}, "lse of type NoneType"),
+        ({"lse": None}, "lse is missing: give d_out, q, k, v, out and lse"),
         ({"d_lse": floats(1, 20, 4)}, r"d_lse is float32 \(1, 20, 4\); give float32 \(1, 4, 20\)"),
         ({"d_lse": ones(*ROWS, dtype=np.float64)}, "d_lse is float64"),
         ({"d_lse": np.broadcast_to(floats(1), ROWS)}, "d_lse has strides"),

@@ -375,7 +375,7 @@ def test_unsupported_options_are_refused() -> None:
         compiled(Q, PAGES, PAGES, decode_schedule=schedule, **arrays)
     with pytest.raises(UnsupportedError, match="page_size=16: there is no backward of it"):
         compiled.backward_kernels
-    for ask in (lambda: compiled.plan_for(64), lambda: compiled.tune(None, None, None)):
+    for ask in (lambda: compiled.plan_for(64), lambda: compiled.tune(Q, PAGES, PAGES)):
         with pytest.raises(UnsupportedError, match="is not supported for layout='thd'"):
             ask()
 

@@ -22,7 +22,7 @@ from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.stages import kernels_of
 from flashgen.codegen.targets import TARGETS, target_of_capability
-from flashgen.errors import BuildError, LaunchError, UnsupportedError
+from flashgen.errors import SEE_LIMITS, BuildError, LaunchError, UnsupportedError
 from flashgen.launch import engines
 from flashgen.runtime import gpu
 from flashgen.verify import Case, Shape, learned, verify
@@ -136,12 +136,12 @@ def test_an_unsupported_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_name_of_a_gpu_leads_to_its_target(name: str, hint: str) -> None:
     with pytest.raises(UnsupportedError) as refused:
         attention.compile(SPEC, target=name)
-    assert str(refused.value).endswith(f"sm_121; {hint}")
+    assert str(refused.value).endswith(f"sm_121; {hint} {SEE_LIMITS}")
 
 
 @pytest.mark.parametrize("name", ["v100", "sm_91", "a1000", "h1000", "", "cuda"])
 def test_other_names_get_no_hint(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"sm_121$"):
+    with pytest.raises(UnsupportedError, match=r"sm_121 \(see "):
         attention.compile(SPEC, target=name)
 
 

@@ -216,7 +216,7 @@ def test_unsupported_options_are_refused_by_name() -> None:
         lambda: attention.tile_lists(64),
         lambda: attention.backward_tile_lists(64),
         lambda: attention.plan_for(64),
-        lambda: attention.tune(None, None, None),
+        lambda: attention.tune(*arrays(8, 8)),
     ):
         with pytest.raises(UnsupportedError, match="is not supported for layout='thd': "):
             ask()

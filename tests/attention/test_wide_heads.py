@@ -130,7 +130,7 @@ def test_hopper_plans_on_a_gpu(plan: HopperPlan) -> None:
         spec = fg.AttentionSpec(512, "bfloat16", mask=mask)
         compiled = attention.compile(spec, target="sm_90a", plan=plan)
         inputs = random_inputs(spec, Shape(1000, 1500, 2, 64, 1))
-        assert judged(spec, inputs.q, inputs.k, inputs.v, *call(compiled, inputs)).ok
+        assert judged(spec, inputs.q, inputs.k, inputs.v, *call(compiled, inputs), {}).ok
 
 
 @pytest.mark.gpu

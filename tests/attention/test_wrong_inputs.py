@@ -66,7 +66,7 @@ def unaligned_floats(count: int) -> np.ndarray[Any, Any]:
         ({"q": misaligned(*SHORT)}, "q at address .*every row must start at a multiple of 16 bytes"),
         ({"k": misaligned(*LONG)}, "k at address "),
         ({"q": ones(*SHORT).tolist()}, "q of type list: the emulator takes NumPy arrays"),
-        ({"v": None}, "v of type NoneType"),
+        ({"v": None}, "v is missing: give q, k and v, or declare shared_kv=True"),
         ({"q": np.float16(1)}, "q of type float16"),
         ({"seed_": 3}, "unknown argument 'seed_'; the spec declares these captures: none"),
         ({"slopes": ones(2)}, "unknown argument 'slopes'"),

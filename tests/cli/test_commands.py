@@ -391,7 +391,7 @@ def test_verify_exits_1_on_a_failure() -> None:
     assert "0 of 20 passed, 20 failed" in refused.stderr
     row, why = refused.stdout.splitlines()[1:]  # all for the same reason
     assert row.endswith("\tFAILED") and why.startswith("  2x2x113x203 forward and 19 more\t")
-    assert "UnsupportedError" in why and "use float16 there (emulator, sm_75, in_order, " in why
+    assert "UnsupportedError" in why and "use float16 there (see docs/limits.md) (emulator, sm_75, in_order, " in why
     overflowing = invoke("verify", "full()", "--head-dim", 8, "--scale", 1e5, "--emulate", expect=1)
     row, forward, backward = overflowing.stdout.splitlines()[1:]
     assert "\t0 of 20\t" in row and "forward and 9 more\t\tout" in forward and "dq, dk, dv beyond" in backward

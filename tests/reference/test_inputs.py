@@ -32,7 +32,7 @@ Q, K, V = zeros(), zeros(), zeros(dim=16)
         (Q, K, V[..., None], "v has shape"),
         (Q.astype(np.int32), K, V, "q has dtype int32"),
         (Q, K.astype(complex), V, "k has dtype complex128"),
-        (Q, K, None, "v has dtype object"),
+        (Q, K, None, "v is missing: give q, k and v, or declare shared_kv=True"),
     ],
 )
 @pytest.mark.parametrize("function", [attention, low_precision, standard])

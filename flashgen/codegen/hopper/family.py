@@ -86,8 +86,6 @@ class HopperForward(ForwardFamily):
     size_rules = HopperSizeRules()
 
     def plan_classes(self, spec: AttentionSpec) -> tuple[type[Plan], ...]:
-        if forward_problem(spec):
-            return _MMA_SYNC.plan_classes(spec)
         if not spec.of_cache:
             return (HopperPlan, self.decode.plan)
         return (_own_class(spec), *_MMA_SYNC.plan_classes(spec))
