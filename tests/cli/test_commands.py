@@ -571,7 +571,7 @@ def test_doctor_reports_an_old_driver(
 
 @pytest.mark.skipif(bool(gpus()), reason="there is a GPU")
 def test_bench_needs_a_gpu() -> None:
-    for arguments in ((), ("causal()",), ("--variants",), ("speed",), ("gqa",), ("decode",), ("ragged",)):
+    for arguments in ((), ("causal()",), ("--variants",), ("speed",), ("gqa",), ("biases",), ("decode",), ("ragged",)):
         assert "no GPU" in invoke("bench", *arguments, expect=2).stderr
 
 

@@ -1,0 +1,34 @@
+"""`flashgen bench biases`: its cases, rows and table. Times need a GPU."""
+
+import pytest
+
+from flashgen.bench.biases import BIAS_CASES, BIAS_PEERS, BiasRow, bias_rows, bias_spec
+from flashgen.bench.summary import biases
+from flashgen.cli import bench as commands
+from flashgen.cli.bench_tables import biases as columns
+from flashgen.codegen.expressions.row_elements import paired_elements
+
+
+def test_rows_compare_with_the_best_peer() -> None:
+    row = BiasRow("triangle 256", "sm_90a", "forward", {"flashgen": 1.0, "cuDNN": 2.0, "Flex": 1.5})
+    assert row.best_ratio == 1.5 and row.to_dict()["best_ratio"] == 1.5
+    assert BiasRow("triangle 256", "sm_90a", "forward", {"flashgen": 1.0}).best_ratio is None
+    cells = {name: text(row) for name, text in columns(["flashgen", *BIAS_PEERS]).items()}
+    assert cells["flashgen ms"] == "1.000" and cells["EFFICIENT ms"] == "-" and cells["times the best peer"] == "1.50"
+    (line,) = biases([row])
+    assert "1 of 1 cases" in line
+
+
+def test_cases_have_one_bias_for_all_sequences_that_is_read_in_pairs() -> None:
+    assert commands.BIAS_PEERS == BIAS_PEERS
+    for case in BIAS_CASES:
+        spec = bias_spec(case.head_dim, "bfloat16")
+        assert [capture.grad for capture in spec.captures] == [True] and len(paired_elements(spec)) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("timed", ["forward", "backward"])
+def test_peers_are_measured(timed: str) -> None:
+    pytest.importorskip("torch")
+    (row,) = bias_rows(BIAS_CASES[3:4], timed=timed)  # type: ignore[arg-type]
+    assert row.milliseconds["flashgen"] > 0 and "Flex" in row.milliseconds
