@@ -62,8 +62,8 @@ def functions_fit(
 
 
 def of_one_element(source: str) -> int:
-    """Returns the extra lines of a kernel that determines which tiles read one element of an array."""
-    return 12 if "reads_uniform" in source else 0
+    """Returns the extra lines of a kernel that finds tiles that read one element of an array, or loads them in pairs."""
+    return (12 if "reads_uniform" in source else 0) + (48 if "ElementPairs" in source else 0)
 
 
 def of_diagonals(source: str) -> int:
