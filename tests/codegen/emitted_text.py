@@ -62,7 +62,7 @@ def functions_fit(
 
 
 def of_one_element(source: str) -> int:
-    """Returns the extra lines of a kernel that finds tiles that read one element of an array, or loads them in pairs."""
+    """Returns the extra lines of a kernel whose tiles read one element of an array, or load elements in pairs."""
     return (12 if "reads_uniform" in source else 0) + (48 if "ElementPairs" in source else 0)
 
 
