@@ -127,7 +127,11 @@ def _differences(name: str, given: ArrayLike, reference: ArrayLike) -> NDArray[n
     if actual.shape != expected.shape:
         raise ArgumentError(f"{name} has shape {actual.shape}, its reference {expected.shape}; give equal shapes")
     if np.isnan(expected).any():
-        raise ArgumentError(f"the reference of {name} holds NaN and cannot judge anything; give finite inputs")
+        first = tuple(map(int, np.argwhere(np.isnan(expected))[0]))
+        raise ArgumentError(
+            f"the reference of {name} holds NaN, first at {first}, and cannot judge anything; give finite inputs, and "
+            "a score function that is finite at every key that is attended to (q - k may be negative if len_q < len_k)"
+        )
     with np.errstate(invalid="ignore"):
         return np.where(actual == expected, 0.0, np.abs(actual - expected))
 
