@@ -149,9 +149,11 @@ def main() -> None:
     device, dims, tokens = ("cpu", SMALL, 70) if emulate else ("cuda", DEEPSEEK, 1024)
     layer = LatentAttention(dims).to(device)
     x = torch.randn(2, tokens, dims.model, device=device)
-    with emulated(emulate), torch.autocast(device, torch.bfloat16):
-        errors = training_errors(layer, x)
-        errors["decoding"] = decoding_error(layer, x, tokens - 3)
+    with emulated(emulate):
+        with torch.autocast(device, torch.bfloat16):
+            errors = training_errors(layer, x)
+        with torch.autocast(device, torch.bfloat16):  # the first one keeps bfloat16 copies of weights before the step
+            errors["decoding"] = decoding_error(layer, x, tokens - 3)
     separate = dims.heads * (dims.plain + dims.rope + dims.value)
     print(
         f"a token of a cache has {dims.latent + dims.rope} numbers instead of {separate}; absorbed and unabsorbed "
