@@ -67,13 +67,13 @@ def text(statement: str) -> str:
     return re.escape(statement)
 
 
-def caught_by(kind: str, checks: Sequence[Check], rows: Sequence[tuple[str, ...]], *, rotated: int = 1) -> list[Fault]:
+def caught_by(kind: str, checks: Sequence[Check], rows: Sequence[tuple[str, ...]], *, rotated: int = 2) -> list[Fault]:
     """Returns the faults of these rows, each of which every check must catch."""
     return [Fault(kind, subject, name, tuple(checks), *change, rotated=rotated) for name, subject, *change in rows]
 
 
 def each_without(
-    kind: str, checks: Sequence[Check], pattern: str, counts: Mapping[str, int], *, rotated: int = 1
+    kind: str, checks: Sequence[Check], pattern: str, counts: Mapping[str, int], *, rotated: int = 2
 ) -> list[Fault]:
     """Returns, for each match of a pattern, a fault that removes it. counts: number of matches by subject."""
     statement = pattern.replace("\\", "")
