@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,6 @@ _MAX_PREPARED = 256
 _ROW_ALIGNMENT = 16  # bytes of one copy
 _RUNNERS: Cache[Any, tuple[Any, Runner]] = Cache()
 _ROWS = ("k_new", "v_new", "k", "v")
-_WRITTEN: tuple[str, ...] = ("k", "v")
 
 
 def append_kv(
@@ -59,15 +59,11 @@ def append_kv(
     """
     check_pages_given(page_table=page_table, seqused_k=seqused_k)
     engine: Engine = Emulator() if emulate else Gpu()
-    arrays = {"k_new": k_new, "v_new": v_new, "k": k, "v": v, "page_table": page_table, "seqused_k": seqused_k}
-    written = _WRITTEN
-    if v_new is None or v is None:
-        arrays = arrays_of_rows(k_new, v_new, k, v) | {"page_table": page_table, "seqused_k": seqused_k}
-        written = ("k",)
+    arrays = appended_arrays(k_new, v_new, k, v) | {"page_table": page_table, "seqused_k": seqused_k}
     library = engine.library(k_new, "k_new")
     if library is engine.copied:
         raise ArgumentError("append_kv writes in place: give arrays of the GPU, or emulate=True for NumPy arrays")
-    for name in written:
+    for name in _written(arrays):
         check_writable(name, arrays[name])
     key, addresses = _cache_key(engine, arrays)
     prepared = _PREPARED.get(key) or _PREPARED.get_or_make(key, partial(_prepare, engine, arrays))
@@ -80,8 +76,13 @@ def append_kv(
         runner.launch(launch, engine.bind(arrays), {}, place)
 
 
-def arrays_of_rows(k_new: Any, v_new: Any, k: Any, v: Any) -> dict[str, Any]:
-    """Returns the arrays of rows by name, without v_new and v if both are None.
+def _written(arrays: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the arrays of a call that the kernel writes."""
+    return [name for name in ("k", "v") if name in arrays]
+
+
+def appended_arrays(k_new: Any, v_new: Any, k: Any, v: Any) -> dict[str, Any]:
+    """Returns the arrays of new rows and of pages by name, without v_new and v if both are None.
 
     Raises ArgumentError if only one of these is None.
     """
@@ -131,8 +132,7 @@ def _prepare(engine: Engine, arrays: dict[str, Any]) -> _Prepared:
     _check(views)
     device = views["k"].device or 0
     with engine.on(device):
-        written = [name for name in _WRITTEN if name in views]
-        return _Prepared(device, Sharing(views, written, str), _prepare_launch(engine, views))
+        return _Prepared(device, Sharing(views, _written(views), str), _prepare_launch(engine, views))
 
 
 def _prepare_launch(engine: Engine, views: dict[str, View]) -> tuple[Runner, Launch] | None:
@@ -191,7 +191,7 @@ def _check(views: dict[str, View]) -> None:
     for name, shape in wanted.items():
         if name in views and views[name].shape[:3] != shape:
             raise ArgumentError(f"{name} is {views[name].shape}; give {(*shape, 'dim')}, as of k")
-    for pages in (name for name in _WRITTEN if name in views):
+    for pages in _written(views):
         new = f"{pages}_new"
         if views[new].shape[2:] != views[pages].shape[2:]:
             shapes = f"{new} is {views[new].shape} and {pages} {views[pages].shape}"
@@ -201,9 +201,8 @@ def _check(views: dict[str, View]) -> None:
         if views[name].dtype != "int32" or not fits:
             raise ArgumentError(f"{name} is {views[name].dtype} {views[name].shape}; give int32 of batch {batch}")
     check_table(views)
-    for name in _WRITTEN:
-        if name in views:
-            check_no_overlap(name, views[name])
+    for name in _written(views):
+        check_no_overlap(name, views[name])
     for name, view in views.items():
         if view.device != views["k"].device:
             raise ArgumentError(f"{name} is on GPU {view.device} and k on {views['k'].device}; move it there")

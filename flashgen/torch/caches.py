@@ -8,7 +8,7 @@ from typing import Any, Optional
 import torch
 
 from flashgen.attention.appending import append_kv as append
-from flashgen.attention.appending import arrays_of_rows, check_pages_given
+from flashgen.attention.appending import appended_arrays, check_pages_given
 from flashgen.attention.merging import Merged
 from flashgen.attention.merging import merge_states as merge
 from flashgen.errors import ArgumentError, UnsupportedError
@@ -43,7 +43,7 @@ def append_kv(
         ArgumentError: arguments are missing or do not fit.
         UnsupportedError: a tensor requires a gradient, which pages do not have.
     """
-    given = arrays_of_rows(k_new, v_new, k, v)
+    given = appended_arrays(k_new, v_new, k, v)
     pages = {"page_table": page_table, "seqused_k": seqused_k}
     check_pages_given(**pages)
     check_tensors(**given, **pages)

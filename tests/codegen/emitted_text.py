@@ -57,11 +57,11 @@ def functions_fit(
         assert lines <= (longest_kernel if is_kernel else LONGEST_FUNCTION), f"{name} has {lines} lines"
     body = without_types(without_comments(kernel.source)).split("#endif\n", 1)[1]
     lines = sum(bool(line.strip()) for line in body.splitlines())
-    most = longest_file + of_one_element(kernel.source) + of_diagonals(kernel.source)
+    most = longest_file + lines_of_element_loads(kernel.source) + of_diagonals(kernel.source)
     assert lines <= most, f"{lines} lines of code"
 
 
-def of_one_element(source: str) -> int:
+def lines_of_element_loads(source: str) -> int:
     """Returns the extra lines of a kernel whose tiles read one element of an array, or load elements in pairs."""
     return (12 if "reads_uniform" in source else 0) + (48 if "ElementPairs" in source else 0)
 

@@ -10,7 +10,7 @@ from itertools import cycle
 import pytest
 
 import flashgen.language as fg
-from emitted_text import of_one_element, without_types
+from emitted_text import lines_of_element_loads, without_types
 from flashgen.build import nvrtc
 from flashgen.build.inspect import sass
 from flashgen.codegen.dispatch import render_forward
@@ -126,9 +126,9 @@ def assert_short_and_tidy(source: str, more: int) -> None:
     head, primitives, rest = re.fullmatch(
         r"(.*?)(// ---- Primitives -.*?)(// ---- The variant -.*)", source, re.DOTALL
     ).groups()
-    assert (head + rest).count("\n") < MOST_LINES + more + of_one_element(source) and "#endif" in primitives
+    assert (head + rest).count("\n") < MOST_LINES + more + lines_of_element_loads(source) and "#endif" in primitives
     body = without_types(re.sub(r"//[^\n]*", "", source)).split("#endif\n", 1)[1]
-    assert sum(bool(line.strip()) for line in body.splitlines()) <= MOST_CODE + more + of_one_element(source)
+    assert sum(bool(line.strip()) for line in body.splitlines()) <= MOST_CODE + more + lines_of_element_loads(source)
     for text in re.findall(r"^(?:__device__|template)[^;\n]*\n(?:.*\n)*?\}\n", body, re.MULTILINE):
         assert text.count("\n") <= LONGEST_FUNCTION, text
     assert re.findall(r"^ *#(\w+)", source, re.MULTILINE).count("ifndef") == 1

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import flashgen.language as fg
-from emitted_text import all_called, functions, of_one_element, tidy, without_comments, without_types
+from emitted_text import all_called, functions, lines_of_element_loads, tidy, without_comments, without_types
 from flashgen.build import nvrtc
 from flashgen.codegen.dispatch import render_forward, render_forward_kernels
 from flashgen.codegen.hopper.pages import box_keys, panels_joined
@@ -86,7 +86,7 @@ def _is_text(kernel: RenderedKernel, most_code: int) -> None:
     source = without_types(without_comments(kernel.source))
     assert sum(
         bool(line.strip()) for line in source.split("#endif\n", 1)[1].splitlines()
-    ) <= most_code + of_one_element(source)
+    ) <= most_code + lines_of_element_loads(source)
     words = re.findall(r"[A-Za-z_]\w*", source)
     for name, text in functions(kernel.source).items():
         assert text.count("\n") < LONGEST_FUNCTION, f"{name} has {text.count(chr(10)) + 1} lines"
