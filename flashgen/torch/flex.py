@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashgen.errors import ArgumentError
-from flashgen.language.modifiers import Score
+from flashgen.language.modifiers import Mask, Score
 from flashgen.torch.autocast import dtype_of_autocast
 from flashgen.torch.block_mask import BlockMask
 from flashgen.torch.fitting import cut_heads, expand_batch, padded_heads, scale_of_call
@@ -59,14 +59,7 @@ def flex_attention(
     q_shape, k_shape, v_shape = query.shape, key.shape, value.shape  # read once: it takes host time
     if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
         _refuse_shapes(query=q_shape, key=k_shape, value=v_shape)
-    mask_mod = None
-    if block_mask is not None:
-        if not isinstance(block_mask, BlockMask):
-            raise ArgumentError(
-                f"block_mask of type {type(block_mask).__module__}.{type(block_mask).__name__}: make it by "
-                "flashgen.torch.create_block_mask, which takes the same arguments"
-            )
-        mask_mod = block_mask.function_for(q_shape, k_shape)
+    mask_mod = None if block_mask is None else _mask_function(block_mask, q_shape, k_shape)
     if q_shape[1] != k_shape[1] and not enable_gqa:
         raise ArgumentError(
             f"query has {q_shape[1]} heads and key {k_shape[1]}: give enable_gqa=True if each head of key is for a "
@@ -104,6 +97,16 @@ def flex_attention(
     from torch.nn.attention.flex_attention import AuxOutput
 
     return (results[0], AuxOutput(lse=results[1])) if wants_lse else (results, AuxOutput())
+
+
+def _mask_function(block_mask: BlockMask, q_shape: torch.Size, k_shape: torch.Size) -> Callable[..., Any] | Mask:
+    """Returns the mask function of a block mask for these shapes. Raises ArgumentError for torch's own block masks."""
+    if not isinstance(block_mask, BlockMask):
+        raise ArgumentError(
+            f"block_mask of type {type(block_mask).__module__}.{type(block_mask).__name__}: make it by "
+            "flashgen.torch.create_block_mask, which takes the same arguments"
+        )
+    return block_mask.function_for(q_shape, k_shape)
 
 
 def _scaled(score_mod: Callable[..., Any] | Score | None, scale: Tensor) -> Callable[..., Any]:
