@@ -126,7 +126,7 @@ def _dkdv(
     if plan.heads_apart:
         launch["workspaces"] = _head_split_workspaces(spec, plan)
     widths = dict.fromkeys((head, padded(spec.value_dim)))
-    dq_forms = [] if dq_apart else [(plan.gradient_columns(spec), "true")]
+    dq_forms = [] if dq_apart else [(columns, "true") for _, columns in plan.gradient_chunks(spec)]
     primitives = {
         "shared_forms": list(dict.fromkeys([(plan.tile_q, "false"), *dq_forms])),
         "register_forms": [(width, "true") for width in widths],
@@ -157,7 +157,8 @@ class PipelineContext(TypedDict):
     Attributes:
         head_padded: columns of a row of Q, K and dK in shared memory.
         takes_two_steps: P is computed while the wgmma of dP runs, and dS from it in a second step.
-        shares_registers: a part of dQ has the registers of the scores.
+        shares_registers: a part of dQ, or its first chunk, has the registers of the scores.
+        dq_chunks: the first column and the columns of each chunk of a warpgroup's part of dQ.
         prefetches_keys: K of the next work tile is loaded during the epilogue.
         recomputes_addresses: shared memory addresses are computed in each iteration, so that no registers hold them.
     """
@@ -165,6 +166,7 @@ class PipelineContext(TypedDict):
     head_padded: int
     takes_two_steps: bool
     shares_registers: bool
+    dq_chunks: tuple[tuple[int, int], ...]
     prefetches_keys: bool
     recomputes_addresses: bool
 
@@ -175,6 +177,7 @@ def _pipeline_context(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: b
         "head_padded": plan.head_columns(spec),
         "takes_two_steps": takes_two_steps(spec),
         "shares_registers": plan.shares_registers(spec),
+        "dq_chunks": plan.gradient_chunks(spec),
         "prefetches_keys": plan.loads_early(dq_apart),
         "recomputes_addresses": not has_registers and (plan.early_scores or not batch_traits(spec).spares_registers),
     }

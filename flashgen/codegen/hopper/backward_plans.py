@@ -120,17 +120,28 @@ class HopperBackwardPlan(Checked):
         """Returns the columns of a warpgroup's part of a tile of dQ."""
         return self.head_columns(spec) * self.gradient_row_parts // self.consumers
 
+    def gradient_chunks(self, spec: AttentionSpec) -> tuple[tuple[int, int], ...]:
+        """Returns the first column and the columns of each chunk of a warpgroup's part of a tile of dQ.
+
+        The chunks pass one after the other through the registers of scores and through the buffer of dQ.
+        """
+        columns = self.gradient_columns(spec)
+        return tuple((first, min(self.tile_q, columns - first)) for first in range(0, columns, self.tile_q))
+
     def gradient_warps(self, spec: AttentionSpec) -> tuple[int, int]:
         """Returns how many warps divide a tile of dQ along its rows and along its columns."""
         return _WARPS * self.gradient_row_parts, self.consumers // self.gradient_row_parts
 
     def shares_registers(self, spec: AttentionSpec) -> bool:
-        """Whether a warpgroup's part of dQ reuses the registers of scores, which are as many."""
-        return self.gradient_columns(spec) == self.tile_q
+        """Whether a warpgroup's part of dQ, or its first chunk, reuses the registers of scores, which are as many."""
+        return self.gradient_columns(spec) >= self.tile_q
 
     def head_panel(self, spec: AttentionSpec) -> int:
-        """Returns the columns of a panel of Q and K: the widest that divides each part of dQ."""
-        return next(panel for panel in swizzled_columns(spec.element) if self.gradient_columns(spec) % panel == 0)
+        """Returns the columns of a panel of Q and K: the widest that divides each chunk of each part of dQ."""
+        chunks = self.gradient_chunks(spec)
+        return next(
+            panel for panel in swizzled_columns(spec.element) if not any(columns % panel for _, columns in chunks)
+        )
 
     def registers(self, spec: AttentionSpec) -> int:
         """Estimates the registers of a thread for the accumulators of dK and dV and for products in flight."""
@@ -154,6 +165,8 @@ class HopperBackwardPlan(Checked):
         """
         queries, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
         head, value = Extent("kHeadDimPadded", self.head_columns(spec)), value_extent(spec)
+        chunked = len(self.gradient_chunks(spec)) > 1
+        dq_columns = Extent("kDqChunkColumns * kDqColumnParts", self.tile_q * self.consumers) if chunked else head
         element, kv_element = element_sizes(spec)
         stages, ds_stages = Extent("kStages", self.stages), Extent("kDsStages", _DS_STAGES)
         work_bytes = literal(batch_traits(spec).key_tile_bytes)
@@ -161,7 +174,7 @@ class HopperBackwardPlan(Checked):
         panels, own_parts = "a panel of 64 keys for each warpgroup", "the parts of the warps side by side"
         summed = (
             Buffer("Ds", "dS", (queries, keys), element, copies=ds_stages, note=panels, member="ds"),
-            Buffer("Dq", "dQ", (queries, head), FLOAT, note=own_parts, member="dq"),
+            Buffer("Dq", "dQ", (queries, dq_columns), FLOAT, note=own_parts, member="dq"),
         )
         over_keys = "Dq" if self.loads_early(dq_apart) else "Key"
         stored = (
@@ -207,9 +220,11 @@ class HopperBackwardPlan(Checked):
             return "heads_apart=True: varlen batches have no kernel with one CTA per query head"
         if self.in_turns and (unordered := self._unordered(spec)):
             return f"in_turns=True: {unordered}"
-        if self.gradient_columns(spec) > self.tile_q:  # they share registers with scores
-            columns = self.gradient_columns(spec)
-            return f"tile_q={self.tile_q} has no registers for {columns} columns of dQ: take more queries"
+        if len(self.gradient_chunks(spec)) > 1 and (self.early_scores or self.loads_early(dq_apart=False)):
+            return (
+                f"tile_q={self.tile_q} has registers for {self.tile_q} of {self.gradient_columns(spec)} columns of dQ: "
+                "take more queries, or early_scores=False and finish_apart=True"
+            )
         if self.registers(spec) > _MAX_ACCUMULATORS:
             return f"it takes {self.registers(spec)} registers of a thread for accumulators: take fewer queries"
         return shared_memory_problem(self.shared_bytes(spec), target, "take fewer queries or stages")
@@ -254,6 +269,8 @@ def choose_hopper_backward_plan(
     loads |= demand.weight == Weight.LOADING and not demand.mask_axes and (deterministic or _reads_many(spec))
     preferred: tuple[HopperBackwardPlan, ...] = (_HEAVY,) if loads else (plain, _FULL)
     preferred = (_NARROW, *preferred) if narrow and not loads else preferred
+    if takes_two_steps(spec) and not loads:
+        preferred = (*preferred, _HEAVY)  # for rows of up to 192 columns, whose dQ passes in chunks
     # These need every register: a short derivative of the score beside the most accumulators, or global positions of a
     # sharded call beside random bits and scores.
     crowded = has_slope(spec) and not demand.long_score and plain.registers(spec) > _CROWDED
