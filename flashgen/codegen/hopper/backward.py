@@ -92,14 +92,15 @@ def render_hopper_backward(
     else:
         apart, by_mode = deterministic and not plan.in_turns, deterministic
         semaphores = backward_scheduler.semaphores(spec, plan, apart)
-        dq = DqAccumulation(apart, not apart, plan.finishes(spec, apart), semaphores)
+        first_stores = not (apart or plan.adds_dq(spec))
+        dq = DqAccumulation(apart, first_stores, plan.finishes(spec, apart), semaphores)
         main = _dkdv(spec, target, plan, rows, deterministic)
     kernels = [preprocess(spec, target, plan, rows, by_mode, dq), main]
     if dq.apart:
         queries_plan = choose_hopper_queries_plan(spec, target)
         kernels.append(_dq(spec, target, queries_plan, rows, by_mode, plan.tile_q))
     elif not dq.converted:
-        kernels.append(postprocess_dq(spec, target, plan, rows, True))
+        kernels.append(postprocess_dq(spec, target, plan, rows, dq.first_stores))
     if plan.heads_apart:
         kernels += [
             postprocess_dkv(spec, target, plan, array, width, padded_keys(plan))
@@ -141,7 +142,7 @@ def _dkdv_fields(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool, 
     converts = plan.finishes(spec, dq_apart)
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o")]
     fields += [] if plan.heads_apart else _stored_gradients(spec, "dk", "dv")
-    fields += [STATISTICS] if dq_apart else [STATISTICS, DQ_ACCUM, DQ_SEMAPHORE]
+    fields += [STATISTICS, *([] if dq_apart else [DQ_ACCUM] if plan.adds_dq(spec) else [DQ_ACCUM, DQ_SEMAPHORE])]
     fields += [DQ_ADDED, DQ_NEXT, gradient_field(spec, "dq"), *strides("dq")] if converts else []
     fields += backward_scheduler.scheduler_fields(spec, plan, dq_apart)
     fields += numbers("batch") if converts else []

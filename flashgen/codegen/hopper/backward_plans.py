@@ -123,10 +123,14 @@ class HopperBackwardPlan(Checked):
     def gradient_chunks(self, spec: AttentionSpec) -> tuple[tuple[int, int], ...]:
         """Returns the first column and the columns of each chunk of a warpgroup's part of a tile of dQ.
 
-        The chunks pass one after the other through the registers of scores and through the buffer of dQ.
+        Several chunks are computed one after the other, the first one in the registers of scores.
         """
         columns = self.gradient_columns(spec)
         return tuple((first, min(self.tile_q, columns - first)) for first in range(0, columns, self.tile_q))
+
+    def adds_dq(self, spec: AttentionSpec) -> bool:
+        """Whether consumer warps add dQ to the accumulator. Otherwise they stage it in shared memory for a dQ writer."""
+        return len(self.gradient_chunks(spec)) > 1
 
     def gradient_warps(self, spec: AttentionSpec) -> tuple[int, int]:
         """Returns how many warps divide a tile of dQ along its rows and along its columns."""
@@ -165,17 +169,14 @@ class HopperBackwardPlan(Checked):
         """
         queries, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
         head, value = Extent("kHeadDimPadded", self.head_columns(spec)), value_extent(spec)
-        chunked = len(self.gradient_chunks(spec)) > 1
-        dq_columns = Extent("kDqChunkColumns * kDqColumnParts", self.tile_q * self.consumers) if chunked else head
         element, kv_element = element_sizes(spec)
         stages, ds_stages = Extent("kStages", self.stages), Extent("kDsStages", _DS_STAGES)
         work_bytes = literal(batch_traits(spec).key_tile_bytes)
-        barriers = key_barriers(stages, ds_stages, dq_apart)
+        barriers = key_barriers(stages, ds_stages, dq_apart, not self.adds_dq(spec))
         panels, own_parts = "a panel of 64 keys for each warpgroup", "the parts of the warps side by side"
-        summed = (
-            Buffer("Ds", "dS", (queries, keys), element, copies=ds_stages, note=panels, member="ds"),
-            Buffer("Dq", "dQ", (queries, dq_columns), FLOAT, note=own_parts, member="dq"),
-        )
+        d_scores = Buffer("Ds", "dS", (queries, keys), element, copies=ds_stages, note=panels, member="ds")
+        staged = Buffer("Dq", "dQ", (queries, head), FLOAT, note=own_parts, member="dq")
+        summed = (d_scores,) if self.adds_dq(spec) else (d_scores, staged)
         over_keys = "Dq" if self.loads_early(dq_apart) else "Key"
         stored = (
             Buffer("KeyGradient", "dK", (keys, head), element, overlays=over_keys, member="dk"),
@@ -220,7 +221,7 @@ class HopperBackwardPlan(Checked):
             return "heads_apart=True: varlen batches have no kernel with one CTA per query head"
         if self.in_turns and (unordered := self._unordered(spec)):
             return f"in_turns=True: {unordered}"
-        if len(self.gradient_chunks(spec)) > 1 and (self.early_scores or self.loads_early(dq_apart=False)):
+        if self.adds_dq(spec) and (self.early_scores or self.loads_early(dq_apart=False)):
             return (
                 f"tile_q={self.tile_q} has registers for {self.tile_q} of {self.gradient_columns(spec)} columns of dQ: "
                 "take more queries, or early_scores=False and finish_apart=True"
@@ -237,6 +238,8 @@ class HopperBackwardPlan(Checked):
             )
         if not batch_traits(spec).orders_dq:
             return "CTAs of varlen batches add to dQ in any order"
+        if self.adds_dq(spec):
+            return f"the warps of a CTA add chunks of {self.gradient_columns(spec)} columns to dQ in any order"
         visited = query_range(spec.mask.expression)
         if visited is None or not visitors_are_contiguous(visited):
             return "the tiles of keys that visit a tile of queries are not proven to be contiguous"
@@ -269,8 +272,8 @@ def choose_hopper_backward_plan(
     loads |= demand.weight == Weight.LOADING and not demand.mask_axes and (deterministic or _reads_many(spec))
     preferred: tuple[HopperBackwardPlan, ...] = (_HEAVY,) if loads else (plain, _FULL)
     preferred = (_NARROW, *preferred) if narrow and not loads else preferred
-    if takes_two_steps(spec) and not loads:
-        preferred = (*preferred, _HEAVY)  # for rows of up to 192 columns, whose dQ passes in chunks
+    if takes_two_steps(spec) and not loads and not deterministic:
+        preferred = (*preferred, _HEAVY)  # for rows of up to 192 columns, whose dQ is computed in chunks
     # These need every register: a short derivative of the score beside the most accumulators, or global positions of a
     # sharded call beside random bits and scores.
     crowded = has_slope(spec) and not demand.long_score and plain.registers(spec) > _CROWDED

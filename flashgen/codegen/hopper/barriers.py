@@ -84,8 +84,14 @@ def _between_consumers(comment: str, name: str, stages: Extent, arrivals: str) -
 
 
 @cache
-def key_barriers(stages: Extent, ds_stages: Extent, dq_apart: bool) -> tuple[BarrierGroup, ...]:
-    """Returns the barriers of the persistent backward kernel. `dq_apart`: another kernel computes dQ."""
+def key_barriers(stages: Extent, ds_stages: Extent, dq_apart: bool, stages_dq: bool) -> tuple[BarrierGroup, ...]:
+    """Returns the barriers of the persistent backward kernel.
+
+    Args:
+        dq_apart: Whether another kernel computes dQ.
+        stages_dq: Whether dQ is staged in shared memory for a dQ writer, unless another kernel computes it.
+    """
+    stages_dq = stages_dq and not dq_apart
     ds_comment = "ds_full: every consumer warp has written its part of dS. ds_empty: every consumer warp has read dS."
     ds = _between_consumers(ds_comment, "ds", ds_stages, _CONSUMER_WARPS)
     dq_read = "dq_empty: the dQ writer has read a tile of dQ. There is one phase for each iteration."
@@ -94,7 +100,7 @@ def key_barriers(stages: Extent, ds_stages: Extent, dq_apart: bool) -> tuple[Bar
         BarrierGroup(dq_read, (Barrier("dq_empty", _ONE_THREAD),)),
         BarrierGroup(dq_written, (Barrier("dq_full", _CONSUMER_WARPS),), literal(2)),
     )
-    readers = _CONSUMER_WARPS if dq_apart else f"{_CONSUMER_WARPS} + kDqWriters"
+    readers = f"{_CONSUMER_WARPS} + kDqWriters" if stages_dq else _CONSUMER_WARPS
     released = _empty("keys"), _empty("values")
     work_tile = _full("work_tile"), Barrier("work_tile_empty", readers)
     published = (
@@ -102,7 +108,8 @@ def key_barriers(stages: Extent, ds_stages: Extent, dq_apart: bool) -> tuple[Bar
     )
     return (
         _queries_and_d_outputs(stages),
-        *(() if dq_apart else (ds, *dq)),
+        *(() if dq_apart else (ds,)),
+        *(dq if stages_dq else ()),
         BarrierGroup("Every consumer warp has read K, or V. There is one phase for each work tile.", released),
         BarrierGroup(published, work_tile, literal(2)),
     )
