@@ -17,6 +17,7 @@ from flashgen.codegen.dispatch import render_backward_kernels
 from flashgen.codegen.hopper.backward_plans import (
     HopperBackwardPlan,
     choose_hopper_backward_plan,
+    depends_on_p_alone,
     takes_two_steps,
 )
 from flashgen.codegen.hopper.queries_plans import HopperQueriesPlan
@@ -39,6 +40,7 @@ LONGEST_FUNCTION, MOST_CODE, MOST_CODE_OF_ONE_ELEMENT, MOST_CODE_OF_SUMS = 75, 4
 MOST_SPILLED_OF_LOADS = (
     64  # bytes per thread: elements for each score are loaded as early as registers allow, and spilled beyond
 )
+IN_CHUNKS = HopperBackwardPlan(64, early_scores=False, finish_apart=True)  # dQ is computed in chunks of columns
 needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 modes = pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 
@@ -95,7 +97,8 @@ def test_every_variant_compiles_without_spills_or_serialized_products(
 def test_every_dim_compiles_without_spills_or_serialized_products(dim: int, deterministic: bool) -> None:
     for mask in (fg.full(), fg.causal(), *([fg.document("ids")] if deterministic else [])):
         kernels = own_kernels(AttentionSpec(dim, "bfloat16", mask=mask), deterministic)
-        assert list(kernels) == (["dkdv", "dq"] if mask.name.startswith("document") or dim > 128 else ["dkdv"])
+        one_kernel = not mask.name.startswith("document") and dim <= (128 if deterministic else 160)
+        assert list(kernels) == (["dkdv"] if one_kernel else ["dkdv", "dq"])
         for kernel in kernels.values():
             compiled(kernel)
 
@@ -119,6 +122,27 @@ def test_large_heads_of_variants_that_need_more_than_p(
 def test_unequal_value_dims_compile(dims: tuple[int, int]) -> None:
     for kernel in own_kernels(AttentionSpec(dims[0], value_dim=dims[1], mask=fg.causal()), False).values():
         compiled(kernel)
+
+
+# Variants whose gradients follow from P alone.
+IN_CHUNKS_CASES = [
+    spec
+    for variant, dims, dtype in zip(
+        variants(), cycle([(192, 128), (144, 144), (192, 64)]), cycle(("bfloat16", "float16")), strict=False
+    )
+    if depends_on_p_alone(spec := replace(spec_of(variant, dims[0], dtype), value_dim=dims[1]))
+]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("spec", IN_CHUNKS_CASES, ids=lambda spec: spec.name)
+@pytest.mark.rotated(8)
+def test_dq_in_chunks_compiles_without_spills_or_serialized_products(spec: AttentionSpec) -> None:
+    kernel = own_kernels(spec, False)["dkdv"]
+    light = demand_of(spec).weight not in (Weight.LOADING, Weight.HEAVY) or demand_of(spec).mask_axes == 1
+    assert isinstance(kernel.plan, HopperBackwardPlan) == light
+    compiled(kernel)
+    assert_tidy_small_and_all_used(kernel)
 
 
 @needs_nvrtc
@@ -181,6 +205,8 @@ def test_which_kernels_a_spec_uses() -> None:
     assert plans(128, True) == [HopperBackwardPlan]
     assert plans(128, True, fg.document("ids")) == plans(128, True, layout="thd")
     assert plans(128, True, fg.document("ids")) == [HopperBackwardPlan, HopperQueriesPlan]
+    assert plans(192, value_dim=128) == plans(192, value_dim=128, layout="thd") == plans(160) == [HopperBackwardPlan]
+    assert plans(192, True, value_dim=128) == plans(192) == [HopperWidePlan, HopperQueriesPlan]
     assert plans(256) == plans(256, True) == plans(256, score=fg.alibi(8)) == [HopperWidePlan, HopperQueriesPlan]
     assert plans(256, score=fg.softcap(30.0)) == plans(256, True, dropout=0.1) == [HopperWidePlan, HopperQueriesPlan]
 
@@ -193,7 +219,11 @@ def test_which_kernels_a_spec_uses() -> None:
         (AttentionSpec(64), HopperBackwardPlan(64, stages=1), "stages=1 at least 2"),
         (AttentionSpec(256), HopperWidePlan(32, stages=1), "stages=1 at least 2"),
         (AttentionSpec(128), HopperBackwardPlan(64, stages=4), "bytes of shared memory"),
-        (AttentionSpec(192, value_dim=16), HopperBackwardPlan(64), "no registers for 96 columns of dQ"),
+        (AttentionSpec(192, value_dim=16), HopperBackwardPlan(64), "registers for 64 of 96 columns of dQ: take more"),
+        (AttentionSpec(192, value_dim=16, dropout=0.1), IN_CHUNKS, "none for dropout"),
+        (AttentionSpec(192, value_dim=16, score=fg.softcap(30.0)), IN_CHUNKS, "none for dropout, derivatives"),
+        (AttentionSpec(192, value_dim=16), replace(IN_CHUNKS, in_turns=True), "add chunks of 96 columns to dQ"),
+        (AttentionSpec(256, value_dim=64), IN_CHUNKS, "takes 224 registers"),
         (AttentionSpec(256), HopperWidePlan(80), "registers of a thread|bytes of shared memory"),
         (
             AttentionSpec(64),

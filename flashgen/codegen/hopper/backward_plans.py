@@ -33,6 +33,7 @@ from flashgen.language.spec import AttentionSpec
 _ROWS = 64  # of a wgmma
 _DS_STAGES = 2  # tiles of dS: one is written while dQ is computed from the other
 _MAX_ACCUMULATORS = 224  # registers of a thread for accumulators and products in flight
+_MAX_IN_CHUNKS = 208  # of plans that compute dQ in chunks
 _CROWDED = 200  # accumulator registers above which a derivative of the score function does not fit
 _WARPS = 4  # of a warpgroup
 
@@ -52,6 +53,12 @@ def takes_two_steps(spec: AttentionSpec) -> bool:
     if spec.dropout or gradient is None:
         return not spec.dropout
     return not gradient.slope and all(gather.shared == "distance" for gather in gradient.gathers)
+
+
+def depends_on_p_alone(spec: AttentionSpec) -> bool:
+    """Whether all gradients follow from P, without gradients of captured arrays."""
+    gradient = score_gradient(spec)
+    return takes_two_steps(spec) and not (gradient and gradient.gathers)
 
 
 def _two_panels(spec: AttentionSpec) -> int:
@@ -129,7 +136,7 @@ class HopperBackwardPlan(Checked):
         return tuple((first, min(self.tile_q, columns - first)) for first in range(0, columns, self.tile_q))
 
     def adds_dq(self, spec: AttentionSpec) -> bool:
-        """Whether consumer warps add dQ to the accumulator. Otherwise they stage it in shared memory for a dQ writer."""
+        """Whether consumer warps add chunks of dQ to the accumulator, instead of staging it for a dQ writer."""
         return len(self.gradient_chunks(spec)) > 1
 
     def gradient_warps(self, spec: AttentionSpec) -> tuple[int, int]:
@@ -150,6 +157,9 @@ class HopperBackwardPlan(Checked):
     def registers(self, spec: AttentionSpec) -> int:
         """Estimates the registers of a thread for the accumulators of dK and dV and for products in flight."""
         sums = (self.head_columns(spec) + padded(spec.value_dim)) // 2
+        if self.adds_dq(spec):  # S, dP or a chunk of dQ, beside P as an operand or the other chunk
+            _, last_columns = self.gradient_chunks(spec)[-1]
+            return sums + self.tile_q // 2 + max(self.tile_q // 4, last_columns // 2)
         fragments = self.tile_q // 2  # P and dS as operands
         return sums + self.tile_q + fragments * self.early_scores
 
@@ -226,7 +236,12 @@ class HopperBackwardPlan(Checked):
                 f"tile_q={self.tile_q} has registers for {self.tile_q} of {self.gradient_columns(spec)} columns of dQ: "
                 "take more queries, or early_scores=False and finish_apart=True"
             )
-        if self.registers(spec) > _MAX_ACCUMULATORS:
+        if self.adds_dq(spec) and not depends_on_p_alone(spec):
+            return (
+                f"tile_q={self.tile_q} has registers for {self.tile_q} of {self.gradient_columns(spec)} columns of dQ, "
+                "and none for dropout, derivatives of the score function or gradients of captured arrays"
+            )
+        if self.registers(spec) > (_MAX_IN_CHUNKS if self.adds_dq(spec) else _MAX_ACCUMULATORS):
             return f"it takes {self.registers(spec)} registers of a thread for accumulators: take fewer queries"
         return shared_memory_problem(self.shared_bytes(spec), target, "take fewer queries or stages")
 
@@ -272,8 +287,9 @@ def choose_hopper_backward_plan(
     loads |= demand.weight == Weight.LOADING and not demand.mask_axes and (deterministic or _reads_many(spec))
     preferred: tuple[HopperBackwardPlan, ...] = (_HEAVY,) if loads else (plain, _FULL)
     preferred = (_NARROW, *preferred) if narrow and not loads else preferred
-    if takes_two_steps(spec) and not loads and not deterministic:
-        preferred = (*preferred, _HEAVY)  # for rows of up to 192 columns, whose dQ is computed in chunks
+    light = demand.weight != Weight.LOADING or demand.mask_axes == 1
+    if _HEAVY.adds_dq(spec) and depends_on_p_alone(spec) and light and not loads and not deterministic:
+        preferred = (*preferred, _HEAVY)
     # These need every register: a short derivative of the score beside the most accumulators, or global positions of a
     # sharded call beside random bits and scores.
     crowded = has_slope(spec) and not demand.long_score and plain.registers(spec) > _CROWDED
