@@ -73,7 +73,10 @@ def hopper_backward_subjects() -> dict[str, HopperBackwardSubject]:
             options={"backward_plan": HopperBackwardPlan(64)},
         ),
         "late": HopperBackwardSubject(fg.AttentionSpec(64, mask=fg.causal())),
-        "wide": HopperBackwardSubject(fg.AttentionSpec(144, value_dim=136, mask=fg.causal())),
+        "chunks": HopperBackwardSubject(fg.AttentionSpec(144, value_dim=16, mask=fg.causal())),
+        "wide": HopperBackwardSubject(
+            fg.AttentionSpec(144, value_dim=136, mask=fg.causal()), options={"backward_plan": HopperWidePlan()}
+        ),
         # With more stages of Q than of q * k, whose slots are therefore not free when those of Q are.
         "wide, learned": HopperBackwardSubject(
             fg.AttentionSpec(144, value_dim=136, mask=fg.causal(), score=learned(fg.softcap(20)(fg.alibi("slopes")))),
