@@ -15,7 +15,7 @@ from flashgen.codegen.arguments import QUERY_ARRAYS, VALUE_WIDE, ArgumentLayout,
 from flashgen.codegen.batches import batch_of, map_axes
 from flashgen.codegen.formula_text import MEANINGS, cpp, described
 from flashgen.codegen.merge_kernel import MAX_PARTIALS
-from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace
 from flashgen.codegen.sizes import NAMED_SIZES, SIZE_NAMES, Formula
 from flashgen.codegen.stages import struct_values
 from flashgen.language.operations import Capture
@@ -89,7 +89,26 @@ def _facts(part: str, kernel: RenderedKernel, spec: AttentionSpec, backward: boo
         facts["plan"] = dataclasses.asdict(kernel.plan)
     if kernel.boxes:
         facts["maps"] = [_map(name, kernel, spec) for name in kernel.boxes]
+    if kernel.counts:
+        facts["counters"] = cpp(kernel.counts(NAMED_SIZES))
+    if kernel.workspaces:
+        facts["workspaces"] = [_workspace(space) for space in kernel.workspaces]
+    if kernel.pointers:
+        facts["pointers"] = dict(kernel.pointers)
     return facts
+
+
+def _workspace(space: Workspace) -> dict[str, Any]:
+    """Returns the facts of memory that the caller allocates before this kernel, for it and later kernels of the pass.
+
+    zeroed: it must be 0 before the first kernel of the pass. of_array: the array whose shape precedes `shape`. wanted:
+    the pointer is null if this is 0.
+    """
+    shape, wanted = ([cpp(size) for size in space.shape(NAMED_SIZES)], cpp(space.wanted(NAMED_SIZES)))
+    facts: dict[str, Any] = {"name": space.name, "dtype": space.dtype, "shape": shape}
+    facts |= {"zeroed": True} if space.zeroed else {}
+    facts |= {"of_array": space.of_capture} if space.of_capture else {}
+    return facts | ({"wanted": wanted} if wanted != "1" else {})
 
 
 def _formula_texts(value: Any) -> str | list[str]:
