@@ -1,0 +1,127 @@
+"""Exports: what is refused, which files are written, and what an earlier export in the folder means."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from flashgen.build import nvrtc
+from flashgen.build.resources import Resources
+from flashgen.cli.app import app
+from flashgen.codegen.targets import target_named
+from flashgen.errors import BuildError, FlashgenError
+from flashgen.language import AttentionSpec, Tensor, alibi, causal, full
+from flashgen.release import Export, export
+from flashgen.release.export import VARIANT
+
+CAUSAL = AttentionSpec(64, mask=causal())
+FORWARD = Export((CAUSAL,), (target_named("sm_80"),), "causal-attention", ("forward",))
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A mock compiler, and a separate cache."""
+    monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
+    monkeypatch.setattr(
+        nvrtc, "compile", lambda source, architecture, name: nvrtc.Compiled(name.encode(), "", Resources(96), (13, 0))
+    )
+    monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_files_and_their_hashes(tmp_path: Path) -> None:
+    metadata = export(replace(FORWARD, targets=(target_named("sm_80"), target_named("sm_90a"))), tmp_path / "out")
+    files = files_of(tmp_path / "out")
+    assert {"README.md", "tests/test_causal_attention.py", f"{VARIANT}/causal_attention/__init__.py"} < files.keys()
+    assert json.loads(files.pop(f"{VARIANT}/metadata.json")) == metadata
+    hashes = {
+        name.removeprefix(f"{VARIANT}/"): base64.b64encode(hashlib.sha256(data).digest()).decode()
+        for name, data in files.items()
+        if name.startswith(VARIANT)
+    }
+    assert metadata["digest"] == {"algorithm": "sha256", "files": hashes}
+    assert metadata["backend"] == {"type": "cuda", "archs": ["8.0", "9.0a"]} and metadata["python-depends"] == []
+    assert re.fullmatch(r"_causal_attention_cuda_[0-9a-f]{10}", metadata["id"])
+    assert metadata["id"].encode() in files[f"{VARIANT}/_ops.py"]
+    (spec,) = json.loads(files[f"{VARIANT}/specs.json"])
+    assert spec["kernels"]["sm_90a"] == {"forward": [f"fwd-sm90a-{CAUSAL.name}"]}
+
+
+def test_equal_exports_are_equal_and_others_have_another_namespace(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        export(FORWARD, tmp_path / name)
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
+    other = export(replace(FORWARD, specs=(AttentionSpec(64, mask=full()),)), tmp_path / "other")
+    assert other["id"] != export(FORWARD, tmp_path / "one")["id"]
+
+
+def test_an_earlier_export_is_updated(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    export(FORWARD, out)
+    export(replace(FORWARD, specs=(AttentionSpec(64, mask=full()),)), out)
+    assert not [name for name in files_of(out) if "causal-" in name]
+    (out / "README.md").write_text("mine")
+    with pytest.raises(BuildError, match=r"README.md would be replaced"):
+        export(FORWARD, out)
+    export(FORWARD, out, force=True)
+    assert b"mine" not in files_of(out)["README.md"]
+    path = out / VARIANT / "operators.py"
+    path.write_text("changed")
+    with pytest.raises(BuildError, match=r"operators.py would be replaced"):
+        export(FORWARD, out)
+
+
+@pytest.mark.parametrize("names", ["other.txt", f"{VARIANT}/metadata.json"])
+def test_other_folders_are_refused(names: str, tmp_path: Path) -> None:
+    path = tmp_path / "out" / names
+    path.parent.mkdir(parents=True)
+    path.write_text('{"digest": {"files": {"../../../kept": "AAAA"}}}')
+    with pytest.raises(BuildError, match="holds no package that `flashgen export` wrote"):
+        export(FORWARD, tmp_path / "out")
+    assert path.exists()
+
+
+slopes = Tensor("slopes", "float32", 1)
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "captures": ({"specs": (AttentionSpec(64, score=alibi(slopes)),)}, "it captures 'slopes'"),
+    "pages": ({"specs": (AttentionSpec(64, layout="bshd", page_size=16),)}, "reads a KV cache"),
+    "shards": ({"specs": (CAUSAL.shard(),)}, "takes? parts of q and k"),
+    "shared": ({"specs": (AttentionSpec(128, value_dim=64, shared_kv=True),)}, "V is a part of K"),
+    "lists": (
+        {"specs": (AttentionSpec(64, mask=lambda b, h, q, k: q // 64 % 3 == k // 64 % 3),)},
+        "needs lists of tiles",
+    ),
+    "name": ({"name": "Causal_attention"}, "choose one with --name"),
+    "backward alone": ({"passes": ("backward",)}, "export both passes"),
+    "deterministic": ({"deterministic": True}, "deterministic applies to the backward"),
+    "target": ({"specs": (AttentionSpec(64, "bfloat16"),), "targets": (target_named("sm_75"),)}, "sm_75"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_exported_is_refused(what: str, tmp_path: Path) -> None:
+    changes, message = REFUSED[what]
+    with pytest.raises(FlashgenError, match=message):
+        export(replace(FORWARD, **changes), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command(tmp_path: Path) -> None:
+    out = tmp_path / "Some_attention"
+    arguments = ["export", "causal()", "full()", "--pass", "forward", "--target", "sm_80", "--output", str(out)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0 and "some-attention with 2 specs" in result.output
+    assert json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)["name"] == "some-attention"
+    refused = CliRunner().invoke(app, ["export", "document('ids')", "--target", "sm_80", "--output", str(out)])
+    assert refused.exit_code == 2 and "it captures 'ids'" in refused.output
