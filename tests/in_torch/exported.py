@@ -25,6 +25,8 @@ DENSE = fg.AttentionSpec(64, "float16", mask=fg.causal())
 PACKED = fg.AttentionSpec(64, "bfloat16", layout="thd", dropout=0.25, mask=fg.sliding_window(70, 10))
 TARGETS = ("sm_80", "sm_90a")
 MULTIPROCESSORS = 3
+FOREIGN = ("flashgen", "cupy", "sympy", "jinja2", "numpy", "ml_dtypes")
+"""What a package may not import. torch may: it uses some of them itself, when it compiles."""
 _MAP_DTYPES = {6: "float16", 9: "bfloat16"}
 _SWIZZLES = {1: 32, 2: 64, 3: 128}
 

@@ -20,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import exported
-from exported import DENSE, MULTIPROCESSORS, PACKED, Driver, export_package, import_package, install
+from exported import DENSE, FOREIGN, MULTIPROCESSORS, PACKED, Driver, export_package, import_package, install
 from flashgen import release
 from flashgen.attention.launches import launch_of, workspaces
 from flashgen.attention.problem import problem_of
@@ -35,7 +35,6 @@ from flashgen.verify import Shape, judged, judged_gradients, random_gradients, r
 
 pytestmark = pytest.mark.skipif(not nvrtc.is_available(), reason="needs NVRTC: pip install '.[cuda13]'")
 NAME = "exported-attention"
-FOREIGN = ("flashgen", "cupy", "sympy", "jinja2", "numpy", "ml_dtypes")
 
 
 @pytest.fixture(scope="module")
