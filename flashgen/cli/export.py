@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,9 +12,6 @@ from flashgen.cli.options import SPEC_HELP, Deterministic, Json, Passes, SpecOpt
 from flashgen.cli.specs import load_spec
 from flashgen.cli.writing import Force
 from flashgen.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from flashgen.codegen.targets import Target
 
 EXAMPLES = """[bold]Example[/]
 
@@ -49,31 +46,35 @@ def export(
     The package has attention as operators of torch, with gradients and support for torch.compile, the CUDA sources,
     tests and a README. Its layout is that of Hugging Face's kernels, which can load it. No GPU is needed to write it.
     """
-    from flashgen.release.export import Export
-    from flashgen.release.export import export as write
+    from flashgen import release
 
     loaded = tuple(dict.fromkeys(load_spec(text, options) for text in specs))
-    name = name or output.resolve().name.lower().replace("_", "-")
-    request = Export(loaded, _targets(target), name, pass_.chosen, deterministic)
+    targets = target or [_target_of_this_gpu()]
     with progress("exporting", None) as bar:
 
         def advance(done: int, total: int, kernel: str) -> None:
             bar.update(bar.task_ids[0], completed=done, total=total, description=kernel)
 
-        metadata = write(request, output, force=force, progress=advance)
+        metadata = release.export(
+            loaded,
+            output,
+            targets=targets,
+            passes=pass_.chosen,
+            deterministic=deterministic,
+            name=name,
+            force=force,
+            progress=advance,
+        )
     if json:
         print_json(dict(metadata))
     else:
-        note(f"{request.name} with {len(loaded)} spec{'s' if len(loaded) > 1 else ''} in {output}")
+        note(f"{metadata['name']} with {len(loaded)} spec{'s' if len(loaded) > 1 else ''} in {output}")
 
 
-def _targets(names: list[str] | None) -> tuple[Target, ...]:
-    """Returns the targets of these names, without duplicates, or that of this machine's GPU."""
+def _target_of_this_gpu() -> str:
     from flashgen.cli.machine import gpus
-    from flashgen.codegen.targets import target_named, target_of_capability
+    from flashgen.codegen.targets import target_of_capability
 
-    if names:
-        return tuple(dict.fromkeys(map(target_named, names)))
     if not gpus():
         raise ArgumentError("--target is missing, and this machine has no GPU: name the architectures to export for")
-    return (target_of_capability(*gpus()[0].compute_capability),)
+    return target_of_capability(*gpus()[0].compute_capability).name

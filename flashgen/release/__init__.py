@@ -8,8 +8,8 @@ each kernel is launched, and a C++ header next to each cubin does the same.
 """
 
 from flashgen.release.check import Finding, check, stale
-from flashgen.release.export import Export, export
+from flashgen.release.export import export
 from flashgen.release.folder import Progress, build
 from flashgen.release.request import Request, Step, read_requests
 
-__all__ = ["Export", "Finding", "Progress", "Request", "Step", "build", "check", "export", "read_requests", "stale"]
+__all__ = ["Finding", "Progress", "Request", "Step", "build", "check", "export", "read_requests", "stale"]

@@ -18,15 +18,15 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flashgen.build.written import record_file, recorded_hashes
 from flashgen.codegen.environment import environment
-from flashgen.codegen.stages import Pass, kernels_of
-from flashgen.codegen.targets import Target
+from flashgen.codegen.stages import PASSES, Pass, kernels_of
+from flashgen.codegen.targets import Target, target_named
 from flashgen.errors import BuildError, SpecError, UnsupportedError
 from flashgen.files import is_plain_name, why_not_writable
 from flashgen.language.spec import AttentionSpec
@@ -46,7 +46,7 @@ _RELEASE = "build a release of it (`flashgen release build`) and call it by flas
 
 
 @dataclass(frozen=True)
-class Export:
+class _Request:
     """What to export.
 
     Attributes:
@@ -60,8 +60,8 @@ class Export:
     specs: tuple[AttentionSpec, ...]
     targets: tuple[Target, ...]
     name: str
-    passes: tuple[Pass, ...] = ("forward", "backward")
-    deterministic: bool = False
+    passes: tuple[Pass, ...]
+    deterministic: bool
 
     @property
     def module(self) -> str:
@@ -100,13 +100,25 @@ def _unsupported(spec: AttentionSpec) -> str | None:
 
 
 def export(
-    request: Export, out: Path | str, *, force: bool = False, progress: Progress | None = None
+    specs: Iterable[AttentionSpec],
+    out: Path | str,
+    *,
+    targets: Iterable[str],
+    passes: Iterable[Pass] = ("forward", "backward"),
+    deterministic: bool = False,
+    name: str | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
 ) -> Mapping[str, Any]:
-    """Writes the package to a folder, which is created or holds an earlier export. Returns its metadata.
+    """Writes a Python package with the compiled kernels of specs, which needs torch only. Returns its metadata.
 
     Args:
-        request: the specs, targets and passes.
-        out: the folder.
+        specs: the specs.
+        out: the folder, which is created, or holds an earlier export that is updated.
+        targets: the names of GPU architectures, such as "sm_90a", each of which gets kernels for all specs.
+        passes: ("forward", "backward"), or ("forward",) for a package without gradients.
+        deterministic: take the backward with bitwise equal gradients in every run.
+        name: the name of the package, of lower-case letters, digits and "-"; None for that of the folder.
         force: replace files that were edited or that no export wrote.
         progress: called after each kernel.
 
@@ -116,6 +128,9 @@ def export(
         BuildError: a kernel does not compile, NVRTC is missing, or the folder cannot be written.
     """
     out = Path(out)
+    name = name or out.resolve().name.lower().replace("_", "-")
+    own = (tuple(dict.fromkeys(specs)), tuple(dict.fromkeys(map(target_named, targets))), name)
+    request = _Request(*own, tuple(each for each in PASSES if each in set(passes)), deterministic)
     request.check()
     previous = _previous_files(out)
     requests = [
@@ -148,7 +163,7 @@ def export(
     return metadata
 
 
-def _describe_spec(spec: AttentionSpec, request: Export) -> dict[str, Any]:
+def _describe_spec(spec: AttentionSpec, request: _Request) -> dict[str, Any]:
     """Returns what the package must know of a spec. The manifest of its kernels has the complete JSON of the spec."""
     return {
         "name": spec.name,
@@ -166,7 +181,7 @@ def _describe_spec(spec: AttentionSpec, request: Export) -> dict[str, Any]:
     }
 
 
-def _kernel_names(spec: AttentionSpec, target: Target, request: Export) -> dict[str, list[str]]:
+def _kernel_names(spec: AttentionSpec, target: Target, request: _Request) -> dict[str, list[str]]:
     """Returns the names of the kernels of each pass, in launch order."""
     names: dict[str, list[str]] = {}
     for each in request.passes:
@@ -183,7 +198,7 @@ def _rendered(template: str, **context: Any) -> bytes:
     return environment().get_template(f"export/{template}").render(context).encode()
 
 
-def _identity(request: Export, files: Mapping[str, bytes]) -> str:
+def _identity(request: _Request, files: Mapping[str, bytes]) -> str:
     """Returns the id of the package, which is also the namespace of its operators: it differs if any file differs."""
     digest = hashlib.sha256()
     for name, data in sorted(files.items()):
@@ -191,7 +206,7 @@ def _identity(request: Export, files: Mapping[str, bytes]) -> str:
     return f"_{request.module}_cuda_{digest.hexdigest()[:_ID_DIGITS]}"
 
 
-def _metadata(request: Export, identity: str, files: Mapping[str, bytes]) -> dict[str, Any]:
+def _metadata(request: _Request, identity: str, files: Mapping[str, bytes]) -> dict[str, Any]:
     """Returns the content of metadata.json, as `kernels` reads it."""
     hashes = {name: base64.b64encode(hashlib.sha256(data).digest()).decode() for name, data in sorted(files.items())}
     return {

@@ -22,7 +22,8 @@ from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 
 FORMULAS = (
-    f"grid and value are C++ integer expressions over {described(NAMED_SIZES)}; ceil_div(a, b) is a / b rounded up"
+    "grid, value, counters, and shape and wanted of workspaces are C++ integer expressions over "
+    f"{described(NAMED_SIZES)}; ceil_div(a, b) is a / b rounded up"
 )
 
 _UNSPECIFIED_ORDER = "in an unspecified order of elements"

@@ -16,8 +16,7 @@ import pytest
 
 import flashgen as fg
 from flashgen.build.host import compile_host
-from flashgen.codegen.targets import target_named
-from flashgen.release.export import VARIANT, Export, export
+from flashgen.release.export import VARIANT, export
 from flashgen.runtime import emulator
 from flashgen.runtime.emulated_maps import encode_map
 
@@ -33,7 +32,7 @@ _SWIZZLES = {1: 32, 2: 64, 3: 128}
 
 def export_package(folder: Path, *specs: fg.AttentionSpec, name: str, targets: tuple[str, ...] = TARGETS) -> Path:
     """Exports specs and returns the folder from which the package is imported."""
-    export(Export(specs, tuple(map(target_named, targets)), name), folder)
+    export(specs, folder, targets=targets, name=name)
     return folder / VARIANT
 
 

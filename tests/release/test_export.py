@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,19 @@ from typer.testing import CliRunner
 from flashgen.build import nvrtc
 from flashgen.build.resources import Resources
 from flashgen.cli.app import app
-from flashgen.codegen.targets import target_named
 from flashgen.errors import BuildError, FlashgenError
 from flashgen.language import AttentionSpec, Tensor, alibi, causal, full
-from flashgen.release import Export, export
+from flashgen.release import export
 from flashgen.release.export import VARIANT
 
 CAUSAL = AttentionSpec(64, mask=causal())
-FORWARD = Export((CAUSAL,), (target_named("sm_80"),), "causal-attention", ("forward",))
+FULL = AttentionSpec(64, mask=full())
+
+
+def forward(out: Path, *specs: AttentionSpec, **options: Any) -> Any:
+    """Exports the forward of specs, by default `CAUSAL`, for sm_80."""
+    given: dict[str, Any] = {"targets": ["sm_80"], "passes": ["forward"], "name": "causal-attention"}
+    return export(specs or (CAUSAL,), out, **(given | options))
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +45,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def test_files_and_their_hashes(tmp_path: Path) -> None:
-    metadata = export(replace(FORWARD, targets=(target_named("sm_80"), target_named("sm_90a"))), tmp_path / "out")
+    metadata = forward(tmp_path / "out", targets=["sm_80", "sm_90a"])
     files = files_of(tmp_path / "out")
     assert {"README.md", "tests/test_causal_attention.py", f"{VARIANT}/causal_attention/__init__.py"} < files.keys()
     assert json.loads(files.pop(f"{VARIANT}/metadata.json")) == metadata
@@ -60,26 +64,26 @@ def test_files_and_their_hashes(tmp_path: Path) -> None:
 
 def test_equal_exports_are_equal_and_others_have_another_namespace(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        export(FORWARD, tmp_path / name)
+        forward(tmp_path / name)
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
-    other = export(replace(FORWARD, specs=(AttentionSpec(64, mask=full()),)), tmp_path / "other")
-    assert other["id"] != export(FORWARD, tmp_path / "one")["id"]
+    other = forward(tmp_path / "other", FULL)
+    assert other["id"] != forward(tmp_path / "one")["id"]
 
 
 def test_an_earlier_export_is_updated(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    export(FORWARD, out)
-    export(replace(FORWARD, specs=(AttentionSpec(64, mask=full()),)), out)
+    forward(out)
+    forward(out, FULL)
     assert not [name for name in files_of(out) if "causal-" in name]
     (out / "README.md").write_text("mine")
     with pytest.raises(BuildError, match=r"README.md would be replaced"):
-        export(FORWARD, out)
-    export(FORWARD, out, force=True)
+        forward(out)
+    forward(out, force=True)
     assert b"mine" not in files_of(out)["README.md"]
     path = out / VARIANT / "operators.py"
     path.write_text("changed")
     with pytest.raises(BuildError, match=r"operators.py would be replaced"):
-        export(FORWARD, out)
+        forward(out)
 
 
 @pytest.mark.parametrize("names", ["other.txt", f"{VARIANT}/metadata.json"])
@@ -88,32 +92,29 @@ def test_other_folders_are_refused(names: str, tmp_path: Path) -> None:
     path.parent.mkdir(parents=True)
     path.write_text('{"digest": {"files": {"../../../kept": "AAAA"}}}')
     with pytest.raises(BuildError, match="holds no package that `flashgen export` wrote"):
-        export(FORWARD, tmp_path / "out")
+        forward(tmp_path / "out")
     assert path.exists()
 
 
 slopes = Tensor("slopes", "float32", 1)
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "captures": ({"specs": (AttentionSpec(64, score=alibi(slopes)),)}, "it captures 'slopes'"),
-    "pages": ({"specs": (AttentionSpec(64, layout="bshd", page_size=16),)}, "reads a KV cache"),
-    "shards": ({"specs": (CAUSAL.shard(),)}, "takes? parts of q and k"),
-    "shared": ({"specs": (AttentionSpec(128, value_dim=64, shared_kv=True),)}, "V is a part of K"),
-    "lists": (
-        {"specs": (AttentionSpec(64, mask=lambda b, h, q, k: q // 64 % 3 == k // 64 % 3),)},
-        "needs lists of tiles",
-    ),
-    "name": ({"name": "Causal_attention"}, "choose one with --name"),
-    "backward alone": ({"passes": ("backward",)}, "export both passes"),
-    "deterministic": ({"deterministic": True}, "deterministic applies to the backward"),
-    "target": ({"specs": (AttentionSpec(64, "bfloat16"),), "targets": (target_named("sm_75"),)}, "sm_75"),
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "captures": (AttentionSpec(64, score=alibi(slopes)), {}, "it captures 'slopes'"),
+    "pages": (AttentionSpec(64, layout="bshd", page_size=16), {}, "reads a KV cache"),
+    "shards": (CAUSAL.shard(), {}, "takes? parts of q and k"),
+    "shared": (AttentionSpec(128, value_dim=64, shared_kv=True), {}, "V is a part of K"),
+    "lists": (AttentionSpec(64, mask=lambda b, h, q, k: q // 64 % 3 == k // 64 % 3), {}, "needs lists of tiles"),
+    "name": (CAUSAL, {"name": "Causal_attention"}, "choose one with --name"),
+    "backward alone": (CAUSAL, {"passes": ["backward"]}, "export both passes"),
+    "deterministic": (CAUSAL, {"deterministic": True}, "deterministic applies to the backward"),
+    "target": (AttentionSpec(64, "bfloat16"), {"targets": ["sm_75"]}, "sm_75"),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_exported_is_refused(what: str, tmp_path: Path) -> None:
-    changes, message = REFUSED[what]
+    spec, options, message = REFUSED[what]
     with pytest.raises(FlashgenError, match=message):
-        export(replace(FORWARD, **changes), tmp_path / "out")
+        forward(tmp_path / "out", spec, **options)
     assert not (tmp_path / "out").exists()
 
 
