@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -28,15 +29,20 @@ def library() -> Any:
     """Returns NVIDIA's driver. Raises RuntimeError if there is none."""
     for name in _LIBRARIES:
         try:
-            return ctypes.CDLL(name)
+            found = ctypes.CDLL(name)
         except OSError:
             continue
+        found.cuLaunchKernel.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+        return found
     raise RuntimeError("these kernels need an NVIDIA GPU and its driver, and the driver library libcuda was not found")
 
 
 def call(function: str, *arguments: Any) -> None:
     """Calls a function of the driver. Raises RuntimeError with CUDA's description if it fails."""
-    status = getattr(library(), function)(*arguments)
+    _check(function, getattr(library(), function)(*arguments))
+
+
+def _check(function: str, status: int) -> None:
     if status:
         text = ctypes.c_char_p()
         library().cuGetErrorString(status, ctypes.byref(text))
@@ -53,12 +59,16 @@ def check_device(tensor: torch.Tensor) -> None:
 
 def on(device: torch.device) -> Any:
     """Returns a context manager that makes a device the current one."""
-    return torch.cuda.device(device)
+    return _AS_IT_IS if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+
+
+_AS_IT_IS = contextlib.nullcontext()
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # as below, without creating an object
 
 
 def current_stream(device: torch.device) -> int:
     """Returns the handle of torch's current stream on a device."""
-    return int(torch.cuda.current_stream(device).cuda_stream)
+    return _raw_stream(device.index) if _raw_stream else int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def is_capturing() -> bool:
@@ -78,6 +88,9 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+_thread = threading.local()
+
+
 @functools.lru_cache(maxsize=None)
 def _context(index: int) -> ctypes.c_void_p:
     """Returns the primary context of a device, which torch uses too."""
@@ -86,13 +99,30 @@ def _context(index: int) -> ctypes.c_void_p:
     return context
 
 
+def _make_current(index: int) -> None:
+    """Makes the context of the current device that of this thread, which torch may not have done yet."""
+    devices = _thread.__dict__.setdefault("devices", set())
+    if index not in devices:
+        call("cuCtxSetCurrent", _context(index))
+        devices.add(index)
+
+
 def allocate_zeros(count: int, device: torch.device, stream: int) -> int:
     """Returns the address of `count` 32-bit zeros that later launches on the stream may use. They are never freed."""
-    call("cuCtxSetCurrent", _context(device.index))
+    _make_current(device.index)
     address = ctypes.c_uint64()
     call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(4 * count))
     call("cuMemsetD32Async", address, 0, ctypes.c_size_t(count), ctypes.c_void_p(stream))
     return address.value
+
+
+class Parameters:
+    """The memory that the driver reads the argument struct of a launch from. Used by one launch at a time."""
+
+    def __init__(self, struct: bytes) -> None:
+        self.struct = ctypes.create_string_buffer(struct, len(struct))
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.struct))
+        self.address = ctypes.addressof(self._pointers)
 
 
 class Function:
@@ -101,18 +131,20 @@ class Function:
     def __init__(self, path: Any, sha256: str, entry: str, threads: int, shared_bytes: int) -> None:
         self._path, self._sha256, self._entry = path, sha256, entry
         self._threads, self._shared_bytes = threads, shared_bytes
-        self._handles: dict[int, ctypes.c_void_p] = {}
+        self._handles: dict[int, int] = {}
         self._loading = threading.Lock()
 
-    def launch(self, grid: Sequence[int], arguments: Any, device: torch.device, stream: int) -> None:
-        """Launches a grid of blocks. The driver copies `arguments`, a ctypes buffer, before this returns."""
-        call("cuCtxSetCurrent", _context(device.index))
-        handle = self._handles.get(device.index) or self._load(device.index)
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+    def launch(self, grid: Sequence[int], parameters: Parameters, index: int, stream: int) -> None:
+        """Launches a grid of blocks on the current device. The driver copies the parameters before this returns."""
+        _make_current(index)
+        handle = self._handles.get(index) or self._load(index)
         block = (self._threads, 1, 1)
-        call("cuLaunchKernel", handle, *grid, *block, self._shared_bytes, ctypes.c_void_p(stream), pointers, None)
+        launch = library().cuLaunchKernel
+        status = launch(handle, *grid, *block, self._shared_bytes, stream, parameters.address, None)
+        if status:
+            _check("cuLaunchKernel", status)
 
-    def _load(self, index: int) -> ctypes.c_void_p:
+    def _load(self, index: int) -> int:
         with self._loading:
             if index not in self._handles:
                 cubin = self._path.read_bytes()
@@ -123,11 +155,10 @@ class Function:
                 call("cuModuleGetFunction", ctypes.byref(handle), module, self._entry.encode())
                 if self._shared_bytes > _DEFAULT_SHARED_BYTES:
                     call("cuFuncSetAttribute", handle, _MAX_DYNAMIC_SHARED_SIZE_BYTES, self._shared_bytes)
-                self._handles[index] = handle
+                self._handles[index] = handle.value or 0
             return self._handles[index]
 
 
-@functools.lru_cache(maxsize=1024)
 def tensor_map(
     dtype: str, address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
 ) -> bytes:

@@ -1,19 +1,18 @@
 """The kernels of the folder kernels/, launched as its manifest.json describes.
 
 The manifest has for each kernel the members of its argument struct, its grid, its tensor maps, the workspaces and the
-counters that it needs, as formulas of the sizes of a call. What follows from sizes and strides is computed once and
-cached; a call writes only addresses, tensor maps of these addresses, and numbers such as a seed.
+counters that it needs, as formulas of the sizes of a call. `prepare` computes what follows from sizes and strides; a
+call writes only addresses, tensor maps of these addresses, and numbers such as a seed.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import json
+import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,11 +24,12 @@ MANIFEST = json.loads((FOLDER / "manifest.json").read_text(encoding="utf-8"))
 
 _FORMATS = {"int": "<i", "unsigned": "<I", "float": "<f", "long long": "<q"}
 _COUNTERS = ("next_tile", "arrivals")  # members that point to counters, which are 0 before and after a launch
-
 _MIN_COUNTERS = 1024
+_ALIGNMENT = 256  # bytes: that of each workspace in the memory of a call
+_MAX_MAPS = 64  # that a launch keeps, each for other addresses
 
-Arrays = Mapping[str, Union[torch.Tensor, int, None]]
-"""The arrays of a call by the names of the argument structs; some are addresses."""
+Addresses = dict[str, int]
+"""The addresses of the arrays of a call, by the names in the argument structs; missing ones are null."""
 
 
 class Rows(NamedTuple):
@@ -56,99 +56,132 @@ class Map(NamedTuple):
     bytes_before: int
 
 
-class Launch(NamedTuple):
+class Launch:
     """A launch for calls of the same sizes and strides.
 
-    template: the argument struct without what changes from call to call: `pointers` (offset, array), `maps` and
-    `numbers` (offset, format, name).
+    Attributes:
+        grid: the number of blocks along x, y and z.
     """
 
-    function: driver.Function
-    grid: tuple[int, int, int]
-    template: bytes
-    pointers: tuple[tuple[int, str], ...]
-    maps: tuple[Map, ...]
-    numbers: tuple[tuple[int, str, str], ...]
+    def __init__(
+        self,
+        function: driver.Function,
+        grid: tuple[int, int, int],
+        template: bytes,
+        pointers: Sequence[tuple[int, str]],
+        maps: Sequence[Map],
+        numbers: Sequence[tuple[int, str, str]],
+    ) -> None:
+        """template: the argument struct without what changes from call to call: `pointers` (offset, array), `maps` and
+        `numbers` (offset, format, name)."""
+        self.grid = grid
+        self._function, self._template, self._maps, self._numbers = function, template, maps, numbers
+        self._pointers = [name for _, name in pointers]
+        self._first_pointer = pointers[0][0]  # the others follow it
+        self._pack_pointers = struct.Struct(f"<{len(pointers)}Q").pack_into
+        self._encoded: dict[tuple[int, ...], tuple[bytes, ...]] = {}
+        self._idle: list[driver.Parameters] = []  # one for each thread that launched at the same time
 
-    def arguments(self, arrays: Arrays, numbers: Mapping[str, float]) -> Any:
-        """Returns the argument struct of one call, as a ctypes buffer. Arrays that are None or missing are null."""
-        buffer = ctypes.create_string_buffer(self.template, len(self.template))
-        for offset, name in self.pointers:
-            struct.pack_into("<Q", buffer, offset, _address(arrays.get(name)))
-        for offset, form, name in self.numbers:
+    def run(self, addresses: Addresses, numbers: Mapping[str, float], index: int, stream: int) -> None:
+        """Launches on a stream of the current device, which has this index."""
+        try:
+            parameters = self._idle.pop()
+        except IndexError:
+            parameters = driver.Parameters(self._template)
+        buffer = parameters.struct
+        self._pack_pointers(buffer, self._first_pointer, *[addresses.get(name, 0) for name in self._pointers])
+        for offset, form, name in self._numbers:
             struct.pack_into(form, buffer, offset, numbers[name])
-        for each in self.maps:
-            address = _address(arrays[each.array]) - each.bytes_before
-            encoded = driver.tensor_map(each.dtype, address, each.sizes, each.strides, each.box, each.swizzle)
-            buffer[each.offset : each.offset + driver.MAP_BYTES] = encoded
-        return buffer
+        if self._maps:
+            for each, encoded in zip(self._maps, self._encode(addresses)):
+                buffer[each.offset : each.offset + driver.MAP_BYTES] = encoded
+        self._function.launch(self.grid, parameters, index, stream)
+        self._idle.append(parameters)
+
+    def _encode(self, addresses: Addresses) -> tuple[bytes, ...]:
+        """Returns the tensor maps of arrays at these addresses."""
+        key = tuple([addresses[each.array] for each in self._maps])
+        found = self._encoded.get(key)
+        if found is None:
+            if len(self._encoded) >= _MAX_MAPS:
+                self._encoded.clear()
+            found = self._encoded[key] = tuple(
+                driver.tensor_map(
+                    each.dtype, address - each.bytes_before, each.sizes, each.strides, each.box, each.swizzle
+                )
+                for each, address in zip(self._maps, key)
+            )
+        return found
 
 
 class Workspace(NamedTuple):
-    """Memory that a call allocates for its kernels, and sets to 0 if `zeroed`."""
+    """Memory that the kernels of a call share, which is set to 0 before the first of them if `zeroed`."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     zeroed: bool
 
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
-class Prepared(NamedTuple):
+
+class Prepared:
     """All launches of a pass for calls of the same sizes and strides, in order, and the memory that they share."""
 
-    launches: tuple[Launch, ...]
-    workspaces: tuple[Workspace, ...]
-    counters: int
+    def __init__(self, launches: Sequence[Launch], workspaces: Sequence[Workspace], counters: int) -> None:
+        self.launches, self.workspaces, self._counters = launches, workspaces, counters
+        self._bytes, self._places = 0, []
+        for space in workspaces:
+            self._places.append((space, self._bytes))
+            self._bytes += -(-space.bytes // _ALIGNMENT) * _ALIGNMENT
 
-    def run(self, arrays: Arrays, numbers: Mapping[str, float], device: torch.device) -> None:
+    def run(self, addresses: Addresses, numbers: Mapping[str, float], device: torch.device) -> None:
         """Launches the pass on torch's current stream."""
         with driver.on(device):
             stream = driver.current_stream(device)
-            arrays = dict(arrays)
-            for name, shape, dtype, zeroed in self.workspaces:
-                arrays[name] = (torch.zeros if zeroed else torch.empty)(shape, dtype=dtype, device=device)
-            if self.counters:
-                arrays.update(dict.fromkeys(_COUNTERS, _counters(device, stream, self.counters)))
+            if self._bytes:
+                memory = torch.empty(self._bytes, dtype=torch.uint8, device=device)
+                first = memory.data_ptr()
+                for space, place in self._places:
+                    addresses[space.name] = first + place
+                    if space.zeroed:
+                        memory[place : place + space.bytes].zero_()
+            if self._counters:
+                _owner, address = _counters(device, stream, self._counters)
+                addresses.update(dict.fromkeys(_COUNTERS, address))
             for launch in self.launches:
-                launch.function.launch(launch.grid, launch.arguments(arrays, numbers), device, stream)
-
-
-def _address(array: torch.Tensor | int | None) -> int:
-    return array.data_ptr() if isinstance(array, torch.Tensor) else array or 0
+                launch.run(addresses, numbers, device.index, stream)
 
 
 _counters_by_stream: dict[tuple[torch.device, int], tuple[int, int]] = {}
 
 
-def _counters(device: torch.device, stream: int, count: int) -> torch.Tensor | int:
-    """Returns counters that are 0, as a tensor or an address.
+def _counters(device: torch.device, stream: int, count: int) -> tuple[torch.Tensor | None, int]:
+    """Returns counters that are 0: what owns them, if anything does, and their address.
 
     Launches on a stream follow each other and share counters. They are not torch's memory, which may belong to a pool
     that CUDA graphs reclaim. A launch that is captured into a graph has counters of its own.
     """
     if driver.is_capturing():
-        return torch.zeros(count, dtype=torch.int32, device=device)
+        owner = torch.zeros(count, dtype=torch.int32, device=device)
+        return owner, owner.data_ptr()
     address, size = _counters_by_stream.get((device, stream), (0, 0))
     if size < count:
         size = max(count, _MIN_COUNTERS)
         address = driver.allocate_zeros(size, device, stream)
         _counters_by_stream[device, stream] = address, size
-    return address
+    return None, address
 
 
-@functools.lru_cache(maxsize=1024)
-def prepare(
-    names: tuple[str, ...],
-    sizes: tuple[tuple[str, int], ...],
-    rows: tuple[tuple[str, Rows], ...],
-) -> Prepared:
+def prepare(names: Sequence[str], sizes: Mapping[str, int], arrays: Mapping[str, Rows]) -> Prepared:
     """Returns the launches of the kernels with these names for the sizes of a call and the geometry of its arrays."""
-    values, arrays = dict(sizes), dict(rows)
     kernels = [_KERNELS[name] for name in names]
-    launches = [kernel.launch(values, arrays) for kernel in kernels]
-    spaces = [space for kernel in kernels for space in kernel.workspaces(values)]
-    counters = max(kernel.counters(values) for kernel in kernels)
-    return Prepared(tuple(each for each in launches if all(each.grid)), tuple(spaces), counters)
+    launches = [kernel.launch(sizes, arrays) for kernel in kernels]
+    spaces = [space for kernel in kernels for space in kernel.workspaces(sizes)]
+    counters = max(kernel.counters(sizes) for kernel in kernels)
+    return Prepared([each for each in launches if all(each.grid)], spaces, counters)
 
 
 class _Kernel:
@@ -191,7 +224,7 @@ class _Kernel:
         offsets = {member["name"]: member["offset"] for member in self._facts["arguments"]}
         maps = [_map(offsets[each["member"]], each, sizes, arrays) for each in self._facts.get("maps", ())]
         x, y, z = (evaluate(self._facts["grid"][axis], sizes) for axis in "xyz")
-        return Launch(self._function, (x, y, z), bytes(template), tuple(pointers), tuple(maps), tuple(numbers))
+        return Launch(self._function, (x, y, z), bytes(template), pointers, maps, numbers)
 
 
 def _map(offset: int, facts: Mapping[str, Any], sizes: Mapping[str, int], arrays: Mapping[str, Rows]) -> Map:

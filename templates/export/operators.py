@@ -1,13 +1,14 @@
 """Attention as operators of torch, with gradients, and with fake kernels for torch.compile."""
 
 # torch infers the schemas of operators from annotations, which must not be strings: no `from __future__`.
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from . import driver
 from ._ops import NAMESPACE, add_op_namespace_prefix, ops
+from .launches import Prepared
 from .specs import SPECS, Spec, has_aligned_rows, spec_of
 
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # registrations live as long as this object
@@ -47,9 +48,98 @@ def attention(
     chosen = spec_of(spec, q, v)
     if seed is None and chosen.dropout:
         seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
-    packed = (cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
-    out, lse = ops.forward(q, k, v, chosen.name, seed, *packed)
+    given = (q, k, v, chosen.name, seed, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
+    out, lse = _Attention.apply(*given) if _is_plain(q, k, v) else ops.forward(*given)
     return (out, lse) if return_lse else out
+
+
+def _is_plain(*tensors: Tensor) -> bool:
+    """Whether nothing intercepts operators on these tensors, so that a call saves the time of torch's dispatcher."""
+    if torch.compiler.is_compiling() or not all(type(tensor) in _PLAIN_TENSORS for tensor in tensors):
+        return False
+    return _count_modes() == 0 and _current_transform() is None
+
+
+# Private functions of torch; without one of them, all calls take the dispatcher.
+_PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter}
+_count_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_current_transform = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: True)
+
+
+class _Call(NamedTuple):
+    """What calls share whose tensors have the same shapes, strides, dtypes and devices.
+
+    results: (shape, strides, dtype) of each result. prepared: None if there is nothing to compute.
+    """
+
+    results: Tuple[Tuple[Tuple[int, ...], Tuple[int, ...], torch.dtype], ...]
+    prepared: Optional[Prepared]
+
+
+_MAX_CALLS = 1024  # in decoding, every call has a new length
+_calls: Dict[Any, _Call] = {}
+_NUMBERS = {"seed_low": 0, "seed_high": 0, "offset": 0}  # the seed is read from memory
+
+
+def _described(tensors: Iterable[Optional[Tensor]]) -> Tuple[Any, ...]:
+    return tuple([t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
+
+
+def _run(part: str, spec: str, rows: Dict[str, Tensor], others: Dict[str, Optional[Tensor]], longest: Any) -> Any:
+    """Runs a pass, "forward" or "backward". Returns its results.
+
+    rows: the tensors of rows, by their names in argument structs; of the forward q, k and v. others: the other tensors.
+    longest: bounds of the lengths of packed sequences.
+    """
+    key = (part, spec, longest, _described(rows.values()), _described(others.values()))
+    call = _calls.get(key)
+    if call is None:
+        if len(_calls) >= _MAX_CALLS:
+            _calls.clear()
+        call = _calls[key] = (_prepare_forward if part == "forward" else _prepare_backward)(spec, rows, others, longest)
+    device = rows["q"].device
+    results = [
+        torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in call.results
+    ]
+    if call.prepared is None:
+        return [result.zero_() for result in results]
+    addresses = {name: tensor.data_ptr() for name, tensor in rows.items()}
+    if any(address % 16 for address in addresses.values()):
+        raise ValueError(f"each tensor must begin at a multiple of 16 bytes, and some of {addresses} do not: copy them")
+    addresses.update({name: tensor.data_ptr() for name, tensor in others.items() if tensor is not None})
+    addresses.update(zip(_RESULTS[part], [result.data_ptr() for result in results]))
+    call.prepared.run(addresses, _NUMBERS, device)
+    return results
+
+
+_RESULTS = {"forward": ("o", "lse"), "backward": ("dq", "dk", "dv")}
+
+
+def _prepare_forward(spec: str, rows: Dict[str, Tensor], others: Dict[str, Optional[Tensor]], longest: Any) -> _Call:
+    chosen, (q, k, v) = SPECS[spec], rows.values()
+    driver.check_device(q)
+    out, lse = _empty_forward(chosen, q, k, v, others)
+    prepared = chosen.prepare("forward", {**rows, "o": out}, _batch(others), longest) if lse.numel() else None
+    return _Call(tuple((each.shape, each.stride(), each.dtype) for each in (out, lse)), prepared)
+
+
+def _prepare_backward(spec: str, rows: Dict[str, Tensor], others: Dict[str, Optional[Tensor]], longest: Any) -> _Call:
+    chosen, (q, k, v) = SPECS[spec], (rows[name] for name in "qkv")
+    driver.check_device(q)
+    gradients = _empty_gradients(chosen, q, k, v)
+    results = tuple((each.shape, each.stride(), each.dtype) for each in gradients)
+    if not others["lse"].numel() or not k.numel():  # type: ignore[union-attr]
+        return _Call(results, None)
+    return _Call(
+        results,
+        chosen.prepare("backward", {**rows, **dict(zip(_RESULTS["backward"], gradients))}, _batch(others), longest),
+    )
+
+
+def _batch(others: Dict[str, Optional[Tensor]]) -> Optional[int]:
+    """Returns the number of packed sequences."""
+    offsets = others["cu_seqlens_q"]
+    return None if offsets is None else offsets.numel() - 1
 
 
 def as_operator(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,14 +164,9 @@ def forward(
     max_seqlen_k: Optional[int],
 ) -> Tuple[Tensor, Tensor]:
     """Returns the output and the LSE."""
-    chosen = SPECS[spec]
-    driver.check_device(q)
-    sequences = _sequences(cu_seqlens_q, cu_seqlens_k, seqused_k)
-    out, lse = results = _empty_forward(chosen, q, k, v, seed, sequences)
-    if lse.numel():
-        rows = {"q": q, "k": k, "v": v, "o": out}
-        _run(chosen, "forward", rows, {"lse": lse, "seed": seed, **sequences}, (max_seqlen_q, max_seqlen_k))
-    return results
+    others = _others(seed, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    out, lse = _run("forward", spec, {"q": q, "k": k, "v": v}, others, (max_seqlen_q, max_seqlen_k))
+    return out, lse
 
 
 @as_operator
@@ -102,57 +187,36 @@ def backward(
     max_seqlen_k: Optional[int],
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v."""
-    chosen = SPECS[spec]
-    driver.check_device(q)
-    gradients = _empty_gradients(chosen, q, k, v)
-    if not lse.numel() or not k.numel():
-        return tuple(gradient.zero_() for gradient in gradients)  # type: ignore[return-value]
-    d_out = d_out.to(q.dtype)
+    d_out = d_out if d_out.dtype == q.dtype else d_out.to(q.dtype)
     d_out = d_out if has_aligned_rows(d_out) and d_out.data_ptr() % 16 == 0 else d_out.contiguous()
-    rows = {"q": q, "k": k, "v": v, "o": out, "d_o": d_out, **dict(zip(("dq", "dk", "dv"), gradients))}
-    others = {"lse": lse.contiguous(), "d_lse": None if d_lse is None else d_lse.contiguous(), "seed": seed}
-    others.update(_sequences(cu_seqlens_q, cu_seqlens_k, seqused_k))
-    _run(chosen, "backward", rows, others, (max_seqlen_q, max_seqlen_k))
-    return gradients
+    others = {"lse": lse.contiguous(), "d_lse": None if d_lse is None else d_lse.contiguous()}
+    others.update(_others(seed, cu_seqlens_q, cu_seqlens_k, seqused_k))
+    rows = {"q": q, "k": k, "v": v, "o": out, "d_o": d_out}
+    dq, dk, dv = _run("backward", spec, rows, others, (max_seqlen_q, max_seqlen_k))
+    return dq, dk, dv
 
 
-Sequences = Dict[str, Optional[Tensor]]
+def _others(
+    seed: Optional[Tensor],
+    cu_seqlens_q: Optional[Tensor],
+    cu_seqlens_k: Optional[Tensor],
+    seqused_k: Optional[Tensor],
+) -> Dict[str, Optional[Tensor]]:
+    """Returns tensors that are not of rows, by their names in argument structs."""
+    return {"seed": seed, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
 
 
-def _sequences(
-    cu_seqlens_q: Optional[Tensor], cu_seqlens_k: Optional[Tensor], seqused_k: Optional[Tensor]
-) -> Sequences:
-    """Returns the tensors that locate packed sequences, by their names in the argument structs."""
-    return {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
-
-
-def _run(
-    spec: Spec,
-    part: str,
-    rows: Dict[str, Tensor],
-    others: Dict[str, Optional[Tensor]],
-    longest: Tuple[Optional[int], Optional[int]],
-) -> None:
-    """Launches a pass. rows: the tensors of rows, by name. others: the other tensors of the argument structs."""
-    for name, tensor in rows.items():
-        if tensor.numel() and tensor.data_ptr() % 16:
-            raise ValueError(f"{name} begins at address {tensor.data_ptr():#x}, no multiple of 16: copy it")
-    offsets = others["cu_seqlens_q"]
-    batch = None if offsets is None else offsets.numel() - 1
-    numbers = {"seed_low": 0, "seed_high": 0, "offset": 0}  # the seed is read from memory
-    spec.prepare(part, rows, batch, longest).run({**rows, **others}, numbers, rows["q"].device)
-
-
-def _check_sequences(spec: Spec, q: Tensor, sequences: Sequences) -> None:
+def _check_sequences(spec: Spec, q: Tensor, others: Dict[str, Optional[Tensor]]) -> None:
     """Raises ValueError if a packed batch lacks its offsets, or another batch has some."""
-    for name, tensor in sequences.items():
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
+        tensor = others[name]
         if tensor is None:
             if spec.is_varlen and name != "seqused_k":
                 raise ValueError(f"{name} is missing: {spec.name} takes packed sequences, give int32 (sequences + 1,)")
             continue
         if not spec.is_varlen:
             raise ValueError(f"{name}: {spec.name} takes no packed sequences; leave it out")
-        offsets = sequences["cu_seqlens_q"]
+        offsets = others["cu_seqlens_q"]
         length = offsets.numel() - (name == "seqused_k")  # type: ignore[union-attr]
         if tensor.dtype != torch.int32 or tuple(tensor.shape) != (length,) or tensor.device != q.device:
             given = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
@@ -179,12 +243,12 @@ def _dense_like(tensor: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def _empty_forward(
-    spec: Spec, q: Tensor, k: Tensor, v: Tensor, seed: Optional[Tensor], sequences: Sequences
+    spec: Spec, q: Tensor, k: Tensor, v: Tensor, others: Dict[str, Optional[Tensor]]
 ) -> Tuple[Tensor, Tensor]:
     """Checks a call, and returns its results without their values."""
     spec.check(q, k, v)
-    _check_sequences(spec, q, sequences)
-    _check_seed(spec, q, seed)
+    _check_sequences(spec, q, others)
+    _check_seed(spec, q, others["seed"])
     return _dense_like(q, spec.value_dim, spec.out_dtype), q.new_empty(spec.lse_shape(q), dtype=torch.float32)
 
 
@@ -197,8 +261,7 @@ def _empty_gradients(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> Tuple[Tenso
 def _(
     q: Any, k: Any, v: Any, spec: Any, seed: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_k: Any, *longest: Any
 ) -> Any:
-    sequences = _sequences(cu_seqlens_q, cu_seqlens_k, seqused_k)
-    return _empty_forward(SPECS[spec], q, k, v, seed, sequences)
+    return _empty_forward(SPECS[spec], q, k, v, _others(seed, cu_seqlens_q, cu_seqlens_k, seqused_k))
 
 
 @torch.library.register_fake(add_op_namespace_prefix("backward"), lib=LIBRARY)
@@ -208,15 +271,16 @@ def _(d_out: Any, d_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, spec: 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     q, k, v, ctx.spec, seed, cu_seqlens_q, cu_seqlens_k, seqused_k, *ctx.longest = inputs
+    ctx.is_plain = False
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, seed, cu_seqlens_q, cu_seqlens_k, seqused_k)
 
 
 def _differentiate(ctx: Any, d_out: Optional[Tensor], d_lse: Optional[Tensor]) -> Any:
-    q, k, v, out, lse, seed, *sequences = ctx.saved_tensors
+    q, k, v, out, lse, *others = ctx.saved_tensors
     d_out = torch.zeros_like(out) if d_out is None else d_out
-    results = ops.backward(d_out, d_lse, q, k, v, out, lse, ctx.spec, seed, *sequences, *ctx.longest)
-    return (*results, *[None] * 7)
+    run = backward if ctx.is_plain and not torch.is_grad_enabled() else ops.backward
+    return (*run(d_out, d_lse, q, k, v, out, lse, ctx.spec, *others, *ctx.longest), *[None] * 7)
 
 
 def _no_second_derivative(ctx: Any, *gradients: Any) -> Any:
@@ -228,3 +292,16 @@ for name, function, options in (
     ("backward", _no_second_derivative, {}),
 ):
     torch.library.register_autograd(add_op_namespace_prefix(name), function, lib=LIBRARY, **options)
+
+
+class _Attention(torch.autograd.Function):
+    """The operators with their gradients, without torch's dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = forward(*inputs)
+        _save(ctx, inputs, output)
+        ctx.is_plain = True
+        return output
+
+    backward = staticmethod(_differentiate)

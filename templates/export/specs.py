@@ -129,8 +129,9 @@ class Spec:
             "total_k": rows_k,
             "multiprocessors": driver.multiprocessors(q.device),
         }
-        geometry = tuple((name, self.rows(tensor)) for name, tensor in arrays.items())
-        return prepare(self._kernels_on(q.device, part), tuple(sizes.items()), geometry)
+        return prepare(
+            self._kernels_on(q.device, part), sizes, {name: self.rows(tensor) for name, tensor in arrays.items()}
+        )
 
     def _kernels_on(self, device: torch.device, part: str) -> tuple[str, ...]:
         """Returns the kernels of a pass for a GPU: those compiled for the most specific target that it runs."""
