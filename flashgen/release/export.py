@@ -24,11 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from flashgen.build.written import record_file, recorded_hashes
+from flashgen.codegen.arguments import member_name
 from flashgen.codegen.environment import environment
 from flashgen.codegen.stages import PASSES, Pass, kernels_of
 from flashgen.codegen.targets import Target, target_named
 from flashgen.errors import BuildError, SpecError, UnsupportedError
 from flashgen.files import is_plain_name, why_not_writable
+from flashgen.language.indexed_sizes import distance_of, position_of
+from flashgen.language.operations import Capture, Load
 from flashgen.language.spec import AttentionSpec
 from flashgen.release.folder import Progress, contents, emit
 from flashgen.release.request import Request
@@ -93,9 +96,6 @@ def _unsupported(spec: AttentionSpec) -> str | None:
         return f"it reads a KV cache (pages or 8-bit keys); {_RELEASE}"
     if spec.shared_kv:
         return f"its V is a part of K; {_RELEASE}"
-    if spec.captures:
-        names = ", ".join(repr(capture.name) for capture in spec.captures)
-        return f"it captures {names}, and exported operators take q, k and v only; {_RELEASE}"
     return None
 
 
@@ -177,21 +177,44 @@ def _describe_spec(spec: AttentionSpec, request: _Request) -> dict[str, Any]:
         "dtype": spec.dtype,
         "out_dtype": spec.out_element.name,
         "grad_dtype": spec.grad_element.name,
+        "captures": [_describe_capture(spec, capture) for capture in spec.captures],
         "kernels": {target.name: _kernel_names(spec, target, request) for target in request.targets},
     }
 
 
 def _kernel_names(spec: AttentionSpec, target: Target, request: _Request) -> dict[str, list[str]]:
     """Returns the names of the kernels of each pass, in launch order."""
-    names: dict[str, list[str]] = {}
-    for each in request.passes:
-        kernels = kernels_of(spec, target, (each,), deterministic=request.deterministic, unique_names=True)
-        if any(kernel.lists for kernel in kernels.values()):
-            raise UnsupportedError(
-                f"{spec.name} cannot be exported: its mask has no closed form and needs lists of tiles; {_RELEASE}"
-            )
-        names[each] = [kernel.name for kernel in kernels.values()]
-    return names
+    options: dict[str, Any] = {"deterministic": request.deterministic, "unique_names": True}
+    return {
+        each: [kernel.name for kernel in kernels_of(spec, target, (each,), **options).values()]
+        for each in request.passes
+    }
+
+
+def _describe_capture(spec: AttentionSpec, capture: Capture) -> dict[str, Any]:
+    """Returns what the package must know of a captured array or number.
+
+    indexed: (axis, index, block) of each axis that is read at b, h, q or k, or at blocks of them. distances: (axis,
+    farthest) of each axis that is read at a distance up to a number, or up to a captured number of this name.
+    """
+    expressions = [spec.mask.expression, *([spec.score.expression] if spec.score else [])]
+    loads = [load for each in expressions for load in each.atoms(Load) if load.capture == capture]
+    positions = {(axis, position_of(index)) for load in loads for axis, index in enumerate(load.indices)}
+    distances = {(axis, distance_of(index)) for load in loads for axis, index in enumerate(load.indices)}
+    return {
+        "name": capture.name,
+        "member": member_name(capture),
+        "dtype": capture.dtype,
+        "ndim": capture.ndim,
+        "grad": capture.grad,
+        "sink": capture == spec.sink,
+        "indexed": sorted([axis, str(found[0]), found[1]] for axis, found in positions if found),
+        "distances": [
+            [axis, farthest.name if isinstance(farthest, Capture) else farthest]
+            for axis, farthest in sorted(distances, key=str)
+            if farthest is not None
+        ],
+    }
 
 
 def _rendered(template: str, **context: Any) -> bytes:

@@ -22,7 +22,7 @@ from .formulas import evaluate
 FOLDER = Path(__file__).parent / "kernels"
 MANIFEST = json.loads((FOLDER / "manifest.json").read_text(encoding="utf-8"))
 
-_FORMATS = {"int": "<i", "unsigned": "<I", "float": "<f", "long long": "<q"}
+_FORMATS = {"int": "<i", "unsigned": "<I", "float": "<f", "long long": "<q", "Strides": "<q"}  # of each number
 _COUNTERS = ("next_tile", "arrivals")  # members that point to counters, which are 0 before and after a launch
 _MIN_COUNTERS = 1024
 _ALIGNMENT = 256  # bytes: that of each workspace in the memory of a call
@@ -38,6 +38,13 @@ class Rows(NamedTuple):
     rows: int
     heads: int
     strides: tuple[int, int, int]
+
+
+class Captured(NamedTuple):
+    """The geometry of a captured array: its shape, and its strides in bytes."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
 class Map(NamedTuple):
@@ -61,6 +68,7 @@ class Launch:
 
     Attributes:
         grid: the number of blocks along x, y and z.
+        pointers: the arrays that the argument struct points to, in order.
     """
 
     def __init__(
@@ -76,7 +84,7 @@ class Launch:
         `numbers` (offset, format, name)."""
         self.grid = grid
         self._function, self._template, self._maps, self._numbers = function, template, maps, numbers
-        self._pointers = [name for _, name in pointers]
+        self.pointers = [name for _, name in pointers]
         self._first_pointer = pointers[0][0]  # the others follow it
         self._pack_pointers = struct.Struct(f"<{len(pointers)}Q").pack_into
         self._encoded: dict[tuple[int, ...], tuple[bytes, ...]] = {}
@@ -89,7 +97,7 @@ class Launch:
         except IndexError:
             parameters = driver.Parameters(self._template)
         buffer = parameters.struct
-        self._pack_pointers(buffer, self._first_pointer, *[addresses.get(name, 0) for name in self._pointers])
+        self._pack_pointers(buffer, self._first_pointer, *[addresses.get(name, 0) for name in self.pointers])
         for offset, form, name in self._numbers:
             struct.pack_into(form, buffer, offset, numbers[name])
         if self._maps:
@@ -128,10 +136,15 @@ class Workspace(NamedTuple):
 
 
 class Prepared:
-    """All launches of a pass for calls of the same sizes and strides, in order, and the memory that they share."""
+    """All launches of a pass for calls of the same sizes and strides, in order, and the memory that they share.
+
+    Attributes:
+        pointers: the names of all arrays that the kernels access through pointers.
+    """
 
     def __init__(self, launches: Sequence[Launch], workspaces: Sequence[Workspace], counters: int) -> None:
         self.launches, self.workspaces, self._counters = launches, workspaces, counters
+        self.pointers = frozenset(name for launch in launches for name in launch.pointers)
         self._bytes, self._places = 0, []
         for space in workspaces:
             self._places.append((space, self._bytes))
@@ -175,11 +188,13 @@ def _counters(device: torch.device, stream: int, count: int) -> tuple[torch.Tens
     return None, address
 
 
-def prepare(names: Sequence[str], sizes: Mapping[str, int], arrays: Mapping[str, Rows]) -> Prepared:
+def prepare(
+    names: Sequence[str], sizes: Mapping[str, int], arrays: Mapping[str, Rows], captures: Mapping[str, Captured]
+) -> Prepared:
     """Returns the launches of the kernels with these names for the sizes of a call and the geometry of its arrays."""
     kernels = [_KERNELS[name] for name in names]
-    launches = [kernel.launch(sizes, arrays) for kernel in kernels]
-    spaces = [space for kernel in kernels for space in kernel.workspaces(sizes)]
+    launches = [kernel.launch(sizes, arrays, captures) for kernel in kernels]
+    spaces = [space for kernel in kernels for space in kernel.workspaces(sizes, captures)]
     counters = max(kernel.counters(sizes) for kernel in kernels)
     return Prepared([each for each in launches if all(each.grid)], spaces, counters)
 
@@ -196,11 +211,11 @@ class _Kernel:
     def counters(self, sizes: Mapping[str, int]) -> int:
         return evaluate(self._facts.get("counters", "0"), sizes)
 
-    def workspaces(self, sizes: Mapping[str, int]) -> list[Workspace]:
+    def workspaces(self, sizes: Mapping[str, int], captures: Mapping[str, Captured]) -> list[Workspace]:
         return [
             Workspace(
                 space["name"],
-                tuple(evaluate(size, sizes) for size in space["shape"]),
+                (*self._shape_of(space, captures), *(evaluate(size, sizes) for size in space["shape"])),
                 getattr(torch, space["dtype"]),
                 space.get("zeroed", False),
             )
@@ -208,19 +223,36 @@ class _Kernel:
             if evaluate(space.get("wanted", "1"), sizes)
         ]
 
-    def launch(self, sizes: Mapping[str, int], arrays: Mapping[str, Rows]) -> Launch:
+    @staticmethod
+    def _shape_of(space: Mapping[str, Any], captures: Mapping[str, Captured]) -> tuple[int, ...]:
+        return captures[space["of_array"]].shape if "of_array" in space else ()
+
+    def launch(self, sizes: Mapping[str, int], arrays: Mapping[str, Rows], captures: Mapping[str, Captured]) -> Launch:
+        for space in self._facts.get("workspaces", ()):
+            if "of_array" in space:
+                sizes = {**sizes, "count": math.prod(self._shape_of(space, captures))}
+        values = {f"{name}_strides": each.strides for name, each in arrays.items()}
+        values.update({f"{name}_stride": each.strides for name, each in captures.items()})
+        values.update({f"{name}_size": each.shape for name, each in captures.items()})
+        renamed = self._facts.get("pointers", {})
         template, pointers, numbers = bytearray(self._facts["argument_bytes"]), [], []
         for member in self._facts["arguments"]:
             name, kind, offset = member["name"], member["type"], member["offset"]
             if kind.endswith("*"):
-                pointers.append((offset, name))
-            elif kind == "Strides":
-                strides = arrays[name[: -len("_strides")]].strides
-                struct.pack_into("<qqq", template, offset, *strides)
-            elif "value" in member:
-                struct.pack_into(_FORMATS[kind], template, offset, evaluate(member["value"], sizes))
+                pointers.append((offset, renamed.get(name, name)))
+                continue
+            form = _FORMATS.get(kind)
+            if "value" in member:
+                value = member["value"]
+                given = [evaluate(each, sizes) for each in (value if isinstance(value, list) else [value])]
+            else:
+                given = values.get(name)
+            if given is not None:
+                size = struct.calcsize(form)
+                for position, each in enumerate(given):
+                    struct.pack_into(form, template, offset + position * size, each)
             elif kind != "TensorMap":
-                numbers.append((offset, _FORMATS[kind], name))
+                numbers.append((offset, form, name))
         offsets = {member["name"]: member["offset"] for member in self._facts["arguments"]}
         maps = [_map(offsets[each["member"]], each, sizes, arrays) for each in self._facts.get("maps", ())]
         x, y, z = (evaluate(self._facts["grid"][axis], sizes) for axis in "xyz")

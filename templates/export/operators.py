@@ -1,7 +1,7 @@
 """Attention as operators of torch, with gradients, and with fake kernels for torch.compile."""
 
 # torch infers the schemas of operators from annotations, which must not be strings: no `from __future__`.
-from typing import Any, Callable, Dict, Iterable, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from ._ops import NAMESPACE, add_op_namespace_prefix, ops
 from .launches import Prepared
 from .specs import SPECS, Spec, has_aligned_rows, spec_of
 
+Tensors = Dict[str, Optional[Tensor]]
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # registrations live as long as this object
 
 
@@ -20,6 +21,7 @@ def attention(
     v: Tensor,
     *,
     return_lse: bool = False,
+    captures: Optional[Mapping[str, Any]] = None,
     seed: Optional[Tensor] = None,
     cu_seqlens_q: Optional[Tensor] = None,
     cu_seqlens_k: Optional[Tensor] = None,
@@ -34,6 +36,7 @@ def attention(
         q, k, v: tensors of one dtype, with axes in the order of the spec's layout. Rows are contiguous and begin at
             multiples of 16 bytes; other strides are arbitrary. The heads of q are a multiple of those of k and v.
         return_lse: also return the logarithm of the sum of exponentials of each row, float32.
+        captures: the arrays and numbers that the mask and the score function of the spec read, and its sinks, by name.
         seed: the seed of the dropout, one int64 on the device of q; None draws it from torch's generator.
         cu_seqlens_q, cu_seqlens_k: the first row of each of the packed sequences of layout "thd", and the number of
             all rows; int32 on the device of q.
@@ -48,8 +51,15 @@ def attention(
     chosen = spec_of(spec, q, v)
     if seed is None and chosen.dropout:
         seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
-    given = (q, k, v, chosen.name, seed, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
-    out, lse = _Attention.apply(*given) if _is_plain(q, k, v) else ops.forward(*given)
+    arrays, numbers = chosen.split(captures or {})
+    others = (seed, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    longest = (max_seqlen_q, max_seqlen_k)
+    if _is_plain(q, k, v, *arrays):
+        tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v, *arrays))
+        run = _Attention.apply if tracked else _forward
+        out, lse = run((chosen.name, numbers, longest), q, k, v, *others, *arrays)
+    else:
+        out, lse = ops.forward(q, k, v, chosen.name, arrays, numbers, *others, *longest)
     return (out, lse) if return_lse else out
 
 
@@ -69,77 +79,110 @@ _current_transform = getattr(torch._C._functorch, "peek_interpreter_stack", lamb
 class _Call(NamedTuple):
     """What calls share whose tensors have the same shapes, strides, dtypes and devices.
 
-    results: (shape, strides, dtype) of each result. prepared: None if there is nothing to compute.
+    results: (shape, strides, dtype) of each result. zeroed: those that kernels add to, or do not write. prepared: None
+    if there is nothing to compute.
     """
 
-    results: Tuple[Tuple[Tuple[int, ...], Tuple[int, ...], torch.dtype], ...]
+    results: Sequence[Tuple[Tuple[int, ...], Tuple[int, ...], torch.dtype]]
+    zeroed: Sequence[int]
     prepared: Optional[Prepared]
+
+
+class _Given(NamedTuple):
+    """The arguments of a pass.
+
+    rows: the tensors of rows, by their names in argument structs; of the forward q, k and v. others: the other tensors.
+    arrays, numbers: the captured arrays and numbers of the spec. longest: bounds of the lengths of packed sequences.
+    """
+
+    spec: Spec
+    rows: Dict[str, Tensor]
+    others: Tensors
+    arrays: Sequence[Tensor]
+    numbers: Sequence[float]
+    longest: Tuple[Optional[int], Optional[int]]
+
+    @property
+    def batch(self) -> Optional[int]:
+        """The number of packed sequences; None in other layouts."""
+        offsets = self.others["cu_seqlens_q"]
+        return None if offsets is None else offsets.numel() - 1
 
 
 _MAX_CALLS = 1024  # in decoding, every call has a new length
 _calls: Dict[Any, _Call] = {}
-_NUMBERS = {"seed_low": 0, "seed_high": 0, "offset": 0}  # the seed is read from memory
+_SEED = {"seed_low": 0, "seed_high": 0, "offset": 0}  # the seed is read from memory
 
 
 def _described(tensors: Iterable[Optional[Tensor]]) -> Tuple[Any, ...]:
-    return tuple([t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
+    return tuple([t if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors])
 
 
-def _run(part: str, spec: str, rows: Dict[str, Tensor], others: Dict[str, Optional[Tensor]], longest: Any) -> Any:
-    """Runs a pass, "forward" or "backward". Returns its results.
-
-    rows: the tensors of rows, by their names in argument structs; of the forward q, k and v. others: the other tensors.
-    longest: bounds of the lengths of packed sequences.
-    """
-    key = (part, spec, longest, _described(rows.values()), _described(others.values()))
+def _run(part: str, given: _Given) -> Any:
+    """Runs a pass, "forward" or "backward". Returns its results."""
+    spec, rows, others, arrays, numbers, longest = given
+    key = (part, spec.name, longest, _described(rows.values()), _described(others.values()), _described(arrays))
     call = _calls.get(key)
     if call is None:
         if len(_calls) >= _MAX_CALLS:
             _calls.clear()
-        call = _calls[key] = (_prepare_forward if part == "forward" else _prepare_backward)(spec, rows, others, longest)
+        call = _calls[key] = (_prepare_forward if part == "forward" else _prepare_backward)(given)
     device = rows["q"].device
     results = [
         torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in call.results
     ]
+    for position in call.zeroed:
+        results[position].zero_()
     if call.prepared is None:
-        return [result.zero_() for result in results]
+        return results
     addresses = {name: tensor.data_ptr() for name, tensor in rows.items()}
     if any(address % 16 for address in addresses.values()):
         raise ValueError(f"each tensor must begin at a multiple of 16 bytes, and some of {addresses} do not: copy them")
     addresses.update({name: tensor.data_ptr() for name, tensor in others.items() if tensor is not None})
-    addresses.update(zip(_RESULTS[part], [result.data_ptr() for result in results]))
-    call.prepared.run(addresses, _NUMBERS, device)
+    names = ("o", "lse") if part == "forward" else ("dq", "dk", "dv")
+    addresses.update(zip(names, [result.data_ptr() for result in results]))
+    by_name = _SEED
+    if arrays or numbers:
+        by_name = {**_SEED, **_add_captures(given, results[3:], addresses)}
+    call.prepared.run(addresses, by_name, device)
     return results
 
 
-_RESULTS = {"forward": ("o", "lse"), "backward": ("dq", "dk", "dv")}
+def _add_captures(given: _Given, gradients: Sequence[Tensor], addresses: Dict[str, int]) -> Dict[str, float]:
+    """Adds the addresses of captured arrays and of their gradients, and returns the captured numbers by name."""
+    spec = given.spec
+    spec.check_numbers(given.arrays, given.numbers)  # which are not in the key of calls
+    for capture, array in zip(spec.arrays, given.arrays):
+        addresses[capture.member] = array.data_ptr()
+    for capture, gradient in zip((each for each in spec.arrays if each.grad), gradients):
+        addresses[f"d_{capture.member}"] = addresses[f"gradient of {capture.name}"] = gradient.data_ptr()
+    return {
+        each.member: int(number) if each.is_integer else number for each, number in zip(spec.numbers, given.numbers)
+    }
 
 
-def _prepare_forward(spec: str, rows: Dict[str, Tensor], others: Dict[str, Optional[Tensor]], longest: Any) -> _Call:
-    chosen, (q, k, v) = SPECS[spec], rows.values()
-    driver.check_device(q)
-    out, lse = _empty_forward(chosen, q, k, v, others)
-    prepared = chosen.prepare("forward", {**rows, "o": out}, _batch(others), longest) if lse.numel() else None
-    return _Call(tuple((each.shape, each.stride(), each.dtype) for each in (out, lse)), prepared)
+def _prepare_forward(given: _Given) -> _Call:
+    spec, rows = given.spec, given.rows
+    driver.check_device(rows["q"])
+    results = _empty_forward(given)
+    empty = not results[1].numel()
+    out = {"o": results[0]}
+    prepared = None if empty else spec.prepare("forward", {**rows, **out}, given.arrays, given.batch, given.longest)
+    return _Call([(each.shape, each.stride(), each.dtype) for each in results], (), prepared)
 
 
-def _prepare_backward(spec: str, rows: Dict[str, Tensor], others: Dict[str, Optional[Tensor]], longest: Any) -> _Call:
-    chosen, (q, k, v) = SPECS[spec], (rows[name] for name in "qkv")
-    driver.check_device(q)
-    gradients = _empty_gradients(chosen, q, k, v)
-    results = tuple((each.shape, each.stride(), each.dtype) for each in gradients)
-    if not others["lse"].numel() or not k.numel():  # type: ignore[union-attr]
-        return _Call(results, None)
-    return _Call(
-        results,
-        chosen.prepare("backward", {**rows, **dict(zip(_RESULTS["backward"], gradients))}, _batch(others), longest),
-    )
-
-
-def _batch(others: Dict[str, Optional[Tensor]]) -> Optional[int]:
-    """Returns the number of packed sequences."""
-    offsets = others["cu_seqlens_q"]
-    return None if offsets is None else offsets.numel() - 1
+def _prepare_backward(given: _Given) -> _Call:
+    spec, rows = given.spec, given.rows
+    driver.check_device(rows["q"])
+    gradients = _empty_gradients(spec, rows["q"], rows["k"], rows["v"], given.arrays)
+    results = [(each.shape, each.stride(), each.dtype) for each in gradients]
+    if not given.others["lse"].numel() or not rows["k"].numel():  # type: ignore[union-attr]
+        return _Call(results, range(len(results)), None)
+    own = dict(zip(("dq", "dk", "dv"), gradients))
+    prepared = spec.prepare("backward", {**rows, **own}, given.arrays, given.batch, given.longest)
+    learned = [capture for capture in spec.arrays if capture.grad]
+    zeroed = [3 + n for n, capture in enumerate(learned) if f"gradient of {capture.name}" not in prepared.pointers]
+    return _Call(results, zeroed, prepared)
 
 
 def as_operator(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,6 +199,8 @@ def forward(
     k: Tensor,
     v: Tensor,
     spec: str,
+    arrays: List[Tensor],
+    numbers: List[float],
     seed: Optional[Tensor],
     cu_seqlens_q: Optional[Tensor],
     cu_seqlens_k: Optional[Tensor],
@@ -165,7 +210,8 @@ def forward(
 ) -> Tuple[Tensor, Tensor]:
     """Returns the output and the LSE."""
     others = _others(seed, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    out, lse = _run("forward", spec, {"q": q, "k": k, "v": v}, others, (max_seqlen_q, max_seqlen_k))
+    longest = (max_seqlen_q, max_seqlen_k)
+    out, lse = _run("forward", _Given(SPECS[spec], {"q": q, "k": k, "v": v}, others, arrays, numbers, longest))
     return out, lse
 
 
@@ -179,21 +225,22 @@ def backward(
     out: Tensor,
     lse: Tensor,
     spec: str,
+    arrays: List[Tensor],
+    numbers: List[float],
     seed: Optional[Tensor],
     cu_seqlens_q: Optional[Tensor],
     cu_seqlens_k: Optional[Tensor],
     seqused_k: Optional[Tensor],
     max_seqlen_q: Optional[int],
     max_seqlen_k: Optional[int],
-) -> Tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k and v."""
+) -> List[Tensor]:
+    """Returns the gradients of q, k, v, and of each captured array that has one."""
     d_out = d_out if d_out.dtype == q.dtype else d_out.to(q.dtype)
     d_out = d_out if has_aligned_rows(d_out) and d_out.data_ptr() % 16 == 0 else d_out.contiguous()
     others = {"lse": lse.contiguous(), "d_lse": None if d_lse is None else d_lse.contiguous()}
     others.update(_others(seed, cu_seqlens_q, cu_seqlens_k, seqused_k))
     rows = {"q": q, "k": k, "v": v, "o": out, "d_o": d_out}
-    dq, dk, dv = _run("backward", spec, rows, others, (max_seqlen_q, max_seqlen_k))
-    return dq, dk, dv
+    return _run("backward", _Given(SPECS[spec], rows, others, arrays, numbers, (max_seqlen_q, max_seqlen_k)))
 
 
 def _others(
@@ -201,12 +248,12 @@ def _others(
     cu_seqlens_q: Optional[Tensor],
     cu_seqlens_k: Optional[Tensor],
     seqused_k: Optional[Tensor],
-) -> Dict[str, Optional[Tensor]]:
+) -> Tensors:
     """Returns tensors that are not of rows, by their names in argument structs."""
     return {"seed": seed, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
 
 
-def _check_sequences(spec: Spec, q: Tensor, others: Dict[str, Optional[Tensor]]) -> None:
+def _check_sequences(spec: Spec, q: Tensor, others: Tensors) -> None:
     """Raises ValueError if a packed batch lacks its offsets, or another batch has some."""
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
         tensor = others[name]
@@ -242,45 +289,68 @@ def _dense_like(tensor: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     return empty.permute([*(order.index(axis) for axis in outer), tensor.dim() - 1])
 
 
-def _empty_forward(
-    spec: Spec, q: Tensor, k: Tensor, v: Tensor, others: Dict[str, Optional[Tensor]]
-) -> Tuple[Tensor, Tensor]:
+def _empty_forward(given: _Given) -> Tuple[Tensor, Tensor]:
     """Checks a call, and returns its results without their values."""
+    spec, (q, k, v) = given.spec, given.rows.values()
     spec.check(q, k, v)
-    _check_sequences(spec, q, others)
-    _check_seed(spec, q, others["seed"])
+    _check_sequences(spec, q, given.others)
+    _check_seed(spec, q, given.others["seed"])
+    spec.check_arrays(q, k, given.batch, given.arrays)
     return _dense_like(q, spec.value_dim, spec.out_dtype), q.new_empty(spec.lse_shape(q), dtype=torch.float32)
 
 
-def _empty_gradients(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
-    dtype = spec.grad_dtype
-    return _dense_like(q, q.shape[-1], dtype), _dense_like(k, k.shape[-1], dtype), _dense_like(v, v.shape[-1], dtype)
+def _empty_gradients(spec: Spec, q: Tensor, k: Tensor, v: Tensor, arrays: Sequence[Tensor]) -> List[Tensor]:
+    learned = [torch.empty_like(array, memory_format=torch.contiguous_format) for array in _learned(spec, arrays)]
+    return [*(_dense_like(each, each.shape[-1], spec.grad_dtype) for each in (q, k, v)), *learned]
+
+
+def _learned(spec: Spec, arrays: Sequence[Tensor]) -> List[Tensor]:
+    """Returns those of the captured arrays that have a gradient."""
+    return [array for capture, array in zip(spec.arrays, arrays) if capture.grad]
 
 
 @torch.library.register_fake(add_op_namespace_prefix("forward"), lib=LIBRARY)
 def _(
-    q: Any, k: Any, v: Any, spec: Any, seed: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_k: Any, *longest: Any
-) -> Any:
-    return _empty_forward(SPECS[spec], q, k, v, _others(seed, cu_seqlens_q, cu_seqlens_k, seqused_k))
+    q: Any, k: Any, v: Any, spec: Any, arrays: Any, numbers: Any, seed: Any, cu_seqlens_q: Any, cu_seqlens_k: Any,
+    seqused_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
+) -> Any:  # fmt: skip
+    others = _others(seed, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    rows = {"q": q, "k": k, "v": v}
+    return _empty_forward(_Given(SPECS[spec], rows, others, arrays, numbers, (max_seqlen_q, max_seqlen_k)))
 
 
 @torch.library.register_fake(add_op_namespace_prefix("backward"), lib=LIBRARY)
-def _(d_out: Any, d_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, spec: Any, *rest: Any) -> Any:
-    return _empty_gradients(SPECS[spec], q, k, v)
+def _(d_out: Any, d_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, spec: Any, arrays: Any, *rest: Any) -> Any:
+    return _empty_gradients(SPECS[spec], q, k, v, arrays)
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, ctx.spec, seed, cu_seqlens_q, cu_seqlens_k, seqused_k, *ctx.longest = inputs
-    ctx.is_plain = False
+def _save(ctx: Any, options: Any, tensors: Sequence[Optional[Tensor]], output: Any) -> None:
+    """Saves what the backward needs. options: the spec, its numbers and the bounds. tensors: in the order of a call."""
+    ctx.options = options
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, seed, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    ctx.save_for_backward(*output, *tensors)
+
+
+def _gradients(ctx: Any, d_out: Optional[Tensor], d_lse: Optional[Tensor], run: Callable[..., Any]) -> Any:
+    """Returns the gradients of q, k, v, and a list of those of the captured arrays."""
+    spec, numbers, longest = ctx.options
+    out, lse, q, k, v, seed, cu_seqlens_q, cu_seqlens_k, seqused_k, *arrays = ctx.saved_tensors
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    others = (seed, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    dq, dk, dv, *rest = run(d_out, d_lse, q, k, v, out, lse, spec, arrays, numbers, *others, *longest)
+    learned = iter(rest)
+    return dq, dk, dv, [next(learned) if capture.grad else None for capture in SPECS[spec].arrays]
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, spec, arrays, numbers, seed, cu_seqlens_q, cu_seqlens_k, seqused_k, *longest = inputs
+    _save(ctx, (spec, numbers, longest), (q, k, v, seed, cu_seqlens_q, cu_seqlens_k, seqused_k, *arrays), output)
 
 
 def _differentiate(ctx: Any, d_out: Optional[Tensor], d_lse: Optional[Tensor]) -> Any:
-    q, k, v, out, lse, *others = ctx.saved_tensors
-    d_out = torch.zeros_like(out) if d_out is None else d_out
-    run = backward if ctx.is_plain and not torch.is_grad_enabled() else ops.backward
-    return (*run(d_out, d_lse, q, k, v, out, lse, ctx.spec, *others, *ctx.longest), *[None] * 7)
+    *gradients, of_arrays = _gradients(ctx, d_out, d_lse, ops.backward)
+    # torch treats an empty list as one of tensors, with a list of gradients, and a list of numbers as one argument.
+    return (*gradients, None, of_arrays, None if ctx.options[1] else [], *[None] * 6)
 
 
 def _no_second_derivative(ctx: Any, *gradients: Any) -> Any:
@@ -288,20 +358,29 @@ def _no_second_derivative(ctx: Any, *gradients: Any) -> Any:
 
 
 for name, function, options in (
-    ("forward", _differentiate, {"setup_context": _save}),
+    ("forward", _differentiate, {"setup_context": _setup_context}),
     ("backward", _no_second_derivative, {}),
 ):
     torch.library.register_autograd(add_op_namespace_prefix(name), function, lib=LIBRARY, **options)
+
+
+def _forward(options: Any, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Any:
+    """Runs the forward. options: the spec, its numbers and the bounds. tensors: the seed, offsets and arrays."""
+    spec, numbers, longest = options
+    return forward(q, k, v, spec, list(tensors[4:]), numbers, *tensors[:4], *longest)
 
 
 class _Attention(torch.autograd.Function):
     """The operators with their gradients, without torch's dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        output = forward(*inputs)
-        _save(ctx, inputs, output)
-        ctx.is_plain = True
+    def forward(ctx: Any, options: Any, q: Any, k: Any, v: Any, *tensors: Any) -> Any:
+        output = _forward(options, q, k, v, *tensors)
+        _save(ctx, options, (q, k, v, *tensors), output)
         return output
 
-    backward = staticmethod(_differentiate)
+    @staticmethod
+    def backward(ctx: Any, d_out: Optional[Tensor], d_lse: Optional[Tensor]) -> Any:
+        run = ops.backward if torch.is_grad_enabled() else backward
+        *gradients, of_arrays = _gradients(ctx, d_out, d_lse, run)
+        return (None, *gradients, *[None] * 4, *of_arrays)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from . import driver
-from .launches import Prepared, Rows, prepare
+from .launches import Captured, Prepared, Rows, prepare
 
 _AXES = {
     "bhsd": ("batch", "heads", "length", "dim"),
@@ -21,12 +21,59 @@ _ROW_BYTES = 16  # every row begins at a multiple of them
 _LONGEST, _MAX_HEADS, _MAX_HEADS_PER_KV = 10**9, 65535, 8192
 
 
+class Capture(NamedTuple):
+    """An array or a number that each call of a spec supplies by name.
+
+    Attributes:
+        name: its name.
+        member: its name in argument structs.
+        dtype: its type, as in torch.
+        ndim: the number of axes; 0 for a number.
+        grad: whether the backward computes its gradient.
+        sink: whether it is an extra score of each query head.
+        indexed: (axis, index, block) of each axis that is read at b, h, q or k, or at blocks of them.
+        distances: (axis, farthest) of each axis that is read at a distance of at most a number, or a captured number.
+    """
+
+    name: str
+    member: str
+    dtype: str
+    ndim: int
+    grad: bool
+    sink: bool
+    indexed: Sequence[Any]
+    distances: Sequence[Any]
+
+    @property
+    def is_integer(self) -> bool:
+        return "float" not in self.dtype
+
+    def check(self, array: torch.Tensor, q: torch.Tensor, extents: Mapping[str, int]) -> None:
+        """Raises ValueError if an array does not fit. extents: the numbers of sequences, query heads, and rows."""
+        if array.dtype != getattr(torch, self.dtype) or array.dim() != self.ndim or array.device != q.device:
+            given = f"{array.dtype} {tuple(array.shape)} on {array.device}"
+            raise ValueError(f"capture {self.name!r} is {given}: give {self.dtype} of {self.ndim} axes on {q.device}")
+        if not all(array.shape):
+            raise ValueError(f"capture {self.name!r} has shape {tuple(array.shape)}: it needs at least one element")
+        if self.sink and array.shape[0] != extents["h"]:
+            raise ValueError(
+                f"capture {self.name!r} has {array.shape[0]} elements: give one for each of {extents['h']} heads"
+            )
+        for axis, index, block in self.indexed:
+            needed = -(-extents[index] // block)
+            if array.shape[axis] != 1 and array.shape[axis] < needed:
+                raise ValueError(
+                    f"capture {self.name!r} has shape {tuple(array.shape)}: axis {axis} needs {needed} elements, or 1"
+                )
+
+
 class Spec:
     """A variant of attention, with kernels for one or more targets.
 
     Attributes:
         name: its name, by which `attention` selects it.
         mask, score: what it computes, in words of flashgen.
+        arrays, numbers: what each call captures besides q, k and v.
         layout: the order of the axes of q, k, v and the output: "bhsd", "bshd", or "thd" for packed sequences.
         targets: the names of the GPU architectures that have kernels, such as "sm_90a".
     """
@@ -43,6 +90,9 @@ class Spec:
         )
         self.layout: str = facts["layout"]
         self.axes = _AXES[self.layout]
+        captures = [Capture(**each) for each in facts["captures"]]
+        self.arrays = [each for each in captures if each.ndim]
+        self.numbers = [each for each in captures if not each.ndim]
         self.is_varlen = self.layout == "thd"
         self._kernels: Mapping[str, Mapping[str, Sequence[str]]] = facts["kernels"]
         self.targets = tuple(self._kernels)
@@ -108,13 +158,47 @@ class Spec:
             rows, heads, (strides.get("batch", 0), strides["heads"], strides.get("length", strides.get("tokens")))
         )
 
+    def split(self, captures: Mapping[str, Any]) -> tuple[list[torch.Tensor], list[float]]:
+        """Returns the captured arrays and numbers of a call in order. Raises ValueError for wrong names."""
+        names = [each.name for each in (*self.arrays, *self.numbers)]
+        if set(names) != set(captures):
+            raise ValueError(f"captures are {sorted(captures)}, and {self.name} takes {sorted(names)}")
+        return [captures[each.name] for each in self.arrays], [captures[each.name] for each in self.numbers]
+
+    def check_arrays(self, q: torch.Tensor, k: torch.Tensor, batch: int | None, arrays: Sequence[torch.Tensor]) -> None:
+        """Raises ValueError if captured arrays do not fit the sizes of a call."""
+        (rows_q, heads_q), (rows_k, _) = self._rows_and_heads(q), self._rows_and_heads(k)
+        extents = {"b": q.shape[0] if batch is None else batch, "h": heads_q, "q": rows_q, "k": rows_k}
+        for capture, array in zip(self.arrays, arrays):
+            capture.check(array, q, extents)
+
+    def check_numbers(self, arrays: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:
+        """Raises ValueError if captured numbers do not fit their declarations, or the sizes of captured arrays."""
+        for capture, number in zip(self.numbers, numbers):
+            if capture.is_integer and int(number) != number:
+                raise ValueError(f"capture {capture.name!r} is {number}: give an integer")
+        by_name = {capture.name: number for capture, number in zip(self.numbers, numbers)}
+        for capture, array in zip(self.arrays, arrays):
+            for axis, farthest in capture.distances:
+                wanted = 2 * int(by_name[farthest] if isinstance(farthest, str) else farthest) + 1
+                if array.shape[axis] not in (1, wanted):
+                    raise ValueError(
+                        f"capture {capture.name!r} has shape {tuple(array.shape)}: axis {axis} is of distances, it "
+                        f"needs {wanted} elements, or 1"
+                    )
+
     def prepare(
-        self, part: str, arrays: Mapping[str, torch.Tensor], batch: int | None, longest: tuple[int | None, int | None]
+        self,
+        part: str,
+        arrays: Mapping[str, torch.Tensor],
+        captured: Sequence[torch.Tensor],
+        batch: int | None,
+        longest: tuple[int | None, int | None],
     ) -> Prepared:
         """Returns the launches of a pass ("forward" or "backward") on the device of q.
 
-        arrays: the tensors of rows, by name. batch, longest: the number of packed sequences, and bounds of their
-        numbers of queries and keys; None in other layouts, and for bounds that are not known.
+        arrays: the tensors of rows, by name. captured: the captured arrays. batch, longest: the number of packed
+        sequences, and bounds of their numbers of queries and keys; None in other layouts, and for unknown bounds.
         """
         q, k = arrays["q"], arrays["k"]
         (rows_q, heads_q), (rows_k, heads_kv) = self._rows_and_heads(q), self._rows_and_heads(k)
@@ -129,9 +213,12 @@ class Spec:
             "total_k": rows_k,
             "multiprocessors": driver.multiprocessors(q.device),
         }
-        return prepare(
-            self._kernels_on(q.device, part), sizes, {name: self.rows(tensor) for name, tensor in arrays.items()}
-        )
+        geometry = {name: self.rows(tensor) for name, tensor in arrays.items()}
+        captures = {}
+        for capture, tensor in zip(self.arrays, captured):
+            strides = tuple(stride * tensor.element_size() for stride in tensor.stride())
+            captures[capture.member] = Captured(tuple(tensor.shape), strides)
+        return prepare(self._kernels_on(q.device, part), sizes, geometry, captures)
 
     def _kernels_on(self, device: torch.device, part: str) -> tuple[str, ...]:
         """Returns the kernels of a pass for a GPU: those compiled for the most specific target that it runs."""

@@ -22,6 +22,14 @@ from flashgen.runtime.emulated_maps import encode_map
 
 DENSE = fg.AttentionSpec(64, "float16", mask=fg.causal())
 PACKED = fg.AttentionSpec(64, "bfloat16", layout="thd", dropout=0.25, mask=fg.sliding_window(70, 10))
+LEARNED = fg.AttentionSpec(
+    32,
+    "float16",
+    layout="bshd",
+    mask=fg.causal() & fg.document(fg.Tensor("ids", "int32", 2)),
+    score=fg.relative_bias(fg.Tensor("table", "float16", 2, grad=True), fg.Scalar("reach", "int32")),
+    sink=fg.Tensor("sinks", "float32", 1, grad=True),
+)
 TARGETS = ("sm_80", "sm_90a")
 MULTIPROCESSORS = 3
 FOREIGN = ("flashgen", "cupy", "sympy", "jinja2", "numpy", "ml_dtypes")

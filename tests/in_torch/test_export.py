@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import exported
-from exported import DENSE, FOREIGN, MULTIPROCESSORS, PACKED, Driver, export_package, import_package, install
+from exported import DENSE, FOREIGN, LEARNED, MULTIPROCESSORS, PACKED, Driver, export_package, import_package, install
 from flashgen import release
 from flashgen.attention.launches import launch_of, workspaces
 from flashgen.attention.problem import problem_of
@@ -39,7 +41,7 @@ NAME = "exported-attention"
 
 @pytest.fixture(scope="module")
 def variant(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export_package(tmp_path_factory.mktemp("export"), DENSE, PACKED, name=NAME)
+    return export_package(tmp_path_factory.mktemp("export"), DENSE, PACKED, LEARNED, name=NAME)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +72,8 @@ def rows(spec: AttentionSpec, length: int, heads: int, batch: int = 2) -> torch.
     """Returns a tensor of zeros. In layout "bhsd" its memory has the order of "bshd"."""
     if spec.layout == "thd":
         return torch.zeros(length, heads, 64, dtype=torch.bfloat16)
+    if spec.layout == "bshd":
+        return torch.zeros(batch, length, heads, 32, dtype=torch.float16)
     return torch.zeros(batch, length, heads, 64, dtype=torch.float16).transpose(1, 2)
 
 
@@ -80,6 +84,7 @@ def offsets(*values: int) -> torch.Tensor:
 CALLS: dict[str, tuple[AttentionSpec, tuple[int, int], tuple[int, int], dict[str, Any]]] = {
     "dense": (DENSE, (100, 150), (4, 2), {}),
     "one query": (DENSE, (1, 1), (1, 1), {}),
+    "captures": (LEARNED, (90, 90), (4, 2), {}),
     "packed": (PACKED, (90, 120), (4, 2), {"cu_seqlens_q": offsets(0, 50, 90), "cu_seqlens_k": offsets(0, 40, 120)}),
     "packed, bounded": (
         PACKED,
@@ -101,14 +106,22 @@ def run(package: ModuleType, call: str) -> tuple[AttentionSpec, dict[str, torch.
     q, k, v = rows(spec, lengths[0], heads[0]), rows(spec, lengths[1], heads[1]), rows(spec, lengths[1], heads[1])
     seed = torch.tensor([5]) if spec.dropout else None
     given = [options.get(n) for n in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k")]
+    arrays, numbers = [], []
+    if spec == LEARNED:
+        arrays = [torch.zeros(2, 90, dtype=torch.int32), torch.zeros(4), torch.zeros(4, 21).half()[:, ::1]]
+        numbers = [10.0]
     ops = package.operators.ops
-    out, lse = ops.forward(q, k, v, spec.name, seed, *given)
+    out, lse = ops.forward(q, k, v, spec.name, arrays, numbers, seed, *given)
     d_out, d_lse = torch.empty_like(out), torch.zeros_like(lse)
-    gradients = ops.backward(d_out, d_lse, q, k, v, out, lse, spec.name, seed, *given)
-    arrays = {"q": q, "k": k, "v": v, "o": out, "lse": lse, "d_o": d_out, "d_lse": d_lse, "seed": seed}
-    arrays |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-    arrays |= {name: value for name, value in options.items() if isinstance(value, torch.Tensor)}
-    return spec, {name: array for name, array in arrays.items() if array is not None}, options
+    gradients = ops.backward(d_out, d_lse, q, k, v, out, lse, spec.name, arrays, numbers, seed, *given)
+    named = {"q": q, "k": k, "v": v, "o": out, "lse": lse, "d_o": d_out, "d_lse": d_lse, "seed": seed}
+    named |= dict(zip(("dq", "dk", "dv"), gradients, strict=False))
+    named |= {capture.name: array for capture, array in zip(package.SPECS[spec.name].arrays, arrays, strict=True)}
+    learned = [capture for capture in package.SPECS[spec.name].arrays if capture.grad]
+    for capture, gradient in zip(learned, gradients[3:], strict=True):
+        named |= {f"d_{capture.name}": gradient, f"gradient of {capture.name}": gradient}
+    named |= {name: value for name, value in options.items() if isinstance(value, torch.Tensor)}
+    return spec, {name: array for name, array in named.items() if array is not None}, options
 
 
 def view(tensor: torch.Tensor) -> View:
@@ -131,26 +144,39 @@ def test_launches_are_those_of_flashgen(
     problem = problem_of(spec, views, MULTIPROCESSORS, (options.get("max_seqlen_q"), options.get("max_seqlen_k")))
     for name in ("o", "d_o", "dq", "dk", "dv"):
         problem.strides[name] = spec.batch_layout.to_bhsd(views[name].strides)[:3]
+    captured = {capture.name: views[capture.name] for capture in spec.captures if capture.ndim}
+    numbers = {"seed_low": 0, "seed_high": 0, "offset": 0, "reach": 10}
     launched = iter(on_a_gpu.launches)
     for part in ("forward", "backward"):
         kernels = kernels_of(spec, target, (part,))
-        spaces = workspaces(kernels, problem, {})
+        spaces = workspaces(kernels, problem, captured)
         addresses: dict[str, int] = {}
-        for kernel in kernels.values():
-            found, expected = next(launched), launch_of(kernel, spec, problem, {})
+        for role, kernel in kernels.items():
+            found = next(launched)
+            sized = [captured[space.of_capture] for space in kernel.workspaces if space.of_capture]
+            own = replace(problem, count=math.prod(sized[0].shape)) if sized else problem
+            expected = launch_of(kernel, spec, own, captured)
             assert (found.kernel["entry"], found.grid) == (kernel.entry, expected.grid)
             assert found.block == (kernel.threads, 1, 1) and found.shared_bytes == kernel.shared_bytes
             assert found.stream == 7
-            for name, offset in expected.writer.offsets.items():
-                if name in spaces or name == "next_tile":
+            lists = kernel.lists or kernel.reads
+            given = {name: array.data_ptr() for name, array in arrays.items()}
+            for member, offset in expected.writer.offsets.items():
+                name = kernel.pointers.get(member, member)
+                if lists and member.removeprefix("tile_") in ("counts", "offsets", "entries"):
+                    name = f"{lists} {member.removeprefix('tile_')}"
+                if name in spaces or name == "next_tile" or name not in given:
                     address = int.from_bytes(found.struct[offset : offset + 8], "little")
                     assert addresses.setdefault(name, address) == address, f"{name} moved between the kernels of a pass"
+                given[member] = addresses.get(name) or given.get(name, 0)
             if kernel.counts and not expected.counts:
                 assert addresses.pop("next_tile", 0) == 0
-            own = {name: array.data_ptr() for name, array in arrays.items()} | addresses
-            struct = expected.writer.write(own, {"seed_low": 0, "seed_high": 0, "offset": 0})
-            assert found.struct == bytes(struct), kernel.role
+            assert found.struct == bytes(expected.writer.write(given, numbers)), role
         assert all(addresses[name] for name in spaces)
+        listed = [
+            f"{kernel.reads} {name}" for kernel in kernels.values() if kernel.reads for name in ("counts", "entries")
+        ]
+        assert all(addresses[name] for name in listed)
     assert next(launched, None) is None
 
 
@@ -161,53 +187,55 @@ def test_workspaces_are_those_of_flashgen(package: ModuleType, on_a_gpu: Driver,
     problem = problem_of(DENSE, {name: view(array) for name, array in arrays.items()}, MULTIPROCESSORS)
     expected = workspaces(kernels_of(DENSE, target, ("backward",)), problem, {})
     names = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
-    prepared = chosen.prepare("backward", {name: arrays[name] for name in names}, None, (None, None))
+    prepared = chosen.prepare("backward", {name: arrays[name] for name in names}, [], None, (None, None))
     found = {space.name: (space.shape, str(space.dtype), space.zeroed) for space in prepared.workspaces}
     assert found == {name: (each.shape, f"torch.{each.dtype}", each.zeroed) for name, each in expected.items()}
 
 
-@pytest.mark.parametrize("spec", [DENSE, PACKED], ids=["dense", "packed"])
+@pytest.mark.parametrize("spec", [DENSE, PACKED, LEARNED], ids=["dense", "packed", "captures"])
 @pytest.mark.parametrize("capability", [(8, 0)], ids=["sm_80"], indirect=True)
 def test_results_on_the_emulator(
     spec: AttentionSpec, package: ModuleType, on_a_gpu: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(on_a_gpu, "emulate", True)
-    shape = Shape(70, 90, batch=1, heads_q=2, heads_kv=1)
+    shape = Shape(70, 70 if spec == LEARNED else 90, batch=1, heads_q=2, heads_kv=1)
     inputs, (d_out, d_lse) = random_inputs(spec, shape, 1), random_gradients(spec, shape, 1, of_lse=True)
 
-    def tensor(array: Any) -> torch.Tensor:
-        bits = torch.from_numpy(array.view(np.int16)).view(getattr(torch, array.dtype.name))
-        return bits.clone().requires_grad_()
-
-    q, k, v = map(tensor, (inputs.q, inputs.k, inputs.v))
-    options = {
-        name: torch.from_numpy(np.asarray(array)) for name, array in inputs.ragged.items() if hasattr(array, "shape")
-    }
-    options |= {name: number for name, number in inputs.ragged.items() if not hasattr(number, "shape")}
+    q, k, v = (tensor(each).requires_grad_() for each in inputs.rows)
+    options = {name: tensor(each) if hasattr(each, "shape") else each for name, each in inputs.ragged.items()}
+    captures = {name: tensor(each) if hasattr(each, "shape") else each for name, each in inputs.captures.items()}
+    learned = [captures[each.name].requires_grad_() for each in package.SPECS[spec.name].arrays if each.grad]
     random = {"seed": 5} if spec.dropout else {}
-    seed = torch.tensor([5]) if spec.dropout else None
-    compiled = torch.compile(package.attention, backend="aot_eager", fullgraph=True)
-    out, lse = compiled(q, k, v, return_lse=True, seed=seed, spec=spec.name, **options)
-    found = torch.autograd.grad((out, lse), (q, k, v), (tensor(d_out).detach(), torch.from_numpy(d_lse)))
-
-    def array(tensor: torch.Tensor) -> Any:
-        return tensor.detach().float().numpy()
-
+    options |= {"seed": torch.tensor([5]) if spec.dropout else None, "captures": captures, "spec": spec.name}
     given = inputs.captures | inputs.ragged
-    assert judged(spec, *inputs.rows, array(out), array(lse), given, **random).ok
-    names = dict(zip(("dq", "dk", "dv"), map(array, found), strict=True))
-    verdicts = judged_gradients(spec, *inputs.rows, d_out, names, d_lse=d_lse, **given, **random)
-    assert all(verdict.ok for verdict in verdicts.values()), verdicts
+    for attention in (package.attention, torch.compile(package.attention, backend="aot_eager", fullgraph=True)):
+        out, lse = attention(q, k, v, return_lse=True, **options)
+        found = torch.autograd.grad((out, lse), (q, k, v, *learned), (tensor(d_out), tensor(d_lse)))
+        assert judged(spec, *inputs.rows, array(out), array(lse), given, **random).ok
+        of_captures = [f"d_{each.name}" for each in spec.captures if each.grad]
+        names = dict(zip(("dq", "dk", "dv", *of_captures), map(array, found), strict=True))
+        verdicts = judged_gradients(spec, *inputs.rows, d_out, names, d_lse=d_lse, **given, **random)
+        assert all(verdict.ok for verdict in verdicts.values()), verdicts
+
+
+def tensor(array: Any) -> torch.Tensor:
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(np.array(array))
+
+
+def array(tensor: torch.Tensor) -> Any:
+    return tensor.detach().float().numpy()
 
 
 @pytest.mark.parametrize("capability", [(9, 0)], ids=["sm_90a"], indirect=True)
 def test_checks_of_torch(package: ModuleType, on_a_gpu: Driver) -> None:
     q, k, v = (rows(DENSE, 70, 2).requires_grad_() for _ in range(3))
-    given = (q, k, v, DENSE.name, None, None, None, None, None, None)
+    given = (q, k, v, DENSE.name, [], [], None, None, None, None, None, None)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(package.operators.ops.forward.default, given, test_utils=tests)
     out, lse = package.operators.ops.forward(*given)
-    gradient = (torch.zeros_like(out), None, q, k, v, out, lse, DENSE.name, None, None, None, None, None, None)
+    gradient = (torch.zeros_like(out), None, q, k, v, out, lse, DENSE.name, [], [], None, None, None, None, None, None)
     given = tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in gradient)
     torch.library.opcheck(package.operators.ops.backward.default, given, test_utils=tests)
     first = torch.autograd.grad(package.attention(q, k, v).sum(), q, create_graph=True)[0]
@@ -245,7 +273,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "batch": (lambda q: (q[:1], q, q), "q has batch 1 and k 2"),
     "last stride": (lambda q: (q, q.mT.contiguous().mT, q), r"k has strides .* give k.contiguous\(\)"),
     "row stride": (lambda q: (q, q, torch.zeros(2, 2, 70, 66).half()[..., :64]), "v has strides"),
-    "address": (lambda q: (torch.zeros(2 * 2 * 70 * 64 + 1).half()[1:].view(2, 2, 70, 64), q, q), "must begin at a multiple of 16"),
+    "address": (
+        lambda q: (torch.zeros(2 * 2 * 70 * 64 + 1).half()[1:].view(2, 2, 70, 64), q, q),
+        "must begin at a multiple of 16",
+    ),
 }
 
 
@@ -279,7 +310,7 @@ def test_other_calls_are_refused(package: ModuleType, on_a_gpu: Driver) -> None:
 def test_the_seed_comes_from_the_generator_of_torch(package: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = []
     monkeypatch.setattr(
-        package.operators, "ops", type("Ops", (), {"forward": lambda *given: (seeds.append(given[4]), None)})
+        package.operators, "ops", type("Ops", (), {"forward": lambda *given: (seeds.append(given[6]), None)})
     )
     monkeypatch.setattr(package.operators, "_is_plain", lambda *tensors: False)
     packed, given = rows(PACKED, 70, 2), {"cu_seqlens_q": offsets(0, 70), "cu_seqlens_k": offsets(0, 70)}
@@ -351,7 +382,7 @@ def test_a_package_needs_torch_only_and_says_what_it_runs_on(variant: Path) -> N
 def test_kernels_are_those_of_a_release(variant: Path, tmp_path: Path) -> None:
     groups = [
         {"spec": spec.to_json(), "target": list(exported.TARGETS), "passes": ["forward", "backward"]}
-        for spec in (DENSE, PACKED)
+        for spec in (DENSE, PACKED, LEARNED)
     ]
     (tmp_path / "release.json").write_text(json.dumps({"kernels": groups}))
     expected = release.build(tmp_path / "release.json", tmp_path / "release")

@@ -16,7 +16,7 @@ from flashgen.build import nvrtc
 from flashgen.build.resources import Resources
 from flashgen.cli.app import app
 from flashgen.errors import BuildError, FlashgenError
-from flashgen.language import AttentionSpec, Tensor, alibi, causal, full
+from flashgen.language import AttentionSpec, causal, full
 from flashgen.release import export
 from flashgen.release.export import VARIANT
 
@@ -96,13 +96,10 @@ def test_other_folders_are_refused(names: str, tmp_path: Path) -> None:
     assert path.exists()
 
 
-slopes = Tensor("slopes", "float32", 1)
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "captures": (AttentionSpec(64, score=alibi(slopes)), {}, "it captures 'slopes'"),
     "pages": (AttentionSpec(64, layout="bshd", page_size=16), {}, "reads a KV cache"),
     "shards": (CAUSAL.shard(), {}, "takes? parts of q and k"),
     "shared": (AttentionSpec(128, value_dim=64, shared_kv=True), {}, "V is a part of K"),
-    "lists": (AttentionSpec(64, mask=lambda b, h, q, k: q // 64 % 3 == k // 64 % 3), {}, "needs lists of tiles"),
     "name": (CAUSAL, {"name": "Causal_attention"}, "choose one with --name"),
     "backward alone": (CAUSAL, {"passes": ["backward"]}, "export both passes"),
     "deterministic": (CAUSAL, {"deterministic": True}, "deterministic applies to the backward"),
@@ -124,5 +121,5 @@ def test_the_command(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0 and "some-attention with 2 specs" in result.output
     assert json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)["name"] == "some-attention"
-    refused = CliRunner().invoke(app, ["export", "document('ids')", "--target", "sm_80", "--output", str(out)])
-    assert refused.exit_code == 2 and "it captures 'ids'" in refused.output
+    refused = CliRunner().invoke(app, ["export", "causal()", "--page-size", "16", "--target", "sm_80", "-o", str(out)])
+    assert refused.exit_code == 2 and "reads a KV cache" in refused.output
