@@ -103,10 +103,11 @@ class _Given(NamedTuple):
     longest: Tuple[Optional[int], Optional[int]]
 
     @property
-    def batch(self) -> Optional[int]:
-        """The number of packed sequences; None in other layouts."""
+    def sizes(self) -> Dict[str, int]:
+        """The sizes of the call, by their names in formulas."""
         offsets = self.others["cu_seqlens_q"]
-        return None if offsets is None else offsets.numel() - 1
+        batch = None if offsets is None else offsets.numel() - 1
+        return self.spec.sizes(self.rows["q"], self.rows["k"], batch, self.longest)
 
 
 _MAX_CALLS = 1024  # in decoding, every call has a new length
@@ -165,9 +166,8 @@ def _prepare_forward(given: _Given) -> _Call:
     spec, rows = given.spec, given.rows
     driver.check_device(rows["q"])
     results = _empty_forward(given)
-    empty = not results[1].numel()
-    out = {"o": results[0]}
-    prepared = None if empty else spec.prepare("forward", {**rows, **out}, given.arrays, given.batch, given.longest)
+    arrays = {**rows, "o": results[0]}
+    prepared = spec.prepare("forward", given.sizes, arrays, given.arrays) if results[1].numel() else None
     return _Call([(each.shape, each.stride(), each.dtype) for each in results], (), prepared)
 
 
@@ -179,7 +179,7 @@ def _prepare_backward(given: _Given) -> _Call:
     if not given.others["lse"].numel() or not rows["k"].numel():  # type: ignore[union-attr]
         return _Call(results, range(len(results)), None)
     own = dict(zip(("dq", "dk", "dv"), gradients))
-    prepared = spec.prepare("backward", {**rows, **own}, given.arrays, given.batch, given.longest)
+    prepared = spec.prepare("backward", given.sizes, {**rows, **own}, given.arrays)
     learned = [capture for capture in spec.arrays if capture.grad]
     zeroed = [3 + n for n, capture in enumerate(learned) if f"gradient of {capture.name}" not in prepared.pointers]
     return _Call(results, zeroed, prepared)
@@ -295,7 +295,7 @@ def _empty_forward(given: _Given) -> Tuple[Tensor, Tensor]:
     spec.check(q, k, v)
     _check_sequences(spec, q, given.others)
     _check_seed(spec, q, given.others["seed"])
-    spec.check_arrays(q, k, given.batch, given.arrays)
+    spec.check_arrays(q, given.sizes, given.arrays)
     return _dense_like(q, spec.value_dim, spec.out_dtype), q.new_empty(spec.lse_shape(q), dtype=torch.float32)
 
 

@@ -165,10 +165,29 @@ class Spec:
             raise ValueError(f"captures are {sorted(captures)}, and {self.name} takes {sorted(names)}")
         return [captures[each.name] for each in self.arrays], [captures[each.name] for each in self.numbers]
 
-    def check_arrays(self, q: torch.Tensor, k: torch.Tensor, batch: int | None, arrays: Sequence[torch.Tensor]) -> None:
+    def sizes(
+        self, q: torch.Tensor, k: torch.Tensor, batch: int | None, longest: tuple[int | None, int | None]
+    ) -> dict[str, int]:
+        """Returns the sizes of a call, by their names in formulas.
+
+        batch, longest: the number of packed sequences, and bounds of their numbers of queries and keys; None in other
+        layouts, and for unknown bounds.
+        """
+        (rows_q, heads_q), (rows_k, heads_kv) = self._rows_and_heads(q), self._rows_and_heads(k)
+        len_q, len_k = (rows if bound is None else min(bound, rows) for rows, bound in zip((rows_q, rows_k), longest))
+        return {
+            "batch": q.shape[0] if batch is None else batch,
+            "heads_q": heads_q,
+            "heads_kv": heads_kv,
+            "len_q": len_q,
+            "len_k": len_k,
+            "total_q": rows_q,
+            "total_k": rows_k,
+        }
+
+    def check_arrays(self, q: torch.Tensor, sizes: Mapping[str, int], arrays: Sequence[torch.Tensor]) -> None:
         """Raises ValueError if captured arrays do not fit the sizes of a call."""
-        (rows_q, heads_q), (rows_k, _) = self._rows_and_heads(q), self._rows_and_heads(k)
-        extents = {"b": q.shape[0] if batch is None else batch, "h": heads_q, "q": rows_q, "k": rows_k}
+        extents = dict(zip("bhqk", (sizes[name] for name in ("batch", "heads_q", "len_q", "len_k"))))
         for capture, array in zip(self.arrays, arrays):
             capture.check(array, q, extents)
 
@@ -190,35 +209,22 @@ class Spec:
     def prepare(
         self,
         part: str,
+        sizes: Mapping[str, int],
         arrays: Mapping[str, torch.Tensor],
         captured: Sequence[torch.Tensor],
-        batch: int | None,
-        longest: tuple[int | None, int | None],
     ) -> Prepared:
         """Returns the launches of a pass ("forward" or "backward") on the device of q.
 
-        arrays: the tensors of rows, by name. captured: the captured arrays. batch, longest: the number of packed
-        sequences, and bounds of their numbers of queries and keys; None in other layouts, and for unknown bounds.
+        arrays: the tensors of rows, by name. captured: the captured arrays.
         """
-        q, k = arrays["q"], arrays["k"]
-        (rows_q, heads_q), (rows_k, heads_kv) = self._rows_and_heads(q), self._rows_and_heads(k)
-        len_q, len_k = (rows if bound is None else min(bound, rows) for rows, bound in zip((rows_q, rows_k), longest))
-        sizes = {
-            "batch": q.shape[0] if batch is None else batch,
-            "heads_q": heads_q,
-            "heads_kv": heads_kv,
-            "len_q": len_q,
-            "len_k": len_k,
-            "total_q": rows_q,
-            "total_k": rows_k,
-            "multiprocessors": driver.multiprocessors(q.device),
-        }
+        device = arrays["q"].device
+        sizes = {**sizes, "multiprocessors": driver.multiprocessors(device)}
         geometry = {name: self.rows(tensor) for name, tensor in arrays.items()}
         captures = {}
         for capture, tensor in zip(self.arrays, captured):
             strides = tuple(stride * tensor.element_size() for stride in tensor.stride())
             captures[capture.member] = Captured(tuple(tensor.shape), strides)
-        return prepare(self._kernels_on(q.device, part), sizes, geometry, captures)
+        return prepare(self._kernels_on(device, part), sizes, geometry, captures)
 
     def _kernels_on(self, device: torch.device, part: str) -> tuple[str, ...]:
         """Returns the kernels of a pass for a GPU: those compiled for the most specific target that it runs."""

@@ -187,7 +187,8 @@ def test_workspaces_are_those_of_flashgen(package: ModuleType, on_a_gpu: Driver,
     problem = problem_of(DENSE, {name: view(array) for name, array in arrays.items()}, MULTIPROCESSORS)
     expected = workspaces(kernels_of(DENSE, target, ("backward",)), problem, {})
     names = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
-    prepared = chosen.prepare("backward", {name: arrays[name] for name in names}, [], None, (None, None))
+    sizes = chosen.sizes(arrays["q"], arrays["k"], None, (None, None))
+    prepared = chosen.prepare("backward", sizes, {name: arrays[name] for name in names}, [])
     found = {space.name: (space.shape, str(space.dtype), space.zeroed) for space in prepared.workspaces}
     assert found == {name: (each.shape, f"torch.{each.dtype}", each.zeroed) for name, each in expected.items()}
 
