@@ -12,7 +12,6 @@ from .launches import Prepared
 from .specs import SPECS, Spec, has_aligned_rows, spec_of
 
 Tensors = Dict[str, Optional[Tensor]]
-LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # registrations live as long as this object
 
 
 def attention(
@@ -185,15 +184,6 @@ def _prepare_backward(given: _Given) -> _Call:
     return _Call(results, zeroed, prepared)
 
 
-def as_operator(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Registers a function as an operator. torch.library.custom_op does the same, but adds to the time of each call."""
-    schema = torch.library.infer_schema(function, mutates_args=())
-    LIBRARY.define(function.__name__ + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(function.__name__, function, "CompositeExplicitAutograd")
-    return function
-
-
-@as_operator
 def forward(
     q: Tensor,
     k: Tensor,
@@ -215,7 +205,6 @@ def forward(
     return out, lse
 
 
-@as_operator
 def backward(
     d_out: Tensor,
     d_lse: Optional[Tensor],
@@ -309,8 +298,7 @@ def _learned(spec: Spec, arrays: Sequence[Tensor]) -> List[Tensor]:
     return [array for capture, array in zip(spec.arrays, arrays) if capture.grad]
 
 
-@torch.library.register_fake(add_op_namespace_prefix("forward"), lib=LIBRARY)
-def _(
+def _fake_forward(
     q: Any, k: Any, v: Any, spec: Any, arrays: Any, numbers: Any, seed: Any, cu_seqlens_q: Any, cu_seqlens_k: Any,
     seqused_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
 ) -> Any:  # fmt: skip
@@ -319,8 +307,9 @@ def _(
     return _empty_forward(_Given(SPECS[spec], rows, others, arrays, numbers, (max_seqlen_q, max_seqlen_k)))
 
 
-@torch.library.register_fake(add_op_namespace_prefix("backward"), lib=LIBRARY)
-def _(d_out: Any, d_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, spec: Any, arrays: Any, *rest: Any) -> Any:
+def _fake_backward(
+    d_out: Any, d_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, spec: Any, arrays: Any, *rest: Any
+) -> Any:
     return _empty_gradients(SPECS[spec], q, k, v, arrays)
 
 
@@ -357,11 +346,24 @@ def _no_second_derivative(ctx: Any, *gradients: Any) -> Any:
     raise RuntimeError("attention has no second derivative: take gradients of it once")
 
 
-for name, function, options in (
-    ("forward", _differentiate, {"setup_context": _setup_context}),
-    ("backward", _no_second_derivative, {}),
-):
-    torch.library.register_autograd(add_op_namespace_prefix(name), function, lib=LIBRARY, **options)
+def _register() -> torch.library.Library:
+    """Registers the operators. torch.library.custom_op does the same, but adds to the time of each call."""
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    for function, fake, differentiate, options in (
+        (forward, _fake_forward, _differentiate, {"setup_context": _setup_context}),
+        (backward, _fake_backward, _no_second_derivative, {}),
+    ):
+        name = add_op_namespace_prefix(function.__name__)
+        schema = torch.library.infer_schema(function, mutates_args=())
+        library.define(function.__name__ + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(function.__name__, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(name, fake, lib=library)
+        torch.library.register_autograd(name, differentiate, lib=library, **options)
+    return library
+
+
+if not hasattr(ops, "forward"):  # a copy of this package, imported under another name, may have registered them
+    LIBRARY = _register()  # registrations live as long as this object
 
 
 def _forward(options: Any, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Any:

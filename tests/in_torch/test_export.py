@@ -392,3 +392,23 @@ def test_kernels_are_those_of_a_release(variant: Path, tmp_path: Path) -> None:
     assert json.loads((variant / "kernels" / "manifest.json").read_text()) == json.loads(json.dumps(expected))
     assert release.check(variant / "kernels") == []
     assert variant.name == Path(VARIANT).name
+
+
+def test_the_package_of_hugging_face_loads_it(variant: Path) -> None:
+    """Its reader of metadata, its digest, its choice of a variant for CUDA, and its import."""
+    pytest.importorskip("kernels", reason="needs Hugging Face's package: pip install kernels")
+    from kernels._rust import Digest, DigestAlgorithm, Metadata
+    from kernels.importer import _import_from_path
+    from kernels.variants import get_variants_local
+
+    metadata = Metadata.read_from_file(variant / "metadata.json")
+    assert str(metadata.name) == NAME
+    metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
+    (found,) = get_variants_local(variant.parent)
+    assert found.variant_str == variant.name
+    loaded = _import_from_path(variant, {})
+    assert loaded.__name__ == metadata.id == loaded.operators.NAMESPACE and loaded.SPECS.keys() == {
+        DENSE.name,
+        PACKED.name,
+        LEARNED.name,
+    }
