@@ -175,7 +175,8 @@ def _prepare_backward(given: _Given) -> _Call:
     driver.check_device(rows["q"])
     gradients = _empty_gradients(spec, rows["q"], rows["k"], rows["v"], given.arrays)
     results = [(each.shape, each.stride(), each.dtype) for each in gradients]
-    if not given.others["lse"].numel() or not rows["k"].numel():  # type: ignore[union-attr]
+    empty = not given.others["lse"].numel()  # type: ignore[union-attr]
+    if empty or not (rows["k"].numel() or any(capture.sink for capture in spec.arrays)):
         return _Call(results, range(len(results)), None)
     own = dict(zip(("dq", "dk", "dv"), gradients))
     prepared = spec.prepare("backward", given.sizes, {**rows, **own}, given.arrays)

@@ -266,6 +266,38 @@ def test_calls_without_elements_launch_nothing(package: ModuleType, on_a_gpu: Dr
     assert len(on_a_gpu.launches) == launched
 
 
+@pytest.mark.parametrize("capability", [(8, 0)], ids=["sm_80"], indirect=True)
+def test_sinks_have_gradients_without_keys(
+    package: ModuleType, on_a_gpu: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The LSE of a row without keys is the sink."""
+    monkeypatch.setattr(on_a_gpu, "emulate", True)
+    q, k = rows(LEARNED, 5, 2), rows(LEARNED, 0, 2)
+    captures = {"ids": torch.zeros(2, 5, dtype=torch.int32), "table": torch.zeros(2, 3).half(), "reach": 1}
+    captures["sinks"] = torch.tensor([1.0, 2.0], requires_grad=True)
+    out, lse = package.attention(q, k, k, return_lse=True, captures=captures)
+    assert not out.any() and torch.equal(lse[:, :, 0], captures["sinks"].expand(2, 2))
+    (found,) = torch.autograd.grad(lse.sum(), captures["sinks"])
+    assert torch.equal(found, torch.tensor([10.0, 10.0]))
+
+
+@pytest.mark.parametrize("capability", [(8, 0)], ids=["sm_80"], indirect=True)
+def test_wrong_captures_are_refused(package: ModuleType, on_a_gpu: Driver) -> None:
+    q = rows(LEARNED, 5, 2)
+    captures = {"ids": torch.zeros(2, 5, dtype=torch.int32), "table": torch.zeros(2, 3).half(), "reach": 1}
+    captures["sinks"] = torch.zeros(2)
+    wrong = {
+        "ids": (torch.zeros(2, 4, dtype=torch.int32), "axis 1 needs 5 elements, or 1"),
+        "table": (torch.zeros(2, 5).half(), "axis 1 is of distances, it needs 3 elements, or 1"),
+        "reach": (1.5, "give an integer of 32 bits"),
+        "sinks": (torch.zeros(3), "give one for each of 2 heads"),
+        "other": (1, r"captures are .* takes \['ids', 'reach', 'sinks', 'table'\]"),
+    }
+    for name, (value, message) in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            package.attention(q, q, q, captures=captures | {name: value})
+
+
 WRONG: dict[str, tuple[Any, str]] = {
     "dtype": (lambda q: (q.float(), q, q), "q is torch.float32"),
     "head dim": (lambda q: (q, q[..., :32], q), r"k has shape \(2, 2, 70, 32\)"),
@@ -396,7 +428,7 @@ def test_kernels_are_those_of_a_release(variant: Path, tmp_path: Path) -> None:
 
 def test_the_package_of_hugging_face_loads_it(variant: Path) -> None:
     """Its reader of metadata, its digest, its choice of a variant for CUDA, and its import."""
-    pytest.importorskip("kernels", reason="needs Hugging Face's package: pip install kernels")
+    pytest.importorskip("kernels.importer", reason="needs Hugging Face's package: pip install kernels")
     from kernels._rust import Digest, DigestAlgorithm, Metadata
     from kernels.importer import _import_from_path
     from kernels.variants import get_variants_local
