@@ -12,13 +12,18 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
-_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv}
-_FUNCTIONS = {"min": min, "max": max, "ceil_div": lambda a, b: -(-a // b)}
+_OPERATORS: dict[Any, Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+}
+_FUNCTIONS: dict[str, Any] = {"min": min, "max": max, "ceil_div": lambda a, b: -(-a // b)}
 
 
 def evaluate(formula: str, sizes: Mapping[str, int]) -> int:
     """Returns the value of a formula for the sizes of a call."""
-    return _value(_parse(formula), sizes)
+    return int(_value(_parse(formula), sizes))
 
 
 @functools.lru_cache(maxsize=None)
@@ -26,7 +31,7 @@ def _parse(formula: str) -> Any:
     return ast.parse(formula, mode="eval").body
 
 
-def _value(node: Any, sizes: Mapping[str, int]) -> int:
+def _value(node: Any, sizes: Mapping[str, int]) -> Any:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.Name):

@@ -102,7 +102,7 @@ class Launch:
             struct.pack_into(form, buffer, offset, numbers[name])
         if self._maps:
             for each, encoded in zip(self._maps, self._encode(addresses)):
-                buffer[each.offset : each.offset + driver.MAP_BYTES] = encoded
+                struct.pack_into(f"{driver.MAP_BYTES}s", buffer, each.offset, encoded)
         self._function.launch(self.grid, parameters, index, stream)
         self._idle.append(parameters)
 
@@ -231,32 +231,33 @@ class _Kernel:
         for space in self._facts.get("workspaces", ()):
             if "of_array" in space:
                 sizes = {**sizes, "count": math.prod(self._shape_of(space, captures))}
-        values = {f"{name}_strides": each.strides for name, each in arrays.items()}
+        values: dict[str, Sequence[int]] = {f"{name}_strides": each.strides for name, each in arrays.items()}
         values.update({f"{name}_stride": each.strides for name, each in captures.items()})
         values.update({f"{name}_size": each.shape for name, each in captures.items()})
         renamed = self._facts.get("pointers", {})
-        template, pointers, numbers = bytearray(self._facts["argument_bytes"]), [], []
+        template = bytearray(self._facts["argument_bytes"])
+        pointers: list[tuple[int, str]] = []
+        numbers: list[tuple[int, str, str]] = []
         for member in self._facts["arguments"]:
             name, kind, offset = member["name"], member["type"], member["offset"]
             if kind.endswith("*"):
                 pointers.append((offset, renamed.get(name, name)))
-                continue
-            form = _FORMATS.get(kind)
-            if "value" in member:
-                value = member["value"]
-                given = [evaluate(each, sizes) for each in (value if isinstance(value, list) else [value])]
-            else:
-                given = values.get(name)
-            if given is not None:
-                size = struct.calcsize(form)
-                for position, each in enumerate(given):
-                    struct.pack_into(form, template, offset + position * size, each)
+            elif "value" in member or name in values:
+                given = _values(member["value"], sizes) if "value" in member else values[name]
+                size = struct.calcsize(_FORMATS[kind])
+                for position, value in enumerate(given):
+                    struct.pack_into(_FORMATS[kind], template, offset + position * size, value)
             elif kind != "TensorMap":
-                numbers.append((offset, form, name))
+                numbers.append((offset, _FORMATS[kind], name))
         offsets = {member["name"]: member["offset"] for member in self._facts["arguments"]}
         maps = [_map(offsets[each["member"]], each, sizes, arrays) for each in self._facts.get("maps", ())]
         x, y, z = (evaluate(self._facts["grid"][axis], sizes) for axis in "xyz")
         return Launch(self._function, (x, y, z), bytes(template), pointers, maps, numbers)
+
+
+def _values(formulas: str | Sequence[str], sizes: Mapping[str, int]) -> list[int]:
+    """Returns the values of the formulas of a member, which has one or several."""
+    return [evaluate(each, sizes) for each in ([formulas] if isinstance(formulas, str) else formulas)]
 
 
 def _map(offset: int, facts: Mapping[str, Any], sizes: Mapping[str, int], arrays: Mapping[str, Rows]) -> Map:

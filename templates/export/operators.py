@@ -109,6 +109,7 @@ class _Given(NamedTuple):
         return self.spec.sizes(self.rows["q"], self.rows["k"], batch, self.longest)
 
 
+_MAX_OFFSETS = 65536
 _MAX_CALLS = 1024  # in decoding, every call has a new length
 _calls: Dict[Any, _Call] = {}
 _SEED = {"seed_low": 0, "seed_high": 0, "offset": 0}  # the seed is read from memory
@@ -118,7 +119,7 @@ def _described(tensors: Iterable[Optional[Tensor]]) -> Tuple[Any, ...]:
     return tuple([t if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors])
 
 
-def _run(part: str, given: _Given) -> Any:
+def _run(part: str, given: _Given) -> List[Tensor]:
     """Runs a pass, "forward" or "backward". Returns its results."""
     spec, rows, others, arrays, numbers, longest = given
     key = (part, spec.name, longest, _described(rows.values()), _described(others.values()), _described(arrays))
@@ -141,7 +142,7 @@ def _run(part: str, given: _Given) -> Any:
     addresses.update({name: tensor.data_ptr() for name, tensor in others.items() if tensor is not None})
     names = ("o", "lse") if part == "forward" else ("dq", "dk", "dv")
     addresses.update(zip(names, [result.data_ptr() for result in results]))
-    by_name = _SEED
+    by_name: Mapping[str, float] = _SEED
     if arrays or numbers:
         by_name = {**_SEED, **_add_captures(given, results[3:], addresses)}
     call.prepared.run(addresses, by_name, device)
@@ -255,6 +256,8 @@ def _check_sequences(spec: Spec, q: Tensor, others: Tensors) -> None:
             raise ValueError(f"{name}: {spec.name} takes no packed sequences; leave it out")
         offsets = others["cu_seqlens_q"]
         length = offsets.numel() - (name == "seqused_k")  # type: ignore[union-attr]
+        if not 1 <= offsets.numel() <= _MAX_OFFSETS:  # type: ignore[union-attr]
+            raise ValueError(f"cu_seqlens_q has {length} elements: give from 1 to {_MAX_OFFSETS}")
         if tensor.dtype != torch.int32 or tuple(tensor.shape) != (length,) or tensor.device != q.device:
             given = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
             raise ValueError(f"{name} is {given}: give int32 ({length},) on {q.device}")
@@ -274,7 +277,7 @@ def _check_seed(spec: Spec, q: Tensor, seed: Optional[Tensor]) -> None:
 def _dense_like(tensor: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """Returns an empty dense tensor with other columns, and with the axes of rows in the memory order of `tensor`."""
     outer = range(tensor.dim() - 1)
-    order = sorted(outer, key=lambda axis: -tensor.stride(axis))
+    order = sorted(outer, key=tensor.stride, reverse=True)
     empty = tensor.new_empty([*(tensor.shape[axis] for axis in order), columns], dtype=dtype)
     return empty.permute([*(order.index(axis) for axis in outer), tensor.dim() - 1])
 

@@ -123,12 +123,10 @@ class Spec:
             raise ValueError(f"q has batch {q.shape[0]} and k {k.shape[0]}: give tensors of one batch size")
         if heads_q and (not heads_kv or heads_q % heads_kv):
             raise ValueError(f"q has {heads_q} heads, no multiple of the {heads_kv} heads of k and v ({self.axes})")
-        if max(heads_q, q.shape[0] if not self.is_varlen else 0) > _MAX_HEADS or heads_q > _MAX_HEADS_PER_KV * max(
-            heads_kv, 1
-        ):
-            raise ValueError(
-                f"batch and heads must be at most {_MAX_HEADS}, and {_MAX_HEADS_PER_KV} heads of q per KV head"
-            )
+        batch = 0 if self.is_varlen else q.shape[0]
+        if max(batch, heads_q) > _MAX_HEADS or heads_q > _MAX_HEADS_PER_KV * max(heads_kv, 1):
+            most = f"{_MAX_HEADS}, and {_MAX_HEADS_PER_KV} heads of q for each of k and v"
+            raise ValueError(f"q has batch {batch} and {heads_q} heads: give at most {most}")
         if max(rows_q, rows_k) > _LONGEST:
             raise ValueError(f"q has {rows_q} rows and k {rows_k}: they must be at most {_LONGEST}")
 
@@ -155,7 +153,7 @@ class Spec:
         rows, heads = self._rows_and_heads(tensor)
         strides = dict(zip(self.axes, tensor.stride()))
         return Rows(
-            rows, heads, (strides.get("batch", 0), strides["heads"], strides.get("length", strides.get("tokens")))
+            rows, heads, (strides.get("batch", 0), strides["heads"], strides["tokens" if self.is_varlen else "length"])
         )
 
     def split(self, captures: Mapping[str, Any]) -> tuple[list[torch.Tensor], list[float]]:
