@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from flashgen.cli import bench, cache, demo, doctor, release, report, run, show, tune, verify
+from flashgen.cli import bench, cache, demo, doctor, export, release, report, run, show, tune, verify
 from flashgen.cli.console import fail, note, paragraphs
 from flashgen.cli.user_files import describe_error
 from flashgen.cli.writing import stdout_problem
@@ -107,6 +107,7 @@ COMMANDS: tuple[tuple[Callable[..., None], str | None], ...] = (
     (report.report, report.EXAMPLES),
     (verify.verify, verify.EXAMPLES),
     (tune.tune, tune.EXAMPLES),
+    (export.export, export.EXAMPLES),
     (doctor.doctor, None),
 )
 for command, examples in COMMANDS:

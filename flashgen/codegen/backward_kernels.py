@@ -171,7 +171,7 @@ class DqAccumulation:
             memory.append(Workspace("dq_next", lambda sizes: (1,), "int32"))
         if number := self.part_semaphores:
             shape = lambda sizes: (number(sizes),)
-            memory.append(Workspace("part_semaphore", shape, "int32", wanted=lambda sizes: number(sizes) > 0))
+            memory.append(Workspace("part_semaphore", shape, "int32", wanted=number))
         return memory
 
     def values(self, sizes: Sizes) -> dict[str, Any]:

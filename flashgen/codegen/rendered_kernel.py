@@ -18,8 +18,8 @@ from flashgen.language.spec import AttentionSpec
 Direction = Literal["keys", "queries"]
 
 
-def _always(sizes: Sizes) -> bool:
-    return True
+def _always(sizes: Sizes) -> int:
+    return 1
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Workspace:
         shape: Returns the shape for the sizes of a call.
         zeroed: Whether it must be zero before the first launch.
         of_capture: Name of a captured array; the shape of that array is then prepended to `shape`.
-        wanted: Whether calls of these sizes need it; the pointer is null otherwise.
+        wanted: Returns 0 if calls of these sizes do not need it; the pointer is then null.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Workspace:
     dtype: str
     zeroed: bool = False
     of_capture: str = ""
-    wanted: Callable[[Sizes], bool] = _always
+    wanted: Callable[[Sizes], Any] = _always
 
 
 def _nothing(sizes: Sizes) -> Mapping[str, Any]:
@@ -63,8 +63,8 @@ class RenderedKernel:
         lists: The tile lists that it writes; None if it writes none.
         boxes: Array with a tensor map -> box of one TMA copy: (columns, rows); (columns, heads, rows) with packed
             heads; (columns of a panel, rows of a group, panels, groups) if one copy moves several panels.
-        counts: Returns the number of int32 counters of its blocks, which are 0 before and after a launch; None if it
-            has no counters.
+        counts: Returns the number of uint32 counters of its blocks, which are 0 before and after a launch. The pointer
+            to them is null if this is 0. None if the kernel never has counters.
         workspaces: Workspaces that this kernel is the first in the pass to use.
         pointers: Member of its struct -> name of the array in the pass, if they differ.
     """
@@ -84,7 +84,7 @@ class RenderedKernel:
     reads: Direction | None = field(default=None, kw_only=True)
     lists: Direction | None = field(default=None, kw_only=True)
     boxes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, kw_only=True)
-    counts: Callable[[Sizes], int] | None = field(default=None, kw_only=True, compare=False)
+    counts: Callable[[Sizes], Any] | None = field(default=None, kw_only=True, compare=False)
     workspaces: tuple[Workspace, ...] = field(default=(), kw_only=True, compare=False)
     pointers: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 

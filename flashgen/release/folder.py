@@ -14,7 +14,7 @@ from flashgen.build import Entry, KernelCache, kernel_key, nvrtc
 from flashgen.build.cache import default_root
 from flashgen.build.entries import describe
 from flashgen.build.keys import readable_name
-from flashgen.build.prebuilt import MANIFEST_FORMAT
+from flashgen.build.prebuilt import MANIFEST, MANIFEST_FORMAT
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import kernels_by_sizes, kernels_of
 from flashgen.errors import BuildError, UnsupportedError
@@ -75,18 +75,37 @@ def build(
     if not force:
         suffixes = SUFFIXES[:1] if sources_only else SUFFIXES
         refuse_changed(out, [f"{kernel.stem}{suffix}" for kernel in emitted for suffix in suffixes], previous)
+    manifest, files = contents(emitted, sources_only=sources_only, progress=progress)
+    write_folder(out, files, previous)
+    return manifest
+
+
+def contents(
+    emitted: Sequence[EmittedKernel],
+    *,
+    sources_only: bool = False,
+    headers: bool = True,
+    progress: Progress | None = None,
+) -> tuple[Mapping[str, Any], dict[str, bytes]]:
+    """Compiles kernels. Returns the manifest of a release of them, and its files by name; `manifest.json` is the last.
+
+    Args:
+        headers: whether each cubin has a C++ header.
+    """
     entries = _without_cubins(emitted, progress) if sources_only else _compiled(emitted, progress)
     version = None if sources_only else nvrtc.version()
     files: dict[str, bytes] = {}
-    kernels = [_describe_kernel(kernel, entry, version, files) for kernel, entry in zip(emitted, entries, strict=True)]
+    kernels = [
+        _describe_kernel(kernel, entry, version, files, headers) for kernel, entry in zip(emitted, entries, strict=True)
+    ]
     manifest = {
         "format": MANIFEST_FORMAT,
         "formulas": FORMULAS,
         "nvrtc_version": list(version) if version else None,
         "kernels": kernels,
     }
-    write_folder(out, files, manifest_text(manifest).encode(), previous)
-    return manifest
+    files[MANIFEST] = manifest_text(manifest).encode()
+    return manifest, files
 
 
 def emit(requests: Iterable[AnyRequest]) -> tuple[EmittedKernel, ...]:
@@ -152,7 +171,7 @@ def _compiled(emitted: Sequence[EmittedKernel], progress: Progress | None) -> li
 
 
 def _describe_kernel(
-    kernel: EmittedKernel, entry: Entry | None, version: tuple[int, int] | None, files: dict[str, bytes]
+    kernel: EmittedKernel, entry: Entry | None, version: tuple[int, int] | None, files: dict[str, bytes], headers: bool
 ) -> dict[str, Any]:
     """Returns the entry of a kernel in `manifest.json`, and adds its files to `files`."""
     rendered, architecture = kernel.rendered, kernel.rendered.target.architecture
@@ -172,7 +191,8 @@ def _describe_kernel(
         described["nvrtc_version"] = list(version)
         described["resources"] = entry.resources.to_dict()
         described["files"]["cubin"] = _add_file(f"{kernel.stem}.cubin", entry.cubin, files)
-        described["files"]["header"] = _add_file(f"{kernel.stem}.h", launch_header(described).encode(), files)
+        if headers:
+            described["files"]["header"] = _add_file(f"{kernel.stem}.h", launch_header(described).encode(), files)
     return described
 
 

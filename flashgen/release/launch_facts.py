@@ -15,14 +15,16 @@ from flashgen.codegen.arguments import QUERY_ARRAYS, VALUE_WIDE, ArgumentLayout,
 from flashgen.codegen.batches import batch_of, map_axes
 from flashgen.codegen.formula_text import MEANINGS, cpp, described
 from flashgen.codegen.merge_kernel import MAX_PARTIALS
-from flashgen.codegen.rendered_kernel import RenderedKernel
-from flashgen.codegen.sizes import NAMED_SIZES, SIZE_NAMES, Formula
+from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace
+from flashgen.codegen.sizes import NAMED_SIZES, SIZE_NAMES, Formula, maximum
 from flashgen.codegen.stages import struct_values
+from flashgen.codegen.tile_list_kernel import list_shape
 from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 
 FORMULAS = (
-    f"grid and value are C++ integer expressions over {described(NAMED_SIZES)}; ceil_div(a, b) is a / b rounded up"
+    "grid, value, counters, and shape and wanted of workspaces are C++ integer expressions over "
+    f"{described(NAMED_SIZES)}; ceil_div(a, b) is a / b rounded up"
 )
 
 _UNSPECIFIED_ORDER = "in an unspecified order of elements"
@@ -89,7 +91,49 @@ def _facts(part: str, kernel: RenderedKernel, spec: AttentionSpec, backward: boo
         facts["plan"] = dataclasses.asdict(kernel.plan)
     if kernel.boxes:
         facts["maps"] = [_map(name, kernel, spec) for name in kernel.boxes]
+    if kernel.counts:
+        facts["counters"] = cpp(kernel.counts(NAMED_SIZES))
+    spaces = [_workspace(space, spec) for space in kernel.workspaces] + _list_workspaces(kernel, spec)
+    if spaces:
+        facts["workspaces"] = spaces
+    pointers = dict(kernel.pointers) | _list_pointers(kernel)
+    if pointers:
+        facts["pointers"] = pointers
     return facts
+
+
+_LISTS = {"counts": "int32", "offsets": "int64", "entries": "int32"}
+
+
+def _list_workspaces(kernel: RenderedKernel, spec: AttentionSpec) -> list[dict[str, Any]]:
+    """Returns the facts of the memory of the tile lists that a kernel writes, equally spaced."""
+    if kernel.lists is None:
+        return []
+    shape = list_shape(spec, kernel.plan, kernel.lists, NAMED_SIZES)
+    rows = [cpp(size) for size in (shape.batch, shape.heads, shape.tiles)]
+    shapes = {"counts": rows, "offsets": rows, "entries": [cpp(maximum(shape.rows * shape.listed, 1))]}
+    return [{"name": f"{kernel.lists}.{name}", "dtype": dtype, "shape": shapes[name]} for name, dtype in _LISTS.items()]
+
+
+def _list_pointers(kernel: RenderedKernel) -> dict[str, str]:
+    """Returns the workspaces of the tile lists that a kernel writes or reads, by the members of its struct."""
+    if kernel.lists is not None:
+        return {name: f"{kernel.lists}.{name}" for name in _LISTS}
+    return {f"tile_{name}": f"{kernel.reads}.{name}" for name in _LISTS} if kernel.reads else {}
+
+
+def _workspace(space: Workspace, spec: AttentionSpec) -> dict[str, Any]:
+    """Returns the facts of memory that the caller allocates before this kernel, for it and later kernels of the pass.
+
+    zeroed: it must be 0 before the first kernel of the pass. of_array: the array whose shape precedes `shape`. wanted:
+    the pointer is null if this is 0.
+    """
+    shape, wanted = ([cpp(size) for size in space.shape(NAMED_SIZES)], cpp(space.wanted(NAMED_SIZES)))
+    facts: dict[str, Any] = {"name": space.name, "dtype": space.dtype, "shape": shape}
+    facts |= {"zeroed": True} if space.zeroed else {}
+    for capture in spec.captures:
+        facts |= {"of_array": member_name(capture)} if capture.name == space.of_capture else {}
+    return facts | ({"wanted": wanted} if wanted != "1" else {})
 
 
 def _formula_texts(value: Any) -> str | list[str]:

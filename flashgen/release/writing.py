@@ -1,4 +1,4 @@
-"""Writes a release to its folder completely or not at all, and removes only files that an earlier release wrote."""
+"""Writes a release or an export to its folder completely or not at all, and removes only files of an earlier one."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def refuse_changed(out: Path, names: Iterable[str], previous: Files) -> None:
         )
 
 
-def write_folder(out: Path, files: Mapping[str, bytes], manifest: bytes, previous: Files) -> None:
-    """Updates a release folder. Readers never see partial files, and the manifest appears after all other files.
+def write_folder(out: Path, files: Mapping[str, bytes], previous: Files) -> None:
+    """Updates a folder. Readers never see partial files, and the last file, the manifest, appears after all others.
 
-    All files are first written to a staging folder, so that a full disk leaves the release folder unchanged. `previous`
-    files that are not among `files` are removed. One that has been changed since is kept, with a warning.
+    All files are first written to a staging folder, so that a full disk leaves the folder unchanged. `previous` files
+    that are not among `files` are removed. One that has been changed since is kept, with a warning.
 
     Raises BuildError if the folder cannot be written.
     """
@@ -79,7 +79,7 @@ def write_folder(out: Path, files: Mapping[str, bytes], manifest: bytes, previou
     try:
         out.mkdir(parents=True, exist_ok=True)
         try:
-            _write_files(out, {**files, MANIFEST: manifest})
+            _write_files(out, files)
             _remove_files(out, {name: file for name, file in previous.items() if name not in files})
             flush_folder(out)
         except BaseException:
@@ -100,8 +100,10 @@ def _write_files(out: Path, files: Mapping[str, bytes]) -> None:
     try:
         changed = [name for name, data in files.items() if not _file_holds(out / name, data)]
         for name in changed:
+            (staging / name).parent.mkdir(parents=True, exist_ok=True)
             write_new(staging / name, files[name], 0o666)
         for name in changed:
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
             (staging / name).replace(out / name)
     finally:
         shutil.rmtree(staging, ignore_errors=True)

@@ -127,7 +127,7 @@ def _part_sums(spec: AttentionSpec, plan: HopperBackwardPlan) -> Workspace:
     def shape(sizes: Sizes) -> tuple[Any, ...]:
         return tile_split(spec, plan, sizes).tiles, _WARPS, columns
 
-    return Workspace("part_sums", shape, "float32", wanted=lambda sizes: shape(sizes)[0] > 0)
+    return Workspace("part_sums", shape, "float32", wanted=lambda sizes: shape(sizes)[0])
 
 
 def _tile_grid(spec: AttentionSpec, plan: HopperBackwardPlan, sizes: Sizes) -> Grid:

@@ -115,7 +115,7 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         boxes=_boxes(spec, plan),
         grid=partial(tiles.grid, spec, plan),
         values=partial(_values, spec, plan, longest_first),
-        counts=lambda sizes: sizes.multiprocessors < tiles.count(spec, plan, sizes),
+        counts=partial(_counters, spec, plan),
     )
     name = kernel.name + option.replace(" --", "-") + (f"-packed{plan.packed_heads}" if packed else "")
     return (replace(kernel, name=name, cost=cost),)
@@ -151,6 +151,12 @@ def _values(spec: AttentionSpec, plan: HopperPlan, longest_first: bool, sizes: S
         "section": _section(spec, sizes, heads, per_kv) if longest_first else 1,
         "kv_reciprocal": reciprocal(maximum(per_kv, 1)),
     }
+
+
+def _counters(spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Any:
+    """Returns 1, for the tile scheduler, if there are more tiles than multiprocessors; otherwise 0."""
+    tiles = maximum(forward_tiles(spec).count(spec, plan, sizes), sizes.multiprocessors)
+    return minimum(tiles - sizes.multiprocessors, 1)
 
 
 def _section(spec: AttentionSpec, sizes: Sizes, heads: Any, per_kv: Any) -> Any:

@@ -25,7 +25,7 @@ from flashgen.codegen.mma_sync.stream_k import (
     work_unit_values,
 )
 from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace, entry_name, kernel_name
-from flashgen.codegen.sizes import Grid, Sizes
+from flashgen.codegen.sizes import Grid, Sizes, minimum
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import is_wide
 from flashgen.codegen.variant import layout_of, variant_of
@@ -89,9 +89,7 @@ def partial_workspaces(spec: AttentionSpec, rows: Callable[[Sizes], tuple[int, .
     """
 
     def space(name: str, columns: int) -> Workspace:
-        return Workspace(
-            name, lambda sizes: (*rows(sizes), columns), "float32", wanted=lambda sizes: bool(sizes.splits > 1)
-        )
+        return Workspace(name, lambda sizes: (*rows(sizes), columns), "float32", wanted=lambda sizes: sizes.splits - 1)
 
     return space("partial_outputs", spec.value_dim), space("partial_states", 2)
 
@@ -170,10 +168,10 @@ def _values(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> dict[str, An
     return values if plan.scheduled else {name: value for name, value in values.items() if name != "tiles"}
 
 
-def _counters(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:
+def _counters(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> Any:
     if plan.scheduled:
         return arrival_counters(spec, sizes)
-    return int(all_tiles(spec, plan, sizes)) if sizes.splits > 1 else 0
+    return all_tiles(spec, plan, sizes) * minimum(sizes.splits - 1, 1)
 
 
 def _partial_rows(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> tuple[int, ...]:

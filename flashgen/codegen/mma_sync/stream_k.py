@@ -31,7 +31,7 @@ from flashgen.codegen.mma_sync.decode_plans import MAX_STREAM_K_TILES, DecodePla
 from flashgen.codegen.mma_sync.splits import choose_splits, head_groups, packed_heads, row_tiles
 from flashgen.codegen.rendered_kernel import RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.shared_memory import slot_per_warp
-from flashgen.codegen.sizes import Grid, Sizes
+from flashgen.codegen.sizes import Grid, Sizes, minimum
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import Variant, arrays_of
 from flashgen.codegen.visited import visited_keys
@@ -127,12 +127,12 @@ def work_unit_context(plan: DecodePlan) -> dict[str, Any]:
     return {"stream_k": plan.scheduled, "tile_overhead": plan.tile_overhead, "min_unit_tiles": plan.groups}
 
 
-def arrival_counters(spec: AttentionSpec, sizes: Sizes) -> int:
-    """Returns the number of arrival counters: one for each work unit of each group of heads.
+def arrival_counters(spec: AttentionSpec, sizes: Sizes) -> Any:
+    """Returns the number of arrival counters: one for each work unit of each group of heads; 0 for one work unit.
 
     That suffices because at most one output tile starts in a work unit and ends in a later one.
     """
-    return int(head_groups(spec, sizes) * sizes.splits) if sizes.splits > 1 else 0
+    return head_groups(spec, sizes) * sizes.splits * minimum(sizes.splits - 1, 1)
 
 
 def partial_slots(spec: AttentionSpec, sizes: Sizes) -> Any:

@@ -1,0 +1,181 @@
+"""The CUDA driver API through ctypes: it loads cubins, encodes tensor maps and launches kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+_LIBRARIES = ("libcuda.so.1", "libcuda.so", "nvcuda.dll")
+_DEFAULT_SHARED_BYTES = 48 * 1024  # a kernel must request more dynamic shared memory than this
+
+# Values of enumerations of cuda.h.
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # of CUfunction_attribute
+_MAP_DTYPES = {"float16": 6, "bfloat16": 9}
+_SWIZZLES = {32: 1, 64: 2, 128: 3}  # by the bytes of a row of the box
+_NO_INTERLEAVE, _PROMOTE_256_BYTES, _FILL_WITH_ZEROS = 0, 3, 0
+
+MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+
+
+@functools.lru_cache(maxsize=None)
+def library() -> Any:
+    """Returns NVIDIA's driver. Raises RuntimeError if there is none."""
+    for name in _LIBRARIES:
+        try:
+            found = ctypes.CDLL(name)
+        except OSError:
+            continue
+        found.cuLaunchKernel.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+        return found
+    raise RuntimeError("these kernels need an NVIDIA GPU and its driver, and the driver library libcuda was not found")
+
+
+def call(function: str, *arguments: Any) -> None:
+    """Calls a function of the driver. Raises RuntimeError with CUDA's description if it fails."""
+    _check(function, getattr(library(), function)(*arguments))
+
+
+def _check(function: str, status: int) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        library().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"{function}: CUDA error {status}, {(text.value or b'unknown').decode()}")
+
+
+def check_device(tensor: torch.Tensor) -> None:
+    """Raises RuntimeError for a tensor that is not on an NVIDIA GPU."""
+    if tensor.is_cuda and torch.version.cuda is not None:
+        return
+    here = "" if torch.cuda.is_available() else "; torch finds no CUDA GPU on this machine"
+    raise RuntimeError(f"q is on {tensor.device}: these kernels run on NVIDIA GPUs, move q, k and v to one{here}")
+
+
+def on(device: torch.device) -> Any:
+    """Returns a context manager that makes a device the current one."""
+    return _AS_IT_IS if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+
+
+_AS_IT_IS = contextlib.nullcontext()
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # as below, without creating an object
+
+
+def current_stream(device: torch.device) -> int:
+    """Returns the handle of torch's current stream on a device."""
+    return _raw_stream(device.index) if _raw_stream else int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def is_capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_current_stream_capturing()
+
+
+@functools.lru_cache(maxsize=None)
+def capability(device: torch.device) -> tuple[int, int]:
+    """Returns the compute capability of a device."""
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.lru_cache(maxsize=None)
+def multiprocessors(device: torch.device) -> int:
+    """Returns the number of multiprocessors of a device."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+_thread = threading.local()
+
+
+@functools.lru_cache(maxsize=None)
+def _context(index: int) -> ctypes.c_void_p:
+    """Returns the primary context of a device, which torch uses too."""
+    context = ctypes.c_void_p()
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), index)
+    return context
+
+
+def _make_current(index: int) -> None:
+    """Makes the context of the current device that of this thread, which torch may not have done yet."""
+    devices = _thread.__dict__.setdefault("devices", set())
+    if index not in devices:
+        call("cuCtxSetCurrent", _context(index))
+        devices.add(index)
+
+
+def allocate_zeros(count: int, device: torch.device, stream: int) -> int:
+    """Returns the address of `count` 32-bit zeros that later launches on the stream may use. They are never freed."""
+    _make_current(device.index)
+    address = ctypes.c_uint64()
+    call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(4 * count))
+    call("cuMemsetD32Async", address, 0, ctypes.c_size_t(count), ctypes.c_void_p(stream))
+    return address.value
+
+
+class Parameters:
+    """The memory that the driver reads the argument struct of a launch from. Used by one launch at a time."""
+
+    def __init__(self, struct: bytes) -> None:
+        self.struct = ctypes.create_string_buffer(struct, len(struct))
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.struct))
+        self.address = ctypes.addressof(self._pointers)
+
+
+class Function:
+    """A kernel in a cubin, which is loaded on each device when it is first launched there."""
+
+    def __init__(self, path: Any, sha256: str, entry: str, threads: int, shared_bytes: int) -> None:
+        self._path, self._sha256, self._entry = path, sha256, entry
+        self._threads, self._shared_bytes = threads, shared_bytes
+        self._handles: dict[int, int] = {}
+        self._loading = threading.Lock()
+
+    def launch(self, grid: Sequence[int], parameters: Parameters, index: int, stream: int) -> None:
+        """Launches a grid of blocks on the current device. The driver copies the parameters before this returns."""
+        _make_current(index)
+        handle = self._handles.get(index) or self._load(index)
+        block = (self._threads, 1, 1)
+        launch = library().cuLaunchKernel
+        status = launch(handle, *grid, *block, self._shared_bytes, stream, parameters.address, None)
+        if status:
+            _check("cuLaunchKernel", status)
+
+    def _load(self, index: int) -> int:
+        with self._loading:
+            if index not in self._handles:
+                cubin = self._path.read_bytes()
+                if hashlib.sha256(cubin).hexdigest() != self._sha256:
+                    raise RuntimeError(f"{self._path} is not the file that was exported: export the package again")
+                module, handle = ctypes.c_void_p(), ctypes.c_void_p()
+                call("cuModuleLoadData", ctypes.byref(module), cubin)
+                call("cuModuleGetFunction", ctypes.byref(handle), module, self._entry.encode())
+                if self._shared_bytes > _DEFAULT_SHARED_BYTES:
+                    call("cuFuncSetAttribute", handle, _MAX_DYNAMIC_SHARED_SIZE_BYTES, self._shared_bytes)
+                self._handles[index] = handle.value or 0
+            return self._handles[index]
+
+
+def tensor_map(
+    dtype: str, address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
+) -> bytes:
+    """Returns the 128 bytes of the map by which TMA copies boxes of an array. strides: in bytes, without the first."""
+    memory = ctypes.create_string_buffer(MAP_BYTES + _MAP_ALIGNMENT)
+    aligned = -(-ctypes.addressof(memory) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+    rank = len(sizes)
+    call(
+        "cuTensorMapEncodeTiled",
+        ctypes.c_void_p(aligned),
+        _MAP_DTYPES[dtype],
+        rank,
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        *(_NO_INTERLEAVE, _SWIZZLES[swizzle], _PROMOTE_256_BYTES, _FILL_WITH_ZEROS),
+    )
+    return ctypes.string_at(aligned, MAP_BYTES)
