@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 from flashgen_vllm.kv_cache import FLOAT8, pages_of, write
 from flashgen_vllm.launches import launcher
 from flashgen_vllm.metadata import SHORT, FlashgenMetadata, FlashgenMetadataBuilder
-from flashgen_vllm.variants import Variant, spec_of
+from flashgen_vllm.variants import Variant, name_of, spec_of
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
 _LARGEST_HEAD = 512
@@ -70,17 +70,27 @@ class FlashgenBackend(AttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        return bool(capability >= (8, 0))
+        return supports_capability(capability)
 
     @classmethod
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *args: Any, **named: Any
     ) -> str | None:
-        if kv_cache_dtype in FLOAT8 and head_size % 32:
-            return f"a float8 KV cache needs a head size that is a multiple of 32, and this one is {head_size}"
-        if kv_cache_dtype in ("float16", "bfloat16") and dtype != getattr(torch, kv_cache_dtype):
-            return f"the KV cache is {kv_cache_dtype} and the model {dtype}: use a KV cache of the model's type"
-        return None
+        return problem_of_dtypes(head_size, dtype, kv_cache_dtype)
+
+
+def supports_capability(capability: Any) -> bool:
+    """Whether flashgen has kernels for float16 and bfloat16 on GPUs of a compute capability."""
+    return bool(capability >= (8, 0))
+
+
+def problem_of_dtypes(head_size: int, dtype: torch.dtype, kv_cache_dtype: Any) -> str | None:
+    """Returns why the types of the model and of its cache do not work together; None if they do."""
+    if kv_cache_dtype in FLOAT8 and head_size % 32:
+        return f"a float8 KV cache needs a head size that is a multiple of 32, and this one is {head_size}"
+    if kv_cache_dtype in ("float16", "bfloat16") and dtype != getattr(torch, kv_cache_dtype):
+        return f"the KV cache is {kv_cache_dtype} and the model {dtype}: use a KV cache of the model's type"
+    return None
 
 
 class FlashgenImpl(AttentionImpl[FlashgenMetadata]):
@@ -171,19 +181,15 @@ class FlashgenImpl(AttentionImpl[FlashgenMetadata]):
         if found is None:
             variant = Variant(
                 self.head_size,
-                _name(q.dtype),
+                name_of(q.dtype),
                 self.scale,
                 self.sliding_window,
                 self.logits_soft_cap,
                 self._slopes is not None,
-                None if self.sinks is None else _name(self.sinks.dtype),
-                None if self._float8 is None else _name(self._float8),
+                None if self.sinks is None else name_of(self.sinks.dtype),
+                None if self._float8 is None else name_of(self._float8),
                 bool(getattr(layer, "mm_prefix_clamp_sliding_window", False)),
             )
             spec = spec_of(variant, page_size, "bshd" if batch.is_single else "thd", *kind[3:])
             found = self._launchers[kind] = launcher(spec, q.device)
         return found
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

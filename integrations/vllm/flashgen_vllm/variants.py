@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 import flashgen as fg
 
 
@@ -48,7 +50,7 @@ def spec_of(variant: Variant, page_size: int, layout: str, causal: bool, ranges:
         ranges: whether tokens within a range attend to all of it; for layout "thd". Calls then give `query_starts`,
             which is cu_seqlens_q, and for each token `first_keys` and `last_keys`, the ends of its range.
     """
-    mask = _base_mask(variant.window, causal)
+    mask = base_mask(variant.window, causal)
     score: Any = None
     if variant.softcap:
         score = fg.softcap(variant.softcap)
@@ -67,7 +69,8 @@ def spec_of(variant: Variant, page_size: int, layout: str, causal: bool, ranges:
     )
 
 
-def _base_mask(window: int | None, causal: bool) -> fg.Mask:
+def base_mask(window: int | None, causal: bool) -> fg.Mask:
+    """Returns the mask of a window of keys that ends with the query's own, or has it in its middle; None is all."""
     if window is None:
         return fg.causal() if causal else fg.full()
     return fg.sliding_window(window - 1, 0 if causal else window - 1)
@@ -85,3 +88,8 @@ def _with_ranges(base: fg.Mask, variant: Variant) -> Any:
         return base(b, h, q, k) | in_range
 
     return mask
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Returns the name of a type as specs have it."""
+    return str(dtype).removeprefix("torch.")

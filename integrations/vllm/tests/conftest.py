@@ -52,12 +52,18 @@ def device(request: Any) -> Iterator[Any]:
 
 
 @pytest.fixture(autouse=True)
-def writer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes vLLM's Triton kernel to write the cache on a GPU where vLLM's compiled operators cannot be loaded."""
+def writer(monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Takes vLLM's Triton kernel to write the cache on a GPU where vLLM's compiled operators cannot be loaded.
+
+    Returns whether the compiled operator is used.
+    """
     import torch
     from vllm import _custom_ops
 
-    if torch.cuda.is_available() and not hasattr(torch.ops._C_cache_ops, "reshape_and_cache_flash"):
+    if hasattr(torch.ops._C_cache_ops, "reshape_and_cache_flash"):
+        return True
+    if torch.cuda.is_available():
         from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
 
         monkeypatch.setattr(_custom_ops, "reshape_and_cache_flash", triton_reshape_and_cache_flash)
+    return False
