@@ -16,13 +16,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-
-import flashgen_vllm
 from vllm import _custom_ops
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+import flashgen_vllm
 
 HEADS, HEADS_KV, DIM, BLOCK, LAYERS = 32, 8, 128, 16, 8
 
