@@ -2,9 +2,9 @@
 
     python integrations/vllm/time_step.py --requests 64 --keys 4096 --other TRITON_ATTN
 
-For each backend it prints, in microseconds, what the host takes to build the metadata of a step and to launch a layer
-(the update of the cache, and the attention), and what the GPU takes for a layer, measured by a captured graph of all
-layers. Each layer has a cache of its own, so that no keys are read from the GPU's L2 cache.
+For each backend it prints, in microseconds, what the host takes to build the metadata of a step, to launch the update
+of the cache of a layer, and to launch its attention, and what the GPU takes for both in a captured graph of all layers.
+Each layer has a cache of its own, so that no keys are read from the GPU's L2 cache.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ def main() -> None:
     print(
         f"{torch.cuda.get_device_name()}, {options}; heads {HEADS}/{HEADS_KV}, dim {DIM}, blocks of {BLOCK}, bfloat16"
     )
-    print(f"{'backend':<14}{'build, host':>12}{'layer, host':>12}{'layer, GPU':>12}")
+    print(f"{'backend':<14}{'build, host':>14}{'update, host':>14}{'attention, host':>17}{'layer, GPU':>12}")
     for name in ("FLASHGEN", options.other):
-        print(f"{name:<14}" + "".join(f"{value:12.1f}" for value in timed(name, queries, keys)), flush=True)
+        build, update, attention, layer = timed(name, queries, keys)
+        print(f"{name:<14}{build:14.1f}{update:14.1f}{attention:17.1f}{layer:12.1f}", flush=True)
 
 
-def timed(name: str, queries: list[int], keys: list[int]) -> tuple[float, float, float]:
-    """Returns the times of a step in microseconds: build on the host, a layer on the host, a layer on the GPU."""
+def timed(name: str, queries: list[int], keys: list[int]) -> tuple[float, float, float, float]:
+    """Returns times in microseconds: of the metadata, an update and an attention on the host, a layer on the GPU."""
     device, backend = torch.device("cuda"), AttentionBackendEnum[name].get_class()
     common = batch_of(queries, keys, device)
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS_KV, head_size=DIM, dtype=torch.bfloat16)
@@ -67,16 +68,22 @@ def timed(name: str, queries: list[int], keys: list[int]) -> tuple[float, float,
     out = torch.empty(tokens, HEADS, DIM, dtype=torch.bfloat16, device=device)
     metadata = builder.build(0, common)
 
-    def step() -> None:
+    def update() -> None:
         for cache in caches:
             impl.do_kv_cache_update(layer, k, v, cache, metadata.slot_mapping)
+
+    def attend() -> None:
+        for cache in caches:
             impl.forward(layer, q, k, v, cache, metadata, out)
+
+    def step() -> None:
+        update()
+        attend()
 
     for _ in range(3):
         step()
     build = host_time(lambda: builder.build(0, common))
-    launch = host_time(step) / LAYERS
-    return build, launch, gpu_time(step) / LAYERS
+    return build, host_time(update) / LAYERS, host_time(attend) / LAYERS, gpu_time(step) / LAYERS
 
 
 def batch_of(queries: list[int], keys: list[int], device: torch.device) -> CommonAttentionMetadata:

@@ -128,7 +128,7 @@ class FlashgenImpl(AttentionImpl[FlashgenMetadata]):
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Writes the keys and values of new tokens. vLLM calls it before `forward`."""
-        k, v = pages_of(kv_cache, self.head_size, self._float8)
+        k, v = pages_of(kv_cache, self.head_size)
         write(key, value, k, v, slot_mapping, self.kv_cache_dtype, layer)
 
     def forward(

@@ -130,7 +130,7 @@ def _new_tokens(setup: Setup, keys: Any, values: Any, options: Any) -> tuple[tor
 
 
 def _slots(setup: Setup, table: torch.Tensor, b: int, positions: range) -> torch.Tensor:
-    position = torch.tensor(positions, dtype=torch.int64)
+    position = torch.tensor(positions, dtype=torch.int64, device=table.device)
     return table[b, position // setup.block_size].long() * setup.block_size + position % setup.block_size
 
 

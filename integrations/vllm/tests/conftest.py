@@ -21,8 +21,9 @@ WHY_NO_ENGINE = why_no_engine()
 collect_ignore_glob = ["test_*.py"] if WHY_NO_ENGINE else []
 
 
-def pytest_report_header() -> str:
-    return f"vLLM: nothing is tested: {WHY_NO_ENGINE}" if WHY_NO_ENGINE else "vLLM: its own classes are tested"
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if WHY_NO_ENGINE:
+        terminalreporter.write_line(f"vLLM: nothing was tested: {WHY_NO_ENGINE}")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -31,6 +32,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
+    if not items:
+        return
     import torch
 
     if not torch.cuda.is_available():

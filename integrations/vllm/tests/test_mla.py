@@ -19,14 +19,14 @@ from flashgen_vllm.mla import FlashgenMLABackend
 HEADS, RANK, ROPE, BLOCK = 3, 64, 8, 16
 
 
-def implementation() -> Any:
+def implementation(device: torch.device) -> Any:
     """Returns an implementation of a layer, made by vLLM's constructor."""
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 
     sizes = {"q_lora_rank": None, "kv_lora_rank": RANK, "qk_nope_head_dim": 16, "qk_rope_head_dim": ROPE}
     sizes |= {"qk_head_dim": 16 + ROPE, "v_head_dim": 16}
     fixed: list[Any] = [None, None, "auto", None, "decoder", None]
-    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device=device.type))):
         impl_cls = FlashgenMLABackend.get_impl_cls()
         return impl_cls(HEADS, RANK + ROPE, 0.2, 1, *fixed, **sizes, kv_b_proj=None)
 
@@ -62,7 +62,7 @@ def test_forward_mqa(queries: list[int], keys: list[int], causal: bool, in_parts
     parts = (len(keys), sum(queries), 0)  # decodes, their tokens, and prompts
     slots = torch.zeros(sum(queries), dtype=torch.int64, device=device)
     metadata = MLACommonMetadata(*counts, decode.query_start_loc, slots, *parts, causal=causal, decode=decode)
-    out, lse = implementation().forward_mqa(given, cache, metadata, None)
+    out, lse = implementation(device).forward_mqa(given, cache, metadata, None)
     assert lse is None and out.shape == (sum(queries), HEADS, RANK)
     for own, rows, k in zip(out.split(queries), q.split(queries), cached, strict=True):
         kept = torch.ones(len(rows), len(k), dtype=torch.bool, device=device)
