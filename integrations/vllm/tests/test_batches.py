@@ -18,6 +18,7 @@ BATCHES: dict[str, dict[str, Any]] = {
     "speculative": {"queries": [4, 4, 2], "keys": [20, 4, 50], "speculative": 3},
     "padded decode": {"queries": [1, 1], "keys": [20, 33], "padding": 2},
     "padded mixed": {"queries": [1, 18], "keys": [20, 33], "padding": 2},
+    "as many tokens as requests": {"queries": [3, 1], "keys": [20, 33], "padding": 2},
 }
 
 

@@ -9,7 +9,9 @@ import torch
 from torch.nn import functional
 
 pytest.importorskip(
-    "vllm.model_executor.layers.attention.mla_attention", reason="vLLM's MLA classes need more packages"
+    "vllm.model_executor.layers.attention.mla_attention",
+    reason="vLLM's classes of latent attention need more packages, and on a GPU its FlashAttention",
+    exc_type=ImportError,
 )
 
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
