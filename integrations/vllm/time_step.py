@@ -1,6 +1,6 @@
-"""Times a step of attention layers through vLLM's interface, without an engine: FLASHGEN beside another backend.
+"""Times a step of attention layers through vLLM's interface, without an engine: FLASHGEN beside other backends.
 
-    python integrations/vllm/time_step.py --requests 64 --keys 4096 --other TRITON_ATTN
+    python integrations/vllm/time_step.py --requests 64 --keys 4096 --others TRITON_ATTN FLASH_ATTN
 
 For each backend it prints, in microseconds, what the host takes to build the metadata of a step, to launch the update
 of the cache of a layer, and to launch its attention, and what the GPU takes for both in a captured graph of all layers.
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--keys", type=int, default=4096, help="keys of each request")
     parser.add_argument("--prompt", type=int, default=0, help="tokens of one further request, a prompt")
-    parser.add_argument("--other", default="TRITON_ATTN", help="the backend to compare with")
+    parser.add_argument("--others", nargs="*", default=["TRITON_ATTN"], help="backends to compare with")
     options = parser.parse_args()
     flashgen_vllm.register()
     if not hasattr(torch.ops._C_cache_ops, "reshape_and_cache_flash"):
@@ -46,7 +46,7 @@ def main() -> None:
         f"{torch.cuda.get_device_name()}, {options}; heads {HEADS}/{HEADS_KV}, dim {DIM}, blocks of {BLOCK}, bfloat16"
     )
     print(f"{'backend':<14}{'build, host':>14}{'update, host':>14}{'attention, host':>17}{'layer, GPU':>12}")
-    for name in ("FLASHGEN", options.other):
+    for name in ("FLASHGEN", *options.others):
         build, update, attention, layer = timed(name, queries, keys)
         print(f"{name:<14}{build:14.1f}{update:14.1f}{attention:17.1f}{layer:12.1f}", flush=True)
 
@@ -121,10 +121,16 @@ def configuration(requests: int) -> Any:
     )
     return SimpleNamespace(
         model_config=model,
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, cp_kv_cache_interleave_size=1),
+        attention_config=SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=32),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        kernel_config=SimpleNamespace(enable_jit_warmup=False),
         scheduler_config=SimpleNamespace(max_num_seqs=max(requests, 256), max_num_batched_tokens=8192),
         compilation_config=SimpleNamespace(
-            static_forward_context={}, cudagraph_mode=CUDAGraphMode.FULL, cudagraph_capture_sizes=[1, 16, 64, 256]
+            static_forward_context={},
+            cudagraph_mode=CUDAGraphMode.FULL,
+            cudagraph_capture_sizes=[1, 16, 64, 256],
+            max_cudagraph_capture_size=256,
         ),
         speculative_config=None,
     )

@@ -66,6 +66,7 @@ class FlashgenMetadataBuilder(AttentionMetadataBuilder[FlashgenMetadata]):
         if model is not None and model.is_mm_prefix_lm:
             tokens = vllm_config.scheduler_config.max_num_batched_tokens
             self._ranges = torch.empty(2, tokens, dtype=torch.int32, device=device)
+            self.supports_draft_decode_metadata_update = False  # the ranges of tokens are written by `build`
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

@@ -24,6 +24,8 @@ def test_metadata_refers_to_the_arrays_of_the_engine(device: torch.device) -> No
     for array, again in zip(metadata.ranges, next_one.ranges, strict=True):
         assert array.data_ptr() == again.data_ptr(), "a captured graph reads the array of its first step"
     other = torch.zeros_like(metadata.block_table)
+    assert not builder.supports_draft_decode_metadata_update, "it would keep the ranges of the step before"
+    assert built(replace(setup, ranges=None), device)[0].supports_draft_decode_metadata_update
     changed = builder.update_block_table(metadata, other, metadata.slot_mapping)
     assert changed == replace(metadata, block_table=other) and metadata.block_table is not other
 
