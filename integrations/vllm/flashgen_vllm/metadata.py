@@ -74,6 +74,7 @@ class FlashgenMetadataBuilder(AttentionMetadataBuilder[FlashgenMetadata]):
         batch = common_attn_metadata
         if isinstance(batch.causal, torch.Tensor):
             raise NotImplementedError("FLASHGEN: batches that mix causal and other requests: select FLASH_ATTN")
+        # The bound holds for all batches that a graph replays, if vLLM captures one with this batch.
         # Where drafts are verified, vLLM may change the lengths of queries on the device, up to those of a decode step.
         longest = max(batch.max_query_len, self._decode_length)
         return FlashgenMetadata(
