@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -518,6 +519,25 @@ def test_doctor() -> None:
     assert findings["python", "numpy"]["ok"] and findings["emulator", "plain"]["ok"]
     assert all(row["ok"] or row["remedy"] for row in findings.values())
     assert "emulator\tplain\tworks" in invoke("doctor").stdout
+
+
+@pytest.mark.parametrize(("problem", "found"), [(None, "vllm 0.33.0"), ("pip install 'vllm==0.33.*'", None)])
+def test_doctor_reports_engines(problem: str | None, found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_version() -> None:
+        if problem:
+            raise ImportError(problem)
+
+    monkeypatch.setitem(sys.modules, "flashgen_vllm", ModuleType("flashgen_vllm"))
+    monkeypatch.setitem(sys.modules, "flashgen_vllm.versions", SimpleNamespace(check_version=check_version))
+    monkeypatch.setattr(doctor, "package_version", lambda package: "0.33.0")
+    rows = {row.name: row for row in doctor.examine_engines()}
+    assert rows["flashgen_vllm"] == doctor.Finding("engine", "flashgen_vllm", found, problem or "")
+
+
+def test_doctor_reports_an_engine_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashgen_vllm", None)
+    row = next(row for row in doctor.examine_engines() if row.name == "flashgen_vllm")
+    assert row.found is None and row.remedy == "pip install ./integrations/vllm, in a checkout of flashgen"
 
 
 def test_doctor_lists_each_remedy_once(monkeypatch: pytest.MonkeyPatch) -> None:
