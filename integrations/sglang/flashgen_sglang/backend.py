@@ -151,7 +151,9 @@ def check_runner(runner: Any) -> None:
         refuse("the model has an encoder and a decoder; the backend runs decoders")
     if runner.attention_chunk_size is not None:
         refuse("the model attends within chunks; the backend does not")
-    if runner.kv_cache_dtype not in (torch.float16, torch.bfloat16, FLOAT8):
+    if runner.dtype not in (torch.float16, torch.bfloat16):
+        refuse(f"the model computes in {runner.dtype}; give --dtype bfloat16 or float16")
+    if runner.kv_cache_dtype not in (runner.dtype, FLOAT8):
         refuse(f"the KV cache is {runner.kv_cache_dtype}; give --kv-cache-dtype auto or fp8_e4m3")
     if getattr(runner.token_to_kv_pool, "swa_req_ring_size", None) is not None:
         refuse("the keys of sliding windows are in a ring of each request, and the backend reads pages")
