@@ -17,12 +17,14 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 import flashgen_sglang
 
 flashgen_sglang.register()
-LONGEST = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """What a layer and its pool are. window: the keys before the query's own. scales: of k and v in float8."""
+    """What a layer and its pool are.
+
+    window: the keys before the query's own. scales: of k and v in float8. longest: the most keys of a sequence.
+    """
 
     page_size: int = 16
     dtype: torch.dtype = torch.float16
@@ -34,6 +36,8 @@ class Layer:
     sinks: torch.dtype | None = None
     scales: tuple[float | None, float | None] | None = None
     in_window_pool: bool = False
+    longest: int = 256
+    backend: str = flashgen_sglang.NAME
 
 
 class Server:
@@ -43,7 +47,7 @@ class Server:
         self.layer, self.device = layer, device
         self._random = torch.Generator(device).manual_seed(0)
         self.runner = runner_of(layer, sequences, device)
-        self.backend = kit.ATTENTION_BACKENDS[flashgen_sglang.NAME](self.runner)
+        self.backend = kit.ATTENTION_BACKENDS[layer.backend](self.runner)
         self.module = module_of(layer, device)
         self.sinks = None if layer.sinks is None else self._draw(layer.heads).to(layer.sinks)
         self._cached: list[list[torch.Tensor]] = [[] for _ in range(sequences)]  # the k and v of each token
@@ -55,15 +59,12 @@ class Server:
 
     def _place(self, table: torch.Tensor) -> None:
         """Gives each sequence pages in a random order. Page 0 belongs to no sequence."""
-        size, sequences = self.layer.page_size, len(self._cached)
-        pages = list(range(1, 1 + sequences * LONGEST // size))
+        size, longest, sequences = self.layer.page_size, self.layer.longest, len(self._cached)
+        pages = list(range(1, 1 + sequences * longest // size))
         random.Random(0).shuffle(pages)
         of_sequences = torch.tensor(pages, dtype=torch.int32).view(sequences, -1, 1)
         slots = of_sequences * size + torch.arange(size, dtype=torch.int32)
-        table[:sequences, :LONGEST] = slots.view(sequences, -1).to(self.device)
-
-    def lengths(self) -> list[int]:
-        return [len(tokens) for tokens in self._cached]
+        table[:sequences, :longest] = slots.view(sequences, -1).to(self.device)
 
     def batch(self, which: list[int], counts: list[int], mode: ForwardMode) -> Any:
         """Returns SGLang's batch of a step, in which the sequences `which` get `counts` tokens."""
@@ -150,7 +151,7 @@ def runner_of(layer: Layer, sequences: int, device: str) -> Any:
     """Returns the kit's stand-in for a model runner, with the pool of a layer."""
     case = kit.DenseAttentionCase(
         name="served",
-        backend=flashgen_sglang.NAME,
+        backend=layer.backend,
         forward_mode=ForwardMode.EXTEND,
         num_heads=layer.heads,
         num_kv_heads=layer.heads_kv,
@@ -164,7 +165,7 @@ def runner_of(layer: Layer, sequences: int, device: str) -> Any:
         num_kv_heads=layer.heads_kv,
         head_dim=layer.dim,
         hidden_size=64,
-        context_len=LONGEST,
+        context_len=layer.longest,
         sliding_window_size=layer.window,
     )
     runner = kit.MockModelRunner(
@@ -172,11 +173,11 @@ def runner_of(layer: Layer, sequences: int, device: str) -> Any:
         model_config=config,
         dtype=layer.dtype,
         device=device,
-        max_context_len=LONGEST,
+        max_context_len=layer.longest,
         head_dim=layer.dim,
     )
     runner.kv_cache_dtype = layer.dtype if layer.scales is None else torch.float8_e4m3fn
-    runner.token_to_kv_pool = pool_of(layer, sequences * LONGEST, runner.kv_cache_dtype, device)
+    runner.token_to_kv_pool = pool_of(layer, sequences * layer.longest, runner.kv_cache_dtype, device)
     runner.init_kv_index_translator()
     return runner
 
