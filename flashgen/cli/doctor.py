@@ -85,6 +85,7 @@ def examine() -> Iterator[Finding]:
     yield from examine_targets()
     yield from examine_emulator()
     yield from examine_frameworks()
+    yield from examine_engines()
 
 
 def examine_cache() -> Finding:
@@ -176,6 +177,29 @@ def examine_frameworks() -> Iterator[Finding]:
         problem = framework_problem(module)
         found = None if problem else f"{package} {version}"
         yield Finding("framework", module, found, f"{package} {version}: {problem}" if problem else "")
+
+
+ENGINES = {"flashgen_sglang": "sglang"}
+"""The packages of `integrations/` and their engines. Each has a module `versions` with a function `check_version`."""
+
+
+def examine_engines() -> Iterator[Finding]:
+    """Reports the engines for which attention backends are installed. Engines take long to import, and are not."""
+    for module, package in ENGINES.items():
+        problem = engine_problem(module, package)
+        found = None if problem else f"{package} {package_version(package)}"
+        yield Finding("engine", module, found, problem or "")
+
+
+def engine_problem(module: str, package: str) -> str | None:
+    """Returns why an engine cannot use its package of attention backends here, or None."""
+    try:
+        importlib.import_module(f"{module}.versions").check_version()
+    except ModuleNotFoundError:
+        return f"pip install ./integrations/{package}, in a checkout of flashgen"
+    except ImportError as error:
+        return str(error)
+    return None
 
 
 def framework_problem(module: str) -> str | None:

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -518,6 +519,25 @@ def test_doctor() -> None:
     assert findings["python", "numpy"]["ok"] and findings["emulator", "plain"]["ok"]
     assert all(row["ok"] or row["remedy"] for row in findings.values())
     assert "emulator\tplain\tworks" in invoke("doctor").stdout
+
+
+@pytest.mark.parametrize(("problem", "found"), [(None, "sglang 0.5.23"), ("pip install 'sglang==0.5.23'", None)])
+def test_doctor_reports_sglang(problem: str | None, found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_version() -> None:
+        if problem:
+            raise ImportError(problem)
+
+    monkeypatch.setitem(sys.modules, "flashgen_sglang", ModuleType("flashgen_sglang"))
+    monkeypatch.setitem(sys.modules, "flashgen_sglang.versions", SimpleNamespace(check_version=check_version))
+    monkeypatch.setattr(doctor, "package_version", lambda package: "0.5.23")
+    rows = {row.name: row for row in doctor.examine_engines()}
+    assert rows["flashgen_sglang"] == doctor.Finding("engine", "flashgen_sglang", found, problem or "")
+
+
+def test_doctor_reports_sglang_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashgen_sglang", None)
+    row = next(row for row in doctor.examine_engines() if row.name == "flashgen_sglang")
+    assert row.found is None and row.remedy == "pip install ./integrations/sglang, in a checkout of flashgen"
 
 
 def test_doctor_lists_each_remedy_once(monkeypatch: pytest.MonkeyPatch) -> None:

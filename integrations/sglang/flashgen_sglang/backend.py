@@ -125,9 +125,9 @@ class FlashgenAttentionBackend(AttentionBackend):
 
     def _where(self, step: StepMetadata, layer: Any) -> dict[str, Any]:
         """Returns the arguments that say which keys the sequences have, and which queries."""
-        table = step.page_table
-        if self._window_pool is not None and self._window_pool.layers_mapping[layer.layer_id][1]:
-            table = step.window_page_table
+        pool = self._window_pool
+        is_window = pool is not None and pool.layers_mapping[layer.layer_id][1]
+        table = step.window_page_table if is_window else step.page_table
         where: dict[str, Any] = {"page_table": table, "seqused_k": step.cache_seqlens_int32}
         if step.cu_seqlens_q is not None:
             where |= {"cu_seqlens_q": step.cu_seqlens_q, "max_seqlen_q": step.max_seqlen_q}

@@ -1,32 +1,26 @@
-"""The versions of SGLang that the backend was tested with. Its interfaces change between minor versions."""
+"""The versions of SGLang that this package was tested with. It refuses all others."""
 
 from __future__ import annotations
 
 from importlib import metadata
-from typing import NoReturn
-
-from flashgen.errors import UnsupportedError
 
 TESTED_VERSIONS = ("0.5.23",)
+"""SGLang changes the interface of attention backends between patch versions."""
 
 
 def check_version() -> None:
-    """Raises an UnsupportedError if the installed version of SGLang was not tested."""
-    if _installed() not in TESTED_VERSIONS:
-        refuse_version(None)
-
-
-def refuse_version(cause: Exception | None) -> NoReturn:
-    """Raises the error for a version of SGLang that was not tested."""
-    tested = ", ".join(TESTED_VERSIONS)
-    raise UnsupportedError(
-        f"flashgen-sglang was tested with SGLang {tested}, and SGLang {_installed()} is installed: "
-        f"pip install 'sglang=={TESTED_VERSIONS[-1]}', or choose another --attention-backend"
-    ) from cause
-
-
-def _installed() -> str:
+    """Raises ImportError, which those see who select the backend, if the installed SGLang was not tested."""
     try:
-        return metadata.version("sglang")
+        installed = metadata.version("sglang")
     except metadata.PackageNotFoundError:
-        return "of an unknown version"
+        raise ImportError(f"flashgen_sglang needs SGLang, which is not installed: {_remedy()}") from None
+    if installed not in TESTED_VERSIONS:
+        raise ImportError(
+            f"flashgen_sglang was tested with SGLang {', '.join(TESTED_VERSIONS)}, and {installed} is installed: "
+            f"{_remedy()}, install a flashgen_sglang that was tested with {installed}, or select another "
+            "--attention-backend"
+        )
+
+
+def _remedy() -> str:
+    return f"pip install 'sglang=={TESTED_VERSIONS[-1]}'"

@@ -22,7 +22,6 @@ _reason: str | None = None
 
 def pytest_configure(config: pytest.Config) -> None:
     global _owned_cache, _reason
-    config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped, saying so, where there is none")
     if _CACHE not in os.environ:
         _owned_cache = os.environ[_CACHE] = tempfile.mkdtemp(prefix="flashgen-test-cache-")
     # torchvision for the CPU that fits torch's is on no index but torch's own; the kernels of others need CUDA.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -11,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 import flashgen_sglang
-from flashgen.errors import UnsupportedError
 from flashgen_sglang import versions
 
 PACKAGE = Path(__file__).parents[1]
@@ -20,7 +20,7 @@ README = (PACKAGE / "README.md").read_text(encoding="utf-8")
 
 
 def sglang_of(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "metadata", SimpleNamespace(version=lambda name: version))
+    monkeypatch.setattr(versions.metadata, "version", lambda name: version)
 
 
 def test_the_versions_agree() -> None:
@@ -32,15 +32,24 @@ def test_the_versions_agree() -> None:
 def test_other_versions_of_sglang_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything of SGLang is imported."""
     sglang_of("0.6.0", monkeypatch)
-    with pytest.raises(UnsupportedError, match=r"0\.5\.23.* SGLang 0\.6\.0 is installed: pip install 'sglang==0\.5"):
+    with pytest.raises(ImportError, match=r"SGLang 0\.5\.23, and 0\.6\.0 is installed: pip install 'sglang==0\.5\.23'"):
         flashgen_sglang.create_backend(SimpleNamespace())
+
+
+def test_a_missing_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(versions.metadata, "version", version)
+    with pytest.raises(ImportError, match=r"not installed: pip install 'sglang==0\.5\.23'"):
+        versions.check_version()
 
 
 def test_a_version_without_the_registry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sglang")
     sglang_of("0.7.0", monkeypatch)
-    monkeypatch.setitem(__import__("sys").modules, "sglang.srt.arg_groups.choices", None)
-    with pytest.raises(UnsupportedError, match=r"SGLang 0\.7\.0 is installed"):
+    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups.choices", None)
+    with pytest.raises(ImportError, match=r"0\.7\.0 is installed"):
         flashgen_sglang.register()
 
 
