@@ -10,8 +10,9 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
+import flashgen as fg
 import flashgen.torch
-from flashgen.language.spec import MAX_PAGE_SIZE
+from flashgen.errors import SpecError
 from flashgen_sglang.layers import FLOAT8, LayerSpecs, refuse
 from flashgen_sglang.metadata import MetadataBuilder, StepMetadata, rows_of
 
@@ -140,14 +141,15 @@ class FlashgenAttentionBackend(AttentionBackend):
 
 def check_runner(runner: Any) -> None:
     """Raises an UnsupportedError for a model or a setting of the server that the backend does not run."""
-    size, config = runner.page_size, runner.model_config
-    if not 1 <= size <= MAX_PAGE_SIZE or size & (size - 1):
-        refuse(f"--page-size is {size}; give --page-size 64, or another power of 2 from 1 to {MAX_PAGE_SIZE}")
+    try:
+        fg.AttentionSpec(64, page_size=runner.page_size)
+    except SpecError as error:
+        refuse(f"{error}: give --page-size 64")
     if runner.use_mla_backend:
         refuse("the model has latent attention (MLA); the backend runs dense models")
     if runner.spec_algorithm.is_speculative():
         refuse("--speculative-algorithm is set; the backend does not verify drafts")
-    if config.is_encoder_decoder:
+    if runner.model_config.is_encoder_decoder:
         refuse("the model has an encoder and a decoder; the backend runs decoders")
     if runner.attention_chunk_size is not None:
         refuse("the model attends within chunks; the backend does not")

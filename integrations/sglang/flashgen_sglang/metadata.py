@@ -50,18 +50,18 @@ class MetadataBuilder:
         longest: int,
         to_window: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self._page_size, self._to_window = page_size, to_window
+        self._to_window = to_window
         self._first_slots = req_to_token[:, :longest:page_size]  # of each page
+        self._device = req_to_token.device
         self._shift = page_size.bit_length() - 1
 
     def allocate(self, sequences: int) -> StepMetadata:
-        """Returns metadata with memory for this number of sequences of one query each."""
-        device = self._first_slots.device
-        shape = (sequences, self._first_slots.shape[1])
+        """Returns metadata for this number of sequences of one query each, in memory that is not initialised."""
+        shape, options = (sequences, self._first_slots.shape[1]), {"dtype": torch.int32, "device": self._device}
         return StepMetadata(
-            torch.zeros(shape, dtype=torch.int32, device=device),
-            torch.zeros(sequences, dtype=torch.int32, device=device),
-            window_page_table=None if self._to_window is None else torch.zeros(shape, dtype=torch.int32, device=device),
+            torch.empty(shape, **options),
+            torch.empty(sequences, **options),
+            window_page_table=None if self._to_window is None else torch.empty(shape, **options),
         )
 
     def fill(self, step: StepMetadata, batch: Any) -> None:
@@ -71,7 +71,8 @@ class MetadataBuilder:
         if step.window_page_table is not None and self._to_window is not None:
             step.window_page_table.copy_(self._to_window(step.page_table)).bitwise_right_shift_(self._shift)
             step.window_slots = None if batch.out_cache_loc is None else self._to_window(batch.out_cache_loc)
-        step.page_table.bitwise_right_shift_(self._shift)
+        if self._shift:
+            step.page_table.bitwise_right_shift_(self._shift)
         step.cache_seqlens_int32.copy_(batch.seq_lens[:sequences])
 
     def build(self, batch: Any, extends: bool) -> StepMetadata:
@@ -79,7 +80,7 @@ class MetadataBuilder:
         step = self.allocate(batch.batch_size)
         self.fill(step, batch)
         if extends:
-            step.cu_seqlens_q = torch.zeros(batch.batch_size + 1, dtype=torch.int32, device=step.page_table.device)
+            step.cu_seqlens_q = torch.zeros(batch.batch_size + 1, dtype=torch.int32, device=self._device)
             torch.cumsum(batch.extend_seq_lens, 0, dtype=torch.int32, out=step.cu_seqlens_q[1:])
             counts = batch.extend_seq_lens_cpu
             if counts is not None and max(map(int, counts), default=0) <= _SHORT:

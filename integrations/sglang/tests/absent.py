@@ -9,6 +9,9 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+UNUSED = ("torchvision", "IPython", "sgl_kernel")
+"""Images, notebooks, and kernels for CUDA, which the tests do not call."""
+
 
 class _Nameless(type):
     """A class whose attributes are classes like it, for `Module.Class` in annotations and as a base class."""

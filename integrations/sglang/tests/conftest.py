@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -15,21 +17,13 @@ import pytest
 import absent
 
 _CACHE = "FLASHGEN_CACHE_DIR"
-_absent: list[str] = []
 _owned_cache: str | None = None
-_reason: str | None = None
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    global _owned_cache, _reason
-    if _CACHE not in os.environ:
+def pytest_configure() -> None:
+    global _owned_cache
+    if _CACHE not in os.environ:  # the workers of pytest-xdist share it
         _owned_cache = os.environ[_CACHE] = tempfile.mkdtemp(prefix="flashgen-test-cache-")
-    # torchvision for the CPU that fits torch's is on no index but torch's own; the kernels of others need CUDA.
-    _absent.extend(absent.stand_in("torchvision", "sgl_kernel"))
-    try:
-        importlib.import_module("sglang.test.kits.attention_unittest.runner_modes.cuda_graph_decode_runner")
-    except ImportError as error:
-        _reason = f"SGLang cannot be imported ({error}): see integrations/sglang/tests/requirements.txt"
 
 
 def pytest_unconfigure() -> None:
@@ -37,23 +31,37 @@ def pytest_unconfigure() -> None:
         shutil.rmtree(_owned_cache, ignore_errors=True)
 
 
-def pytest_report_header() -> str:
-    if _reason:
-        return f"skipped: {_reason}"
-    import sglang
-    import torch
+@functools.cache
+def why_no_engine() -> str | None:
+    """Returns why SGLang's classes cannot be imported here; None if they can be. The import takes some seconds."""
+    absent.stand_in(*absent.UNUSED)
+    try:
+        importlib.import_module("sglang.test.kits.attention_unittest.runner_modes.cuda_graph_decode_runner")
+    except ImportError as error:
+        return f"{error}: see integrations/sglang/requirements.txt"
+    return None
 
-    missing = f"; stand-ins for {', '.join(_absent)}" if _absent else ""
-    return f"SGLang {sglang.__version__}, torch {torch.__version__}{missing}"
+
+def pytest_report_header() -> str:
+    if importlib.util.find_spec("sglang") is None:
+        return "SGLang: it is not installed, and nothing is tested but the package's own files"
+    missing = [name for name in absent.UNUSED if importlib.util.find_spec(name) is None]
+    return f"SGLang: its own classes are tested, with stand-ins for {', '.join(missing) or 'nothing'}"
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leaves out the tests that import SGLang where it cannot be imported."""
-    return True if _reason and collection_path.name in ("test_kit.py", "test_backend.py", "test_graphs.py") else None
+    imports = collection_path.name in ("test_kit.py", "test_backend.py", "test_graphs.py")
+    return True if imports and why_no_engine() else None
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if why_no_engine.cache_info().currsize and (reason := why_no_engine()):
+        terminalreporter.write_line(f"SGLang: nothing was tested but the package's own files: {reason}")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: Any) -> Iterator[str]:
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """The device of a test's tensors. On the CPU, kernels run on flashgen's emulator."""
     import torch
 

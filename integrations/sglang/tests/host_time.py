@@ -15,7 +15,7 @@ from typing import Any
 
 import absent
 
-absent.stand_in("torchvision", "sgl_kernel")
+absent.stand_in(*absent.UNUSED)
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode

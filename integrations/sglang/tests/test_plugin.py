@@ -76,3 +76,11 @@ def test_sglang_loads_the_entry_point(tmp_path: Path, monkeypatch: pytest.Monkey
     plugins.load_plugins()
     assert others.count(flashgen_sglang.NAME) == 1
     assert registry.ATTENTION_BACKENDS[flashgen_sglang.NAME] is flashgen_sglang.create_backend
+
+
+def test_the_name_is_a_choice_of_the_command_line() -> None:
+    pytest.importorskip("sglang")
+    flashgen_sglang.register()
+    arguments = importlib.import_module("sglang.srt.server_args")
+    words = ["--model-path", "model", "--attention-backend", flashgen_sglang.NAME, "--page-size", "64"]
+    assert arguments.prepare_server_args(words).attention_backend == flashgen_sglang.NAME
