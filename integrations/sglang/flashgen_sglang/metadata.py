@@ -57,11 +57,12 @@ class MetadataBuilder:
 
     def allocate(self, sequences: int) -> StepMetadata:
         """Returns metadata for this number of sequences of one query each, in memory that is not initialised."""
-        shape, options = (sequences, self._first_slots.shape[1]), {"dtype": torch.int32, "device": self._device}
+        pages = self._first_slots.shape[1]
+        options: dict[str, Any] = {"dtype": torch.int32, "device": self._device}
         return StepMetadata(
-            torch.empty(shape, **options),
+            torch.empty(sequences, pages, **options),
             torch.empty(sequences, **options),
-            window_page_table=None if self._to_window is None else torch.empty(shape, **options),
+            window_page_table=None if self._to_window is None else torch.empty(sequences, pages, **options),
         )
 
     def fill(self, step: StepMetadata, batch: Any) -> None:

@@ -54,6 +54,9 @@ def test_the_host_reads_no_metadata(to_window: Any) -> None:
                 read(batch.seq_lens)
         step = builder.build(batch, extends=True)
         builder.fill(builder.allocate(3), batch)
+        assert step.max_seqlen_q == 63  # Hopper's prefill kernel, for 64 queries or more, is not launched
+        batch.extend_seq_lens_cpu = [2, 64, 1]
+        assert builder.build(batch, extends=True).max_seqlen_q is None
     assert step.page_table.shape == (3, 8) and step.cu_seqlens_q is not None and step.cu_seqlens_q.shape == (4,)
 
 
