@@ -19,10 +19,9 @@ from serving import Layer, Server, runner_of
 BF16 = torch.bfloat16
 LAYERS = {
     "page_1": Layer(page_size=1),
-    "softcap_mqa_page_4": Layer(page_size=4, heads_kv=1, cap=5.0),
+    "softcap_sinks_mqa_page_4": Layer(page_size=4, heads_kv=1, cap=5.0, sinks=torch.float32),
     "sinks_mha_page_64": Layer(page_size=64, heads_kv=4, dtype=BF16, sinks=BF16),
-    "window_page_256": Layer(page_size=256, dim=64, window=20),
-    "window_softcap_sinks": Layer(page_size=8, dtype=BF16, window=20, cap=5.0, sinks=torch.float32),
+    "window_softcap_page_256": Layer(page_size=256, dim=64, window=20, cap=5.0),
     "float8": Layer(dtype=BF16, scales=(0.02, 0.05)),
     "float8_without_scales": Layer(page_size=1, window=20, sinks=BF16, scales=(None, None)),
     "window_pool": Layer(window=20, in_window_pool=True),
