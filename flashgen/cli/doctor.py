@@ -179,7 +179,7 @@ def examine_frameworks() -> Iterator[Finding]:
         yield Finding("framework", module, found, f"{package} {version}: {problem}" if problem else "")
 
 
-ENGINES = {"flashgen_vllm": "vllm"}
+ENGINES = {"flashgen_sglang": "sglang", "flashgen_vllm": "vllm"}
 """The packages of `integrations/` and their engines. Each has a module `versions` with a function `check_version`."""
 
 

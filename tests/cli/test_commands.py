@@ -521,17 +521,21 @@ def test_doctor() -> None:
     assert "emulator\tplain\tworks" in invoke("doctor").stdout
 
 
-@pytest.mark.parametrize(("problem", "found"), [(None, "vllm 0.33.0"), ("pip install 'vllm==0.33.*'", None)])
-def test_doctor_reports_engines(problem: str | None, found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("package", doctor.ENGINES)
+@pytest.mark.parametrize(("problem", "found"), [(None, "0.33.0"), ("pip install 'vllm==0.33.*'", None)])
+def test_doctor_reports_engines(
+    package: str, problem: str | None, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def check_version() -> None:
         if problem:
             raise ImportError(problem)
 
-    monkeypatch.setitem(sys.modules, "flashgen_vllm", ModuleType("flashgen_vllm"))
-    monkeypatch.setitem(sys.modules, "flashgen_vllm.versions", SimpleNamespace(check_version=check_version))
+    monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    monkeypatch.setitem(sys.modules, f"{package}.versions", SimpleNamespace(check_version=check_version))
     monkeypatch.setattr(doctor, "package_version", lambda package: "0.33.0")
     rows = {row.name: row for row in doctor.examine_engines()}
-    assert rows["flashgen_vllm"] == doctor.Finding("engine", "flashgen_vllm", found, problem or "")
+    found = found and f"{doctor.ENGINES[package]} {found}"
+    assert rows[package] == doctor.Finding("engine", package, found, problem or "")
 
 
 def test_doctor_reports_an_engine_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
