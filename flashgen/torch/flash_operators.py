@@ -181,7 +181,7 @@ def _backward(
     arrays: Sequence[Tensor],
     state: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients of q, k and v. Raises LaunchError if dropout keeps torch's own kernel from computing them."""
+    """Returns the gradients of q, k and v. Raises LaunchError for a refused call with dropout."""
     seed = state.view(torch.int64)[0] if entry.dropout else None
     try:
         return tuple(run_backward(entry, d_out, None, q, k, v, out, lse, arrays, (), (), seed))
