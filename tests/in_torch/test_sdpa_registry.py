@@ -19,7 +19,7 @@ from torch._dynamo.testing import EagerAndRecordGraphs
 import flashgen as fg
 from flashgen.errors import LaunchError, UnsupportedError
 from flashgen.torch import attention, flash_operators, register_sdpa, sdpa_calls, sdpa_registry, table, varlen_attention
-from in_torch import plain
+from in_torch import plain, sdpa_models
 from in_torch.sdpa_registry import activated, aten, sdpa
 
 if sdpa_registry.why_no_registry():
@@ -391,3 +391,20 @@ def test_torch_without_cuda() -> None:
     with pytest.raises(UnsupportedError, match="built without CUDA"):
         torch.nn.attention.activate_flash_attention_impl("flashgen")
     assert torch.nn.attention.current_flash_attention_impl() is None
+
+
+@pytest.mark.parametrize("name", ["encoder", "llama", "packed llama"])
+def test_training_steps_of_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of torch's functions, whose calls reach the flash operators as they do on a GPU."""
+    build: dict[str, Callable[[], torch.nn.Module]] = {
+        "encoder": lambda: sdpa_models.Encoder(64, 2),
+        "llama": lambda: sdpa_models.Llama(64, 2),
+        "packed llama": lambda: sdpa_models.Llama(64, 2, packed=True),
+    }
+    train = partial(sdpa_models.losses, device="cpu", steps=4, batch=2, length=24)
+    theirs = train(build[name.removeprefix("packed ")])
+    assert sdpa_calls(reset=True) == (0, 0, {}), "a CPU has no flash operator"
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
+    ours = train(build[name])
+    sdpa_models.assert_equal_within_noise(ours, theirs, theirs)
+    assert sdpa_calls() == (8, 8, {})
