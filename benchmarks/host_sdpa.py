@@ -54,9 +54,9 @@ def _runs(q: Any, k: Any, v: Any, d_out: Any) -> Mapping[str, Run]:
 
     attend = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
     learned = q.clone().requires_grad_()
-    packed = [each[0].transpose(0, 1).contiguous() for each in (q, k, v)]
-    length = q.shape[2]
-    at = torch.tensor([0, length], device="cuda", dtype=torch.int32)
+    rows = [each[0].transpose(0, 1).contiguous() for each in (q, k, v)]
+    length, at = q.shape[2], torch.tensor([0, q.shape[2]], device="cuda", dtype=torch.int32)
+    packed: list[Any] = [*rows, at, at, length, length]
     out = learned
     for _ in range(_CHAIN):
         out = attend(out, k, v)
@@ -65,10 +65,10 @@ def _runs(q: Any, k: Any, v: Any, d_out: Any) -> Mapping[str, Run]:
         with torch.autograd.set_multithreading_enabled(False):
             return torch.autograd.grad(out, learned, d_out, retain_graph=True)
 
-    runs = [
+    runs: list[Run] = [
         partial(attend, q, k, v),
         partial(attend, learned, k, v),
-        partial(varlen_attn, *packed, at, at, length, length, window_size=(-1, 0)),
+        lambda: varlen_attn(*packed, window_size=(-1, 0)),
         backward,
     ]
     return dict(zip((case for case, _ in _CASES), runs, strict=True))

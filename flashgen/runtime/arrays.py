@@ -111,9 +111,10 @@ def _view_interface(array: Any, argument: str) -> View:
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the strides in elements of a C-contiguous array."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
+    strides, elements = [], 1
+    for size in reversed(shape):
+        strides.append(elements)
+        elements *= max(size, 1)
     return tuple(reversed(strides))
 
 

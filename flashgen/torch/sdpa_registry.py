@@ -152,7 +152,7 @@ def _own_kernel(name: str, dispatch_key: str) -> Callable[..., Any]:
 
 def _implementation(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the implementation of an operator: by flashgen, or by torch's own kernel if flashgen refuses the call."""
-    function = OPERATORS[name]
+    function: Any = OPERATORS[name]
     counted = "backward" if name in _BACKWARDS else "forward"
 
     def implementation(*given: Any, **named: Any) -> Any:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 
 VOCABULARY = 64
+# Before torch 2.13, varlen_attn takes fewer heads of keys without being told.
+GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 class Encoder(nn.Module):
@@ -42,11 +46,9 @@ class _Attention(nn.Module):
         q, k = (_rotated(layer(x).view(batch, length, -1, self.dim)) for layer in (self.q, self.k))
         v = self.v(x).view(batch, length, -1, self.dim)
         if self.packed:
-            from torch.nn.attention.varlen import varlen_attn
-
             at = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * length
             rows = (each.flatten(0, 1) for each in (q, k, v))
-            out = varlen_attn(*rows, at, at, length, length, window_size=(-1, 0), enable_gqa=True)
+            out = varlen_attn(*rows, at, at, length, length, window_size=(-1, 0), **GROUPED)
         else:
             rows = (each.transpose(1, 2) for each in (q, k, v))
             out = functional.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True).transpose(1, 2)

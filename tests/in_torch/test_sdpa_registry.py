@@ -19,15 +19,17 @@ from torch._dynamo.testing import EagerAndRecordGraphs
 import flashgen as fg
 from flashgen.errors import LaunchError, UnsupportedError
 from flashgen.torch import attention, flash_operators, register_sdpa, sdpa_calls, sdpa_registry, table, varlen_attention
-from in_torch import plain, sdpa_models
-from in_torch.sdpa_registry import activated, aten, sdpa
 
 if sdpa_registry.why_no_registry():
     pytest.skip(str(sdpa_registry.why_no_registry()), allow_module_level=True)
 
 from torch.nn.attention.varlen import varlen_attn
 
+from in_torch import plain, sdpa_models
+from in_torch.sdpa_registry import activated, aten, sdpa
+
 STARTS = [0, 13, 13, 40]
+NEEDS_PAGES = pytest.mark.skipif(not sdpa_models.GROUPED, reason="varlen_attn takes no pages before torch 2.13")
 WINDOWS = [(-1, -1), (-1, 0), (5, 0), (5, 3), (-1, 4)]
 
 
@@ -118,7 +120,7 @@ def test_packed_sequences(window: tuple[int, int]) -> None:
     inputs = [x.requires_grad_() for x in (q, k, v)]
     others = [x.detach().clone().requires_grad_() for x in inputs]
     out, lse = varlen_attn(
-        *inputs, starts(), starts(), 27, 27, window_size=window, enable_gqa=True,
+        *inputs, starts(), starts(), 27, 27, window_size=window, **sdpa_models.GROUPED,
         return_aux=torch.nn.attention.varlen.AuxRequest(lse=True),
     )  # fmt: skip
     wanted, wanted_lse = varlen_attention(*others, starts(), starts(), window_size=window, return_lse=True)
@@ -129,20 +131,22 @@ def test_packed_sequences(window: tuple[int, int]) -> None:
     assert sdpa_calls() == (1, 1, {})
 
 
+@NEEDS_PAGES
 def test_keys_in_use_and_pages() -> None:
     q, k, v = (x.detach()[0].transpose(0, 1).contiguous() for x in rows(1, 4, 40, 32, heads_kv=2))
     used = starts(9, 0, 20)
-    out = varlen_attn(q, k, v, starts(), starts(), 27, 27, enable_gqa=True, seqused_k=used)
+    out = varlen_attn(q, k, v, starts(), starts(), 27, 27, **sdpa_models.GROUPED, seqused_k=used)
     assert torch.equal(out, varlen_attention(q, k, v, starts(), starts(), seqused_k=used))
     pages = [torch.randn(4, 16, 2, 32, dtype=torch.bfloat16) for _ in range(2)]
     table, where = starts(3, 1, 0, 2, 0, 0).view(3, 2), starts(0, 1, 2, 3)
     paged: dict[str, Any] = {"seqused_k": starts(30, 16, 5), "block_table": table}
     for queries, at in ((q[:3], where), (q[:6], starts(0, 1, 4, 6))):
-        out = varlen_attn(queries, *pages, at, None, int(at.diff().max()), 30, enable_gqa=True, **paged)
+        out = varlen_attn(queries, *pages, at, None, int(at.diff().max()), 30, **sdpa_models.GROUPED, **paged)
         torch.testing.assert_close(out, varlen_attention(queries, *pages, at, None, **paged))
     assert sdpa_calls() == (3, 0, {})
 
 
+@NEEDS_PAGES
 def test_output_to_given_memory() -> None:
     from torch.nn.attention.varlen import varlen_attn_out
 

@@ -18,13 +18,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashgen.torch as ours
 from flashgen.torch.sdpa_registry import why_no_registry
-from in_torch import sdpa_models
 
 if why_no_registry():
     pytest.skip(str(why_no_registry()), allow_module_level=True)
 
 from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
+
+from in_torch import sdpa_models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.quick]
 
@@ -85,7 +86,7 @@ def test_packed_sequences() -> None:
     at = torch.tensor([0, 100, 100, 300], device="cuda", dtype=torch.int32)
     inputs = [x.detach()[0].transpose(0, 1).requires_grad_() for x in rows(heads_kv=2)]
     for window in ((-1, -1), (-1, 0), (32, 0)):
-        run = lambda q, k, v, w=window: varlen_attn(q, k, v, at, at, 200, 200, window_size=w, enable_gqa=True)
+        run = lambda q, k, v, w=window: varlen_attn(q, k, v, at, at, 200, 200, window_size=w, **sdpa_models.GROUPED)
         assert_like_torch(run, inputs)
 
 
