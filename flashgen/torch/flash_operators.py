@@ -7,8 +7,8 @@ function scaled_dot_product_attention, which is aligned to the top left, uses th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import TORCH
 from flashgen.torch.arguments import named_captures
 from flashgen.torch.fitting import checked_dropout
-from flashgen.torch.functional import SEEDS, is_deterministic
+from flashgen.torch.functional import SEEDS
 from flashgen.torch.operators import run_backward, run_forward
 from flashgen.torch.table import Registered, registered
 from flashgen.torch.tensors import Tensor
@@ -40,7 +40,8 @@ def scaled_dot_product_forward(
     scale: float | None = None,
 ) -> Any:
     """Computes aten::_scaled_dot_product_flash_attention, of tensors (batch, heads, length, dim)."""
-    _refuse(return_debug_mask=return_debug_mask)
+    if return_debug_mask:
+        _refuse(return_debug_mask=True)
     entry = _entry_of(query, value, "bhsd", None, dropout_p, -1, 0 if is_causal else -1, scale)
     out, lse, *auxiliary = _forward(entry, query, key, value)
     return out, lse, None, None, query.shape[2], key.shape[2], *auxiliary
@@ -160,14 +161,13 @@ def _forward(
     rng_state holds two numbers from torch's generator, which are drawn on the device. The first is the seed of
     flashgen's dropout; without dropout neither is set.
     """
+    make_state, make_unused, no_debug_mask = _auxiliary(q.dtype, q.device)
     if entry.dropout:
         drawn = torch.randint(SEEDS, (2,), dtype=torch.int64, device=q.device)
         out, lse = run_forward(entry, q, k, v, arrays, bounds, (), drawn[0])
-        state = drawn.view(torch.uint64)
-    else:
-        out, lse = run_forward(entry, q, k, v, arrays, bounds, (), None)
-        state = _empty(q, (2,))
-    return out, lse, state, _empty(q, ()), _no_debug_mask(q.dtype, q.device)
+        return out, lse, drawn.view(torch.uint64), make_unused(), no_debug_mask
+    out, lse = run_forward(entry, q, k, v, arrays, bounds, (), None)
+    return out, lse, make_state(), make_unused(), no_debug_mask
 
 
 def _backward(
@@ -192,23 +192,17 @@ def _backward(
         raise LaunchError(f"{message}: {error}") from error
 
 
-def _empty(q: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns an empty tensor of uint64 on the device of q, which is the current one."""
-    if not q.is_cuda:
-        return torch.empty(shape, dtype=torch.uint64)
-    made: Tensor = _maker(shape, q.get_device())()
-    return made
-
-
 @lru_cache(maxsize=64)
-def _maker(shape: tuple[int, ...], device: int) -> Any:
-    return TORCH.maker(shape, "uint64", device)
+def _auxiliary(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[], Tensor], Tensor]:
+    """Returns functions that allocate rng_state and the unused result, and the debug mask, which has no elements.
 
-
-@lru_cache(maxsize=64)
-def _no_debug_mask(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a tensor without elements. All calls share it."""
-    return torch.empty(0, dtype=dtype, device=device)
+    The device must be the current one when they are called. All calls share the debug mask.
+    """
+    if device.type == "cuda":
+        make_state, make_unused = (TORCH.maker(shape, "uint64", device.index) for shape in ((2,), ()))
+    else:
+        make_state, make_unused = (partial(torch.empty, shape, dtype=torch.uint64) for shape in ((2,), ()))
+    return make_state, make_unused, torch.empty(0, dtype=dtype, device=device)
 
 
 def _entry_and_arrays(
@@ -282,13 +276,24 @@ def _entry_of(
     scale: float | None,
 ) -> Registered:
     """Returns the entry of a call. CPU tensors run on the emulator, which only tests give."""
-    key = (q.shape[-1], v.shape[-1], q.dtype, layout, page_size, dropout, left, right, scale)
-    return _entry(key, is_deterministic(None), not q.is_cuda)
+    settings = torch.are_deterministic_algorithms_enabled(), not q.is_cuda
+    return _entry(q.shape[-1], v.shape[-1], q.dtype, layout, page_size, dropout, left, right, scale, *settings)
 
 
 @lru_cache(maxsize=1024)
-def _entry(key: tuple[Any, ...], deterministic: bool, emulate: bool) -> Registered:
-    head_dim, value_dim, dtype, layout, page_size, dropout, left, right, scale = key
+def _entry(
+    head_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    layout: str,
+    page_size: int | None,
+    dropout: float,
+    left: int,
+    right: int,
+    scale: float | None,
+    deterministic: bool,
+    emulate: bool,
+) -> Registered:
     name = str(dtype).removeprefix("torch.")
     if name not in ELEMENTS:
         raise ArgumentError(f"query is {name}; flashgen computes in float16 and bfloat16")

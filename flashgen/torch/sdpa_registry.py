@@ -17,7 +17,6 @@ from flashgen.torch.table import outside_of_graphs, warn_once
 NAME = "flashgen"
 """The name of the implementation in torch's registry."""
 FIRST_TORCH = "2.11"
-_BACKWARDS = frozenset(name for name in OPERATORS if name.endswith("backward"))
 _MAX_REASONS = 100
 _OTHER = "other reasons"
 
@@ -69,7 +68,7 @@ def sdpa_calls(reset: bool = False) -> SdpaCalls:
     with _LOCK:
         calls = SdpaCalls(_COUNTS["forward"], _COUNTS["backward"], dict(_REASONS))
         if reset:
-            _COUNTS.clear()
+            _COUNTS.update(forward=0, backward=0)
             _REASONS.clear()
     return calls
 
@@ -91,7 +90,7 @@ def why_not_active() -> str | None:
     return why_no_registry()
 
 
-_COUNTS: Counter[str] = Counter()
+_COUNTS = {"forward": 0, "backward": 0}
 _REASONS: Counter[str] = Counter()
 _LOCK = threading.Lock()
 
@@ -153,13 +152,18 @@ def _own_kernel(name: str, dispatch_key: str) -> Callable[..., Any]:
 def _implementation(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the implementation of an operator: by flashgen, or by torch's own kernel if flashgen refuses the call."""
     function: Any = OPERATORS[name]
-    counted = "backward" if name in _BACKWARDS else "forward"
+    counted = "backward" if name.endswith("backward") else "forward"
 
     def implementation(*given: Any, **named: Any) -> Any:
         if _THREAD.in_own_kernel:
             return own(*given, **named)
+        device = given[0].get_device()
         try:
-            results = _on_device_of(given[0], function, given, named)
+            if device < 0 or device == torch._C._cuda_getDevice():
+                results = function(*given, **named)
+            else:
+                with torch.cuda.device(device):  # torch sets no device for kernels in Python
+                    results = function(*given, **named)
         except REFUSALS as error:
             _count_refusal(f"{counted}: {error}")
             return own(*given, **named)
@@ -168,15 +172,6 @@ def _implementation(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         return results
 
     return outside_of_graphs("a kernel")(implementation)
-
-
-def _on_device_of(tensor: Any, function: Callable[..., Any], given: Any, named: Any) -> Any:
-    """Calls a function with the device of a tensor as the current one: kernels of Python are called without a guard."""
-    device = tensor.get_device()
-    if device < 0 or device == torch.cuda.current_device():
-        return function(*given, **named)
-    with torch.cuda.device(device):
-        return function(*given, **named)
 
 
 def _count_refusal(reason: str) -> None:

@@ -144,6 +144,41 @@ def test_replayed_launches_where_v_is_a_part_of_k(target: str, launched: Launche
         launched.clear()
 
 
+@pytest.mark.parametrize("used", [False, True], ids=["all keys", "seqused_k"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_replayed_launches_of_packed_sequences(target: str, used: bool, launched: Launched, memory: _Memory) -> None:
+    spec = AttentionSpec(64, "float16", layout="thd", mask=fg.causal(), scale=1 / next(_SCALES))
+    attention, (q, k, v, d_out) = fg.compile(spec, target=target), _tensors(4, 96, 4, 64)
+    at = torch.tensor([0, 40, 96], dtype=torch.int32)
+    named = {"cu_seqlens_q": at, "cu_seqlens_k": at.clone(), **({"seqused_k": at[:2].clone()} if used else {})}
+    assert direct.forward(attention, q, k, v, True, sequences=[*named.values()]) is None, "nothing is cached yet"
+    memory.again()
+    made = attention(q, k, v, return_lse=True, **named)
+    wanted = launched.copy()
+    launched.clear()
+    for _ in range(2):  # looked up, then recognised by torch
+        memory.again()
+        again = direct.forward(attention, q, k, v, True, sequences=[*named.values()])
+        assert launched == wanted and all(one is other for one, other in zip(made, again, strict=True))
+        launched.clear()
+    for d_lse in (None, torch.zeros(4, 96)):
+        memory.again()
+        gradients = attention.backward(d_out, q, k, v, *made, d_lse=d_lse, **named)
+        wanted = launched.copy()
+        for _ in range(2):
+            launched.clear()
+            memory.again()
+            again = direct.backward(attention, (d_out, d_lse, q, k, v, *made), sequences=[*named.values()])
+            assert launched == wanted and len(wanted) > 1
+            assert again is not None and all(one is other for one, other in zip(gradients, again, strict=True))
+        launched.clear()
+    others = [torch.zeros(4, dtype=torch.int32)[1:], torch.zeros(4, dtype=torch.int32), at.long(), torch.zeros(5).int()]
+    for other in others:  # misaligned, more sequences, another dtype
+        rest = [other, *named.values()][: len(named)]
+        assert direct.forward(attention, q, k, v, True, sequences=rest) is None
+    assert not launched
+
+
 @pytest.mark.parametrize(
     ("options", "rows_q", "rows_k"),
     [
