@@ -101,14 +101,17 @@ def test_refused_calls_run_torchs_own_kernels() -> None:
         forward, backward, refused = ours.sdpa_calls()
     assert (forward, backward) == (0, 0) and sorted(refused.values()) == [1, 1]
     assert torch.equal(got[0], wanted[0])
-    slopes = torch.rand(4, device="cuda")
-    packed = [x.detach().transpose(1, 2) for x in inputs]
-    run = lambda: torch.ops.aten._flash_attention_forward(
-        *packed, None, None, 300, 300, 0.0, True, False, alibi_slopes=slopes
-    )[0]
-    plain = run()
-    with flashgen_active(), pytest.warns(UserWarning, match="alibi_slopes"):
-        assert torch.equal(run(), plain)
+
+
+def test_errors_of_torchs_own_kernels_are_passed_on() -> None:
+    """torch is built without alibi."""
+    given = (*(x.detach().transpose(1, 2) for x in rows()), None, None, 300, 300, 0.0, True, False)
+    run = partial(torch.ops.aten._flash_attention_forward, *given, alibi_slopes=torch.rand(4, device="cuda"))
+    with pytest.raises(RuntimeError) as plain:
+        run()
+    with flashgen_active(), pytest.warns(UserWarning, match="alibi_slopes"), pytest.raises(RuntimeError) as caught:
+        run()
+    assert str(caught.value) == str(plain.value) and "alibi" in str(plain.value)
 
 
 def test_dropout_and_captured_graphs() -> None:
