@@ -176,6 +176,21 @@ def examine_frameworks() -> Iterator[Finding]:
         problem = framework_problem(module)
         found = None if problem else f"{package} {version}"
         yield Finding("framework", module, found, f"{package} {version}: {problem}" if problem else "")
+        if package == "torch" and not problem:
+            yield examine_sdpa_registry()
+
+
+def examine_sdpa_registry() -> Finding:
+    """Reports whether flashgen can take the place of torch's flash operators (`flashgen.torch.register_sdpa`)."""
+    import torch
+
+    from flashgen.torch.sdpa_registry import NAME, why_not_active
+
+    problem = why_not_active()
+    if problem is None and not torch.cuda.is_available():
+        problem = f"torch {torch.__version__} sees no GPU, and only CUDA tensors reach its flash operators"
+    found = None if problem else f'activate_flash_attention_impl("{NAME}"), after register_sdpa()'
+    return Finding("framework", "torch's SDPA registry", found, problem or "")
 
 
 def framework_problem(module: str) -> str | None:
