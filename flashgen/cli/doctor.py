@@ -182,14 +182,9 @@ def examine_frameworks() -> Iterator[Finding]:
 
 def examine_sdpa_registry() -> Finding:
     """Reports whether flashgen can take the place of torch's flash operators (`flashgen.torch.register_sdpa`)."""
-    import torch
-
-    from flashgen.torch.sdpa_registry import NAME, why_not_active
-
-    problem = why_not_active()
-    if problem is None and not torch.cuda.is_available():
-        problem = f"torch {torch.__version__} sees no GPU, and only CUDA tensors reach its flash operators"
-    found = None if problem else f'activate_flash_attention_impl("{NAME}"), after register_sdpa()'
+    registry = importlib.import_module("flashgen.torch.sdpa_registry")
+    problem = registry.why_not_here()
+    found = None if problem else f'activate_flash_attention_impl("{registry.NAME}"), after register_sdpa()'
     return Finding("framework", "torch's SDPA registry", found, problem or "")
 
 

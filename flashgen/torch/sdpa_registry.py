@@ -90,6 +90,14 @@ def why_not_active() -> str | None:
     return why_no_registry()
 
 
+def why_not_here() -> str | None:
+    """Returns why no call of this machine can reach flashgen in torch's registry, or None if calls can."""
+    problem = why_not_active()
+    if problem is None and not torch.cuda.is_available():
+        problem = f"torch {torch.__version__} sees no GPU, and only CUDA tensors reach its flash operators"
+    return problem
+
+
 _COUNTS = {"forward": 0, "backward": 0}
 _REASONS: Counter[str] = Counter()
 _LOCK = threading.Lock()
