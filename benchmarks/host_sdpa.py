@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -13,7 +14,7 @@ from benchmarks.train import flashgen_in_sdpa
 OWN, OURS = "SDPA, torch's flash operator", "SDPA, flashgen in its place"
 _CHAIN = 16  # calls in one backward
 _DIM = 64
-_ROUNDS = 2  # the implementations are measured alternately, as a host may become slower
+_ROUNDS = 5  # the implementations are measured alternately, as the speed of a host changes
 _CASES: tuple[tuple[str, Timed], ...] = (
     ("", "forward"),
     (", with a graph", "forward"),
@@ -40,7 +41,8 @@ def registry_rows(groups: int = GROUPS, calls: int = CALLS) -> Iterator[HostRow]
         with flashgen_in_sdpa() if name == OURS else nullcontext(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             runs = _runs(q, k, v, d_out)
             of = [_CHAIN if timed == "backward" else 1 for _, timed in _CASES]
-            costs = costs_in_turns([*runs.values()], torch.cuda.synchronize, groups, [calls // each for each in of])
+            shares = [calls // each for each in of]
+            costs = costs_in_turns([*runs.values()], torch.cuda.synchronize, max(groups // _ROUNDS, 1), shares)
             for (case, timed), each, cost in zip(_CASES, of, costs, strict=True):
                 parts = {part: spent / each for part, spent in cost.parts.items()}
                 where = "-", "torch", timed, ONE_TILE
@@ -75,13 +77,11 @@ def _runs(q: Any, k: Any, v: Any, d_out: Any) -> Mapping[str, Run]:
 
 
 def registry_summary(rows: Sequence[HostRow]) -> list[str]:
-    """Returns lines that compare the shortest medians of both implementations."""
+    """Returns lines that compare both implementations, by the medians over the rounds."""
     lines = []
     for case, timed in _CASES:
-        own, ours = (
-            min((row.median for row in rows if (row.name, row.timed) == (name + case, timed)), default=None)
-            for name in (OWN, OURS)
-        )
-        if own is not None and ours is not None:
+        found = [[row.median for row in rows if (row.name, row.timed) == (name + case, timed)] for name in (OWN, OURS)]
+        if all(found):
+            own, ours = map(statistics.median, found)
             lines.append(f"{timed}{case}: {OURS} takes {ours:.1f} us, {ours - own:+.1f} beside torch's flash operator")
     return lines

@@ -85,7 +85,7 @@ def forward(
     call = _BOTH if with_lse else _OUTPUT
     names, tensors = _forward_tensors(q, k, v, into)
     if sequences:
-        names, tensors = names + _SEQUENCES[: len(sequences)], (*tensors, *sequences)
+        names, tensors = names + _SEQUENCES[: len(sequences)], (*tensors, *_distinct(sequences))
     results = _replay(attention.forward, names, tensors, call, into, numbers, bool(sequences))
     if results is None:
         return None
@@ -140,6 +140,13 @@ def _forward_tensors(q: Tensor, k: Tensor, v: Tensor, into: tuple[Tensor, Tensor
     return (_WITH_RESULTS[_READ], (q, k, v, *into)) if into else (_READ, (q, k, v))
 
 
+def _distinct(sequences: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns the arrays of a varlen batch as distinct tensors, as torch's guards refuse one that is given twice."""
+    if len(sequences) > 1 and sequences[0] is sequences[1]:
+        return (sequences[0], sequences[1].detach(), *sequences[2:])
+    return sequences
+
+
 def _backward_tensors(
     read: Read, into: tuple[Tensor, Tensor, Tensor] | None, sequences: Sequence[Tensor]
 ) -> tuple[Names, Tensors]:
@@ -147,7 +154,7 @@ def _backward_tensors(
     names: Names = _READ_BACK
     tensors: Tensors = (q, k, v, out, d_out, lse)
     if sequences:
-        names, tensors = names + _SEQUENCES[: len(sequences)], (*tensors, *sequences)
+        names, tensors = names + _SEQUENCES[: len(sequences)], (*tensors, *_distinct(sequences))
         return (names, tensors) if d_lse is None else ((*names, "d_lse"), (*tensors, d_lse))
     if d_lse is not None:
         names, tensors = _READ_BACK_WITH_LSE, (*tensors, d_lse)

@@ -105,9 +105,10 @@ def test_results_are_those_that_torchs_fake_kernels_announce(order: str) -> None
 @pytest.mark.parametrize("window", WINDOWS)
 def test_windows_of_the_dense_operator(window: tuple[int, int]) -> None:
     q, k, v = rows(2, 4, 24, 32, heads_kv=2, length_k=33)
-    how: dict[str, Any] = {"window_size_left": window[0], "window_size_right": window[1]}
+    is_causal = window == (-1, 0)
+    how: dict[str, Any] = {} if is_causal else {"window_size_left": window[0], "window_size_right": window[1]}
     transposed = [x.transpose(1, 2) for x in (q, k, v)]
-    out = aten._flash_attention_forward(*transposed, None, None, 24, 33, 0.0, window == (-1, 0), False, **how)[0]
+    out = aten._flash_attention_forward(*transposed, None, None, 24, 33, 0.0, is_causal, False, **how)[0]
     wanted, _ = plain.attention(q, k, v, bottom_right(q, k, *window))
     plain.assert_close(out.transpose(1, 2), wanted)
     plain.assert_gradients(out.transpose(1, 2), wanted, (q, k, v))
