@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import bars, context, host, host_functions, host_torch, paper, start, tables, train
+from benchmarks import bars, context, host, host_functions, host_sdpa, host_torch, paper, start, tables, train
 from flashgen.cli.app import ErrorsWithoutTraceback
 from flashgen.cli.bench_options import PEERS_HELP, Output, Timed, chosen, listed, numbers
 from flashgen.cli.bench_report import report, require_gpu
@@ -51,6 +51,9 @@ def measure_host(
     ] = "",
     target: Target = None,
     groups: Annotated[int, typer.Option("--groups", min=1, help="Groups of 50 calls behind each number.")] = 40,
+    sdpa_registry: Annotated[
+        bool, typer.Option("--sdpa-registry", help="Measure torch's flash operators alone, with and without flashgen.")
+    ] = False,
     output: Output = Path("flashgen-host.json"),
     force: Force = False,
     json: Json = False,
@@ -69,6 +72,11 @@ def measure_host(
     `PYTHONPATH=CHECKOUT python -P benchmarks/host.py`.
     """
     require_gpu()
+    columns = tables.host([*host.PARTS, host.REST])
+    if sdpa_registry:
+        measured, names = host_sdpa.registry_rows(groups), host_sdpa.registry_names()
+        report(measured, names, columns, output, json, host_sdpa.registry_summary, force)
+        return
     named = chosen(libraries, "--libraries", host.LIBRARIES) or host.installed_libraries()
     timed = host.PASSES if passes is Passes.both else [name for name in host.PASSES if name == passes.value]
     rows = [host.host_rows(named, timed, target, groups)]
@@ -77,7 +85,6 @@ def measure_host(
         rows += [host_torch.operator_rows(timed, target, groups), host_functions.function_rows(groups)]
         names += [*host_torch.operator_names(timed), *host_functions.function_names()]
     measured = chain(*rows, start.start_rows(target))
-    columns = tables.host([*host.PARTS, host.REST])
     report(measured, [*names, *["start"] * start.STARTS], columns, output, json, host_torch.operator_summary, force)
 
 
@@ -93,6 +100,10 @@ def measure_training(
     long: Annotated[
         bool,
         typer.Option("--long", help="Train at 1 x 65536 with a window of 1024 in 16 documents, beside Flex alone."),
+    ] = False,
+    sdpa_registry: Annotated[
+        bool,
+        typer.Option("--sdpa-registry", help="Also train with torch's SDPA, and flashgen activated in its registry."),
     ] = False,
     output: Output = Path("flashgen-train.json"),
     force: Force = False,
@@ -111,7 +122,7 @@ def measure_training(
     on, and by more than the floor.
     """
     require_gpu()
-    names = chosen(attentions, "--attentions", train.ATTENTIONS)
+    names = [*chosen(attentions, "--attentions", train.ATTENTIONS), *([train.REGISTRY] if sdpa_registry else [])]
     named = chosen(modes, "--modes", train.MODES)
     sizes = [shape_of(text) for text in listed(shapes)]
     rows = train.train_rows(names, named, sizes, loss_steps, long)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.timing import free_flush_buffer
 
 ATTENTIONS = (STANDARD, "FA2", "cuDNN", "Flex", "flashgen")
+REGISTRY = "flashgen in SDPA"  # torch's function, with flashgen activated in torch's registry
 MODES = ("eager", "compile")
 SHAPES = ((32, 1024), (4, 8192))  # (batch, length)
 LONG = (1, 65536)
@@ -65,7 +67,8 @@ def train_rows(
     """Trains a model for each shape, mode and attention, and yields their rows.
 
     Args:
-        names, modes, shapes: what to train; names from ATTENTIONS, modes from MODES, shapes as (batch, length).
+        names, modes, shapes: what to train; names from ATTENTIONS or REGISTRY, modes from MODES, shapes as (batch,
+            length).
         loss_steps: the number of steps whose losses are recorded, at the first shape and in the first mode. Standard
             attention is then also trained with scores in float32, as the floor of comparisons.
         long: train at 65536 tokens instead of `shapes`, with a sliding window of 1024 in 16 packed documents, with
@@ -76,9 +79,25 @@ def train_rows(
     except ImportError:
         raise LaunchError("models are trained in torch, which is not installed: pip install torch") from None
     for name, mode, (batch, length), steps in trainings(names, modes, shapes, loss_steps, long):
-        attend = _long(name, length) if long else _causal(name)
-        yield _row(name, mode, batch, length, attend, steps)
+        with flashgen_in_sdpa() if name == REGISTRY else nullcontext():
+            attend = _long(name, length) if long else _causal(name)
+            yield _row(name, mode, batch, length, attend, steps)
         torch.compiler.reset()
+
+
+@contextmanager
+def flashgen_in_sdpa() -> Iterator[None]:
+    """Activates flashgen in torch's registry of flash implementations."""
+    from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+
+    from flashgen.torch import register_sdpa
+
+    register_sdpa()
+    activate_flash_attention_impl("flashgen")
+    try:
+        yield
+    finally:
+        restore_flash_attention_impl()
 
 
 def trainings(
@@ -153,7 +172,7 @@ def _causal(name: str) -> Callable[..., Any]:
         return _flex(lambda b, h, q, k: q >= k)
     if name in (STANDARD, FLOOR):
         return _standard if name == STANDARD else _standard_in_float32
-    backend = {"FA2": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}[name]
+    backend = SDPBackend.CUDNN_ATTENTION if name == "cuDNN" else SDPBackend.FLASH_ATTENTION
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(backend):
@@ -212,7 +231,7 @@ def train_summary(rows: Sequence[TrainRow]) -> list[str]:
     lines = []
     for mode, batch, length in dict.fromkeys((row.mode, row.batch, row.length) for row in rows):
         timed = {row.name: row for row in rows if (row.mode, row.batch, row.length) == (mode, batch, length) and row.ms}
-        others = [row for name, row in timed.items() if name != "flashgen"]
+        others = [row for name, row in timed.items() if name not in ("flashgen", REGISTRY)]
         ours = timed.get("flashgen")
         if ours and ours.ms and others:
             best = min(others, key=lambda row: row.ms or 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flashgen.attention.call import Call, Splits
 from flashgen.attention.decode_schedule import DecodeSchedule, Scheduler, given_schedule
@@ -40,6 +40,20 @@ if TYPE_CHECKING:
 
 _OUTPUT, _BOTH = ("o",), ("o", "lse")
 _NOTHING: dict[str, Any] = {}
+Function = TypeVar("Function")
+
+
+def _outside_of_graphs(function: Function) -> Function:
+    """Makes torch.compile break its graph before a method, as its launches cannot be traced.
+
+    torch.compiler.disable sets the same attributes. torch shows the reason with fullgraph=True.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+        "a compiled attention launches its kernels itself: call flashgen.torch.attention(attention, q, k, v), which is "
+        "an operator in the graph and has gradients, in place of attention(q, k, v)"
+    )
+    return function
 
 
 class Attention:
@@ -331,6 +345,7 @@ class Attention:
     def _scheduler(self) -> Scheduler:
         return Scheduler(self.spec, self.target, self.engine, self.plan)
 
+    @_outside_of_graphs
     def __call__(
         self,
         q: Any,
@@ -513,6 +528,7 @@ class Attention:
         """The backward pass, which `flashgen.attention.backward_tuning` and the operators of frameworks use."""
         return self._backward
 
+    @_outside_of_graphs
     def backward(
         self,
         d_out: Any,

@@ -177,6 +177,16 @@ def examine_frameworks() -> Iterator[Finding]:
         problem = framework_problem(module)
         found = None if problem else f"{package} {version}"
         yield Finding("framework", module, found, f"{package} {version}: {problem}" if problem else "")
+        if package == "torch" and not problem:
+            yield examine_sdpa_registry()
+
+
+def examine_sdpa_registry() -> Finding:
+    """Reports whether flashgen can take the place of torch's flash operators (`flashgen.torch.register_sdpa`)."""
+    registry = importlib.import_module("flashgen.torch.sdpa_registry")
+    problem = registry.why_not_here()
+    found = None if problem else f'activate_flash_attention_impl("{registry.NAME}"), after register_sdpa()'
+    return Finding("framework", "torch's SDPA registry", found, problem or "")
 
 
 ENGINES = {"flashgen_sglang": "sglang", "flashgen_vllm": "vllm"}

@@ -16,6 +16,7 @@ try:
 except ModuleNotFoundError as error:
     raise missing("jax", error) from None
 
+from flashgen.jax.dot_product import dot_product_attention
 from flashgen.jax.functional import attention
 
-__all__ = ["attention"]
+__all__ = ["attention", "dot_product_attention"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from flashgen.attention import Attention, compile
@@ -41,10 +42,25 @@ class CompiledSpec:
         expressions = [self.spec.mask.expression, *([self.spec.score.expression] if self.spec.score else [])]
         return any(expression.has(BATCH) for expression in expressions)
 
+    def with_gradients_of(self, names: frozenset[str]) -> CompiledSpec:
+        """Returns the same with gradients of some captures alone: the others cost a backward time and memory.
+
+        A compiled attention keeps its kernels and all gradients.
+        """
+        if self._attention or names == {capture.name for capture in self.differentiated}:
+            return self
+        declared = json.loads(self.spec.to_json(), object_hook=partial(_with_gradients_of, names))
+        return get_compiled(AttentionSpec.from_json(json.dumps(declared)), **self._options)[0]
+
     @cached_property
     def differentiated(self) -> tuple[Capture, ...]:
         """The captured arrays declared with grad=True."""
         return tuple(capture for capture in self.arrays if capture.grad)
+
+
+def _with_gradients_of(names: frozenset[str], fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns an object of a spec's JSON, with a changed declaration if it is a capture."""
+    return fields | {"grad": fields["capture"] in names} if fields.get("grad") else fields
 
 
 _CACHE: dict[Any, CompiledSpec] = {}

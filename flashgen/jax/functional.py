@@ -136,15 +136,17 @@ def _forward(entry: CompiledSpec, numbers: Numbers, q: Any, k: Any, v: Any, seed
                 f"capture {capture.name!r} is differentiated and was declared without a gradient: declare it with "
                 "grad=True, or give it through jax.lax.stop_gradient"
             )
+    perturbed = {c.name: None for c, array in zip(entry.arrays, captures, strict=True) if c.grad and array.perturbed}
     q, k, v = q.value, k.value, None if v is None else v.value
     seed = None if seed is None else seed.value
     captures = [array.value for array in captures]
     out, lse = _attend(entry, numbers, q, k, v, seed, captures)
-    return (out, lse), (q, k, v, seed, captures, out, lse)
+    return (out, lse), (q, k, v, seed, captures, out, lse, perturbed)
 
 
 def _backward(entry: CompiledSpec, numbers: Numbers, saved: Any, gradients: Any) -> Any:
-    q, k, v, seed, captures, out, lse = saved
+    q, k, v, seed, captures, out, lse, perturbed = saved  # the keys of the last are part of the structure
+    entry = entry.with_gradients_of(frozenset(perturbed))
     d_out, d_lse = (None if isinstance(gradient, SymbolicZero) else gradient for gradient in gradients)
     d_out = jnp.zeros_like(out) if d_out is None else d_out
     d_out = d_out.astype(q.dtype)

@@ -111,9 +111,10 @@ def _view_interface(array: Any, argument: str) -> View:
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the strides in elements of a C-contiguous array."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
+    strides, elements = [], 1
+    for size in reversed(shape):
+        strides.append(elements)
+        elements *= max(size, 1)
     return tuple(reversed(strides))
 
 
@@ -385,6 +386,18 @@ def _check_class(library: Library, array: Any, argument: str) -> None:
             f"{argument} of type {kind.__module__}.{kind.__name__} is no plain tensor of torch, whose memory kernels "
             "could read: give a torch.Tensor"
         )
+    if library is JAX and _is_traced(array):
+        raise ArgumentError(
+            f"{argument} is traced by JAX and has no memory: inside jax.jit, grad or vmap call "
+            "flashgen.jax.attention(attention, q, k, v) in place of attention(q, k, v)"
+        )
+
+
+def _is_traced(array: Any) -> bool:
+    """Whether JAX traces an array."""
+    import jax
+
+    return isinstance(array, jax.core.Tracer)
 
 
 def overrides_functions(kind: Any) -> bool:

@@ -25,12 +25,14 @@ from flashgen.torch.functional import attention
 from flashgen.torch.mask_functions import and_masks, create_mask, noop_mask, or_masks
 from flashgen.torch.module import Attention
 from flashgen.torch.sdpa import scaled_dot_product_attention
+from flashgen.torch.sdpa_registry import SdpaCalls, register_sdpa, sdpa_calls
 from flashgen.torch.table import emulated, register
 from flashgen.torch.varlen import varlen_attention
 
 __all__ = [
     "Attention",
     "BlockMask",
+    "SdpaCalls",
     "and_masks",
     "append_kv",
     "attention",
@@ -42,6 +44,8 @@ __all__ = [
     "noop_mask",
     "or_masks",
     "register",
+    "register_sdpa",
     "scaled_dot_product_attention",
+    "sdpa_calls",
     "varlen_attention",
 ]

@@ -39,7 +39,7 @@ _WITH_RESULTS = {
     _READ_BACK: (*_READ_BACK, *_GRADIENTS.wanted),
     _READ_BACK_WITH_LSE: (*_READ_BACK_WITH_LSE, *_GRADIENTS.wanted),
 }
-_WITHOUT_RESULTS = {*_WITH_RESULTS, _READ_SHARED, _READ_BACK_SHARED, _READ_BACK_SHARED_WITH_LSE}
+_SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")  # of a varlen batch: behind the inputs, but before d_lse
 _stream = TORCH.stream
 _address = torch.Tensor.data_ptr
 NO_NUMBERS: Numbers = {}
@@ -73,15 +73,20 @@ def forward(
     with_lse: bool,
     into: tuple[Tensor, Tensor] | None = None,
     numbers: Numbers = NO_NUMBERS,
+    sequences: Sequence[Tensor] = (),
 ) -> Any:
     """Returns the output, or a pair with the LSE, if the launch cache has a call like this one.
 
     None on a miss, or if another device is current.
 
-    into: an output and an LSE to write to, only with with_lse. numbers: captured numbers, by `numbers_of`.
+    into: an output and an LSE to write to, only with with_lse. numbers: captured numbers, by `numbers_of`. sequences:
+    cu_seqlens_q, cu_seqlens_k and perhaps seqused_k of a varlen batch, for calls without `into`.
     """
     call = _BOTH if with_lse else _OUTPUT
-    results = _replay(attention.forward, *_forward_tensors(q, k, v, into), call, into, numbers)
+    names, tensors = _forward_tensors(q, k, v, into)
+    if sequences:
+        names, tensors = names + _SEQUENCES[: len(sequences)], (*tensors, *_distinct(sequences))
+    results = _replay(attention.forward, names, tensors, call, into, numbers, bool(sequences))
     if results is None:
         return None
     return tuple(results) if with_lse else results[0]
@@ -96,12 +101,14 @@ def backward(
     read: Read,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
     numbers: Numbers = NO_NUMBERS,
+    sequences: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Returns the gradients of q, k and v if the launch cache has a call like this one.
 
-    None on a miss, or if another device is current.
+    None on a miss, or if another device is current. sequences: as for `forward`.
     """
-    results = _replay(attention.backward_pass, *_backward_tensors(read, into), _GRADIENTS, into, numbers)
+    names, tensors = _backward_tensors(read, into, sequences)
+    results = _replay(attention.backward_pass, names, tensors, _GRADIENTS, into, numbers, bool(sequences))
     return None if results is None else (results[0], results[1], results[2])
 
 
@@ -133,21 +140,45 @@ def _forward_tensors(q: Tensor, k: Tensor, v: Tensor, into: tuple[Tensor, Tensor
     return (_WITH_RESULTS[_READ], (q, k, v, *into)) if into else (_READ, (q, k, v))
 
 
-def _backward_tensors(read: Read, into: tuple[Tensor, Tensor, Tensor] | None) -> tuple[Names, Tensors]:
+def _distinct(sequences: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns the arrays of a varlen batch as distinct tensors, as torch's guards refuse one that is given twice."""
+    if len(sequences) > 1 and sequences[0] is sequences[1]:
+        return (sequences[0], sequences[1].detach(), *sequences[2:])
+    return sequences
+
+
+def _backward_tensors(
+    read: Read, into: tuple[Tensor, Tensor, Tensor] | None, sequences: Sequence[Tensor]
+) -> tuple[Names, Tensors]:
     d_out, d_lse, q, k, v, out, lse = read
     names: Names = _READ_BACK
     tensors: Tensors = (q, k, v, out, d_out, lse)
+    if sequences:
+        names, tensors = names + _SEQUENCES[: len(sequences)], (*tensors, *_distinct(sequences))
+        return (names, tensors) if d_lse is None else ((*names, "d_lse"), (*tensors, d_lse))
     if d_lse is not None:
         names, tensors = _READ_BACK_WITH_LSE, (*tensors, d_lse)
     return (_WITH_RESULTS[names], (*tensors, *into)) if into else (names, tensors)
 
 
 def _replay(
-    pass_: Pass[Any], names: Names, tensors: Tensors, call: Call, into: Tensors | None, numbers: Numbers
+    pass_: Pass[Any],
+    names: Names,
+    tensors: Tensors,
+    call: Call,
+    into: Tensors | None,
+    numbers: Numbers,
+    aligned: bool = False,
 ) -> Sequence[Tensor] | None:
-    """Returns the results of a call that hits the launch cache; None on a miss or on another device."""
+    """Returns the results of a call that hits the launch cache; None on a miss or on another device.
+
+    aligned: also return None if a tensor is misaligned. The key of the launch cache has the alignment of each array
+    that is not read in rows.
+    """
     addresses = [*map(_address, tensors)]
     kind = _Kind(names, call, reduce(or_, addresses) % _ALIGNMENT, numbers)
+    if aligned and kind.misaligned:
+        return None
     for each in pass_.recent_launches:
         if each.kind == kind and each.fits(*tensors):
             shared, replay = each.shared, each.replay
@@ -157,7 +188,7 @@ def _replay(
         shared = pass_.lookup(dict(zip(names, tensors, strict=True)), numbers)
         if shared is None:
             return None
-        replay = _remember(pass_, kind, tensors, shared, generation)
+        replay = _remember(pass_, kind, tensors, shared, generation, has_given_results=bool(into))
     if replay:
         return replay(addresses, _stream(tensors[0]), numbers)
     if into:
@@ -167,7 +198,9 @@ def _replay(
     return None if results is None else [results[name] for name in call.wanted]
 
 
-def _remember(pass_: Pass[Any], kind: _Kind, tensors: Tensors, shared: Any, generation: int) -> Replay | None:
+def _remember(
+    pass_: Pass[Any], kind: _Kind, tensors: Tensors, shared: Any, generation: int, has_given_results: bool
+) -> Replay | None:
     """Lets torch recognise calls like this one. Returns a replay of its launches, or None if it does more than launch.
 
     torch compares tensors by the guards of compiled graphs, which are not documented. If they are missing, each call
@@ -179,7 +212,6 @@ def _remember(pass_: Pass[Any], kind: _Kind, tensors: Tensors, shared: Any, gene
     sizes = [list(tensor.shape) for tensor in tensors]
     strides = [list(tensor.stride()) for tensor in tensors]
     fits = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    has_given_results = kind.names not in _WITHOUT_RESULTS
     replay = None if has_given_results else pass_.create_replay(shared, kind.names, kind.call.wanted, _address)
     pass_.remember_launch(_RecentLaunch(kind, fits, shared, replay), generation)
     return replay

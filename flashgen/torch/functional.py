@@ -35,7 +35,8 @@ from flashgen.torch.variants import CALLS, spec_text, variant_of
 
 Fields: TypeAlias = tuple[torch.dtype, int, int, float | None, bool | None, torch.Size, torch.Size]
 """The five arguments of `spec_of_call`, and the shapes of query and key."""
-_SEEDS = 2**62
+SEEDS = 2**62
+"""Seeds of dropout are drawn from the numbers below this one."""
 _ELEMENTS = {getattr(torch, name): name for name in ELEMENTS}
 _PLAIN = frozenset(PLAIN_TENSORS)
 _NO_CAPTURES: Any = ([], [], [])
@@ -267,7 +268,7 @@ def _seed(entry: Registered, seed: Any, device: torch.device) -> Tensor | None:
             raise ArgumentError(f"seed={seed!r} is given, and the spec has no dropout: leave it out")
         return None
     if seed is None:
-        return torch.randint(_SEEDS, (), dtype=torch.int64, device=device)
+        return torch.randint(SEEDS, (), dtype=torch.int64, device=device)
     if isinstance(seed, torch.Tensor):
         return seed
     if not isinstance(seed, int) or not 0 <= seed < 2**63:

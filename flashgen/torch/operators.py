@@ -88,7 +88,7 @@ def run_forward(
     if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, *captures)
     if entry.is_direct and not integers and q.is_cuda:
-        results = direct.forward(entry.on(q.get_device()), q, k, v, with_lse)
+        results = direct.forward(entry.on(q.get_device()), q, k, v, with_lse, sequences=captures)
         if results is not None:
             return results
     if q.is_meta:
@@ -203,8 +203,9 @@ def run_backward(
     seed: Tensor | None,
 ) -> Sequence[Tensor]:
     """Runs the backward. Returns the gradients of q, k, v and of captures with grad=True."""
-    if entry.is_direct and q.is_cuda:
-        found = direct.backward(entry.on(q.get_device()), (d_out, d_lse, q, k, v, out, lse))
+    if entry.is_direct and q.is_cuda and not (integers and entry.keys_optional):
+        given: direct.Read = (d_out, d_lse, q, k, v, out, lse)
+        found = direct.backward(entry.on(q.get_device()), given, sequences=captures)
         if found is not None:
             return found
     elif entry.is_direct_shared and q.is_cuda:
@@ -226,8 +227,8 @@ def run_backward(
             options.pop("num_splits", None)  # an argument of the forward only
         if d_out.stride(-1) != 1 or q.stride(-1) != 1 or k.stride(-1) != 1 or v.stride(-1) != 1:
             d_out_rows, q_rows, k_rows, v_rows, out_rows = (in_rows(each) for each in (d_out, q, k, v, out))
-            given: Any = (d_out_rows, d_lse, q_rows, k_rows, v_rows, out_rows, lse, captures, integers, floats, seed)
-            results = run_backward(entry, *given)
+            rest: Any = (d_out_rows, d_lse, q_rows, k_rows, v_rows, out_rows, lse, captures, integers, floats, seed)
+            results = run_backward(entry, *rest)
             return _in_order_of_inputs(entry, (q, k, v), captures, results)
         try:
             values = None if entry.shared_kv else v

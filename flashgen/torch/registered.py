@@ -52,7 +52,8 @@ class Registered:
         cache: the option of the spec that makes k and v a KV cache, or None.
         dtype, out_dtype: the dtypes of q, k and v, and of the output.
         shared_kv: whether V is a part of K. The operand v of operators is then an empty view of k.
-        is_direct: whether calls take only q, k and v, on a GPU, and all results have the dtype of q.
+        is_direct: whether calls take only q, k and v and the arrays that locate packed sequences, on a GPU, and all
+            results have the dtype of q.
         is_direct_shared: the same of calls that take only q and kv, as V is a part of K.
         reads_batch: whether the mask or the score depends on the batch index.
     """
@@ -70,9 +71,9 @@ class Registered:
         self.dtype, self.dropout = getattr(torch, spec.dtype), bool(spec.dropout)
         self.out_dtype: torch.dtype = getattr(torch, spec.out_element.name)
         self.shared_kv = spec.shared_kv
-        takes_rows_alone = not (self.emulate or self.takes_captures or self.dropout or spec.out_dtype)
+        takes_rows_alone = not (self.emulate or captured or spec.of_cache or self.dropout or spec.out_dtype)
         self.is_direct = takes_rows_alone and not spec.shared_kv
-        self.is_direct_shared = takes_rows_alone and spec.shared_kv
+        self.is_direct_shared = takes_rows_alone and spec.shared_kv and not self.takes_captures
         self.keys_optional = "cu_seqlens_k" in spec.sequence_arrays
         pages = f"page_size={spec.page_size}" if spec.page_size else None
         self.cache = pages or (f"kv_dtype={spec.kv_dtype!r}" if spec.kv_dtype else None)

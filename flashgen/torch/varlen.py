@@ -210,7 +210,7 @@ def _build_spec(
     declared = {name: Captured(name, kind, ndim, grad=learned) for name, kind, ndim, learned in captures}
     used, sink = declared.get("seqused_q"), declared.get("sinks")
     score = _score(declared.get("scale"), cap, declared.get("slopes"), used)
-    mask = _window(left, right, used)
+    mask = window_mask(left, right, used)
     return AttentionSpec(head_dim, dtype, value_dim, scale, "thd", dropout, score, mask, page_size, sink=sink)
 
 
@@ -231,8 +231,11 @@ def _score(factor: Captured | None, cap: float, slope: Captured | None, used: Ca
     return lambda s, b, h, q, k: capped(scaled(s), b, h, q, k) - slope_of_head(b, h) * f.abs(k - (q + _shift(used, b)))
 
 
-def _window(left: int, right: int, used: Captured | None) -> masks.Mask:
-    """The mask of a window of keys around each query; a negative bound is none."""
+def window_mask(left: int, right: int, used: Captured | None = None) -> masks.Mask:
+    """Returns the mask of a window of keys around the position of each query. A negative bound is none.
+
+    used: the numbers of queries that sequences use, where a call gives them.
+    """
     if used is not None:
         return masks.trace_mask(lambda b, h, q, k: (q < used[b]) & _is_between(q + _shift(used, b), k, left, right))
     if left >= 0 and right >= 0:

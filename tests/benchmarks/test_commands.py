@@ -92,6 +92,9 @@ def test_train_passes_its_options_on_and_compares(
     assert "losses of 2 steps" in result.stderr and "flashgen: 0.43%; 1.000%" in result.stderr
     assert "RuntimeError: none" in result.stdout
     assert "such as 32x1024" in invoke("train", "--shapes", "32", expect=2).stderr
+    asked.clear()
+    invoke("train", "--attentions", "FA2", "--sdpa-registry", "--force", *output)
+    assert asked[0] == ["FA2", train.REGISTRY]
 
 
 def test_train_adds_a_floor_to_standard_attentions_losses() -> None:

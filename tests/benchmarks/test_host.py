@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import flashgen
-from benchmarks import host, host_torch, start, tables
+from benchmarks import host, host_sdpa, host_torch, start, tables
 from benchmarks.host import (
     ONE_TILE,
     PARTS,
@@ -244,3 +244,16 @@ def test_the_summary_compares_within_a_thread() -> None:
     del both[f"attention(...){autograds}"]
     assert len(host_torch.operator_summary(rows("backward", both))) == 1, "threads are not compared with each other"
     assert not host_torch.operator_summary(rows("forward", graph)[:3])
+
+
+def test_the_flash_operators_of_torch_are_compared_by_the_medians_of_their_rounds() -> None:
+    pytest.importorskip("torch", reason="flashgen.torch needs torch: pip install 'flashgen[torch]'")
+    names = host_sdpa.registry_names()
+    rows = [
+        host.HostRow(name, "-", "torch", "backward" if "thread" in name else "forward", ONE_TILE, 10.0 + at, 9.0, {})
+        for at, name in enumerate(names)
+    ]
+    lines = host_sdpa.registry_summary(rows)
+    assert len(names) == 40 and len(lines) == 4
+    assert lines[0].startswith("forward: ") and "takes 30.0 us, +4.0 beside" in lines[0]
+    assert host_sdpa.registry_summary(rows[:4]) == []

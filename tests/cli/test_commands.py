@@ -658,6 +658,22 @@ def test_doctor_reports_frameworks(broken: str | None, said: str, monkeypatch: p
     assert said in found["flashgen.torch"].remedy
 
 
+@pytest.mark.parametrize(
+    ("built", "sees", "said"),
+    [(None, False, "built without CUDA"), ("13.0", False, "sees no GPU"), ("13.0", True, "after register_sdpa()")],
+)
+def test_doctor_says_whether_torchs_registry_is_possible(
+    built: str | None, sees: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch", reason="flashgen.torch needs torch: pip install 'flashgen[torch]'")
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: sees)
+    (finding,) = [each for each in doctor.examine_frameworks() if each.name == "torch's SDPA registry"]
+    assert said in (finding.found if sees else finding.remedy) and finding.ok is sees
+    monkeypatch.delattr(torch.nn.attention, "register_flash_attention_impl")
+    assert not sees or "install torch 2.11" in doctor.examine_sdpa_registry().remedy
+
+
 def test_bench_prints_rows_immediately_and_keeps_them_at_ctrl_c(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

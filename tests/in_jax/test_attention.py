@@ -182,6 +182,14 @@ def test_a_compiled_attention() -> None:
     assert jnp.array_equal(attention(made, *rows()), attention(CAUSAL, *rows(), emulate=True))
 
 
+@pytest.mark.parametrize("engine", [{"emulate": True}, {"target": "sm_80"}], ids=["emulator", "gpu"])
+@pytest.mark.parametrize("wrap", [jax.jit, jax.grad, jax.vmap], ids=["jit", "grad", "vmap"])
+def test_a_compiled_attention_that_jax_traces_names_the_function_to_call(wrap: Any, engine: Any) -> None:
+    made, (q, k, v) = fg.compile(CAUSAL, **engine), rows()
+    with pytest.raises(ArgumentError, match=r"flashgen\.jax\.attention\("):
+        wrap(lambda x: made(x, k, v).sum())(q)
+
+
 WRONG: Any = [
     (lambda q, k, v: attention(fg.causal(), q, k, v), "give a flashgen.AttentionSpec"),
     (lambda q, k, v: attention(CAUSAL, q.astype(jnp.float32), k, v, emulate=True), "q has dtype float32"),

@@ -144,6 +144,61 @@ def test_replayed_launches_where_v_is_a_part_of_k(target: str, launched: Launche
         launched.clear()
 
 
+def test_one_array_for_both_offsets_is_recognised_by_torch(launched: Launched) -> None:
+    """Self-attention passes it twice, and torch's guards refuse that."""
+    spec = AttentionSpec(64, "float16", layout="thd", scale=1 / next(_SCALES))
+    attention, (q, k, v, d_out) = fg.compile(spec, target="sm_80"), _tensors(4, 96, 4, 64)
+    at = torch.tensor([0, 40, 96], dtype=torch.int32)
+    out, lse = attention(q, k, v, return_lse=True, cu_seqlens_q=at, cu_seqlens_k=at)
+    attention.backward(d_out, q, k, v, out, lse, cu_seqlens_q=at, cu_seqlens_k=at)
+    for _ in range(3):
+        assert direct.forward(attention, q, k, v, True, sequences=[at, at]) is not None
+        assert direct.backward(attention, (d_out, None, q, k, v, out, lse), sequences=[at, at]) is not None
+    assert len(attention.forward.recent_launches) == len(attention.backward_pass.recent_launches) == 1
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["all keys", "seqused_k"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_replayed_launches_of_packed_sequences(target: str, used: bool, launched: Launched, memory: _Memory) -> None:
+    spec = AttentionSpec(64, "float16", layout="thd", mask=fg.causal(), scale=1 / next(_SCALES))
+    attention, (q, k, v, d_out) = fg.compile(spec, target=target), _tensors(4, 96, 4, 64)
+    at = torch.tensor([0, 40, 96], dtype=torch.int32)
+    named = {"cu_seqlens_q": at, "cu_seqlens_k": at.clone(), **({"seqused_k": at[:2].clone()} if used else {})}
+    assert direct.forward(attention, q, k, v, True, sequences=[*named.values()]) is None, "nothing is cached yet"
+    memory.again()
+    made = attention(q, k, v, return_lse=True, **named)
+    wanted = launched.copy()
+    launched.clear()
+    for _ in range(2):  # looked up, then recognised by torch
+        memory.again()
+        again = direct.forward(attention, q, k, v, True, sequences=[*named.values()])
+        assert launched == wanted and all(one is other for one, other in zip(made, again, strict=True))
+        launched.clear()
+    for d_lse in (None, torch.zeros(4, 96)):
+        memory.again()
+        gradients = attention.backward(d_out, q, k, v, *made, d_lse=d_lse, **named)
+        wanted = launched.copy()
+        for _ in range(2):
+            launched.clear()
+            memory.again()
+            again = direct.backward(attention, (d_out, d_lse, q, k, v, *made), sequences=[*named.values()])
+            assert launched == wanted and len(wanted) > 1
+            assert again is not None and all(one is other for one, other in zip(gradients, again, strict=True))
+        launched.clear()
+    others = [torch.zeros(4, dtype=torch.int32)[1:], torch.zeros(4, dtype=torch.int32), at.long(), torch.zeros(5).int()]
+    for other in others:  # misaligned, more sequences, another dtype
+        rest = [other, *named.values()][: len(named)]
+        assert direct.forward(attention, q, k, v, True, sequences=rest) is None
+    shifted = torch.tensor([0, 0, 0, 40, 96], dtype=torch.int32)[2:]  # by 8 bytes
+    offset = torch.zeros(q.numel() + 4, dtype=torch.float16)[4:].view(q.shape)
+    attention(q, k, v, return_lse=True, **{**named, "cu_seqlens_q": shifted})
+    launched.clear()
+    for rows, first in ((q, shifted), (offset, at)):
+        rest = [first, *[*named.values()][1:]]
+        assert direct.forward(attention, rows, k, v, True, sequences=rest) is None, "the launch of the other"
+    assert not launched
+
+
 @pytest.mark.parametrize(
     ("options", "rows_q", "rows_k"),
     [

@@ -106,6 +106,14 @@ def test_one_graph_for_all_lengths() -> None:
     assert counter.frame_count == 1
 
 
+def test_a_compiled_attention_in_a_graph_names_the_operator_to_call(qkv: Any) -> None:
+    made = fg.compile(SPECS["causal"][0], emulate=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"call flashgen\.torch\.attention\(attention, q, k, v\)"):
+        torch.compile(lambda q, k, v: made(q * 2, k, v), fullgraph=True, backend="eager")(*qkv)
+    compiled = torch.compile(lambda q, k, v: attention(made, q * 2, k, v), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(*qkv), attention(made, qkv[0] * 2, *qkv[1:]))
+
+
 def test_functions_of_every_signature_compile_without_breaks() -> None:
     cu, table = torch.tensor([0, 13, 40], dtype=torch.int32), torch.zeros(2, requires_grad=True)
 
@@ -251,6 +259,14 @@ def test_exported_programs_name_their_specs() -> None:
     program = torch.export.export(Model(), tuple(qkv))
     assert "flashgen.forward" in program.graph_module.code and register(spec) in program.graph_module.code
     assert torch.equal(program.module()(*qkv), attention(spec, *qkv))
+
+
+@pytest.mark.gpu
+def test_a_compiled_attention_between_two_graphs_on_a_gpu() -> None:
+    made = fg.compile(fg.AttentionSpec(64, "bfloat16", mask=fg.causal()))
+    q, k, v = (x.detach() for x in on_gpu())
+    compiled = torch.compile(lambda q, k, v: made(q * 2, k, v).sin())
+    torch.testing.assert_close(compiled(q, k, v), made(q * 2, k, v).sin())
 
 
 @pytest.mark.gpu

@@ -121,3 +121,12 @@ def test_types_that_cupy_lacks_are_passed_as_bytes(name: str, monkeypatch: pytes
     look, pointer = library.look(there)
     assert pointer == library.pointer(there) == 4096 and name in str(look)
     assert (library is arrays.OF_BYTES) == name.startswith("float8")
+
+
+def test_strides_of_a_contiguous_array() -> None:
+    for shape in [(), (3,), (2, 3, 4), (2, 0, 4), (1, 5)]:
+        array = np.empty(shape, np.float32)
+        strides = arrays.contiguous_strides(shape)
+        assert len(strides) == len(shape)
+        if array.size:
+            assert strides == tuple(stride // 4 for stride in array.strides)

@@ -26,11 +26,10 @@ from flashgen.torch.context_parallel.plan_function import Call, PlanFunction
 from flashgen.torch.context_parallel.programs import captured_names
 from flashgen.torch.context_parallel.replicated import replicated
 from flashgen.torch.context_parallel.rerouting import rerouted, returned, route
-from flashgen.torch.functional import is_deterministic
+from flashgen.torch.functional import SEEDS, is_deterministic
 from flashgen.torch.table import is_emulated, outside_of_graphs, registered
 from flashgen.torch.tensors import Tensor, bound_tensor, check_call, check_tensors
 
-_SEEDS = 2**62
 _MAX_CALLS, _MAX_PLANS = 256, 64  # cached calls of a group, and cached plans of a call by captured numbers
 
 
@@ -261,7 +260,7 @@ def _common_seed(spec: AttentionSpec, seed: Any, ranks: Ranks, device: torch.dev
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
             raise ArgumentError(f"seed={seed!r} must be an integer from 0 to {2**63 - 1}, or a tensor that holds one")
         return torch.tensor(seed, dtype=torch.int64)
-    drawn = torch.randint(_SEEDS, (), dtype=torch.int64, device=device)
+    drawn = torch.randint(SEEDS, (), dtype=torch.int64, device=device)
     for group in reversed(ranks.groups):  # first within the heads group of the first rank, then along each ring
         with peer_errors():
             dist.broadcast(drawn, group=group, group_src=0)

@@ -1,0 +1,304 @@
+"""torch's flash-attention operators, computed by flashgen: functions with the schemas of aten.
+
+`register_sdpa` registers them. A call that flashgen does not compute raises one of `REFUSALS`, whose message is the
+reason; torch's own kernel then computes it. `is_causal` is aligned to the bottom right, as in these operators. (torch's
+function scaled_dot_product_attention, which is aligned to the top left, uses them for equal lengths alone.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+from flashgen.dtypes import ELEMENTS
+from flashgen.errors import ArgumentError, LaunchError, SpecError, UnsupportedError
+from flashgen.language.spec import AttentionSpec
+from flashgen.runtime.arrays import TORCH
+from flashgen.torch.arguments import named_captures
+from flashgen.torch.fitting import checked_dropout
+from flashgen.torch.functional import SEEDS
+from flashgen.torch.operators import run_backward, run_forward
+from flashgen.torch.table import Registered, registered
+from flashgen.torch.tensors import Tensor
+from flashgen.torch.varlen import window_mask
+
+REFUSALS = (ArgumentError, SpecError, UnsupportedError)
+"""The errors of calls that flashgen does not compute."""
+
+
+def scaled_dot_product_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    """Computes aten::_scaled_dot_product_flash_attention, of tensors (batch, heads, length, dim)."""
+    if return_debug_mask:
+        _refuse(return_debug_mask=True)
+    entry = _entry_of(query, value, "bhsd", None, dropout_p, -1, 0 if is_causal else -1, scale)
+    out, lse, *auxiliary = _forward(entry, query, key, value)
+    return out, lse, None, None, query.shape[2], key.shape[2], *auxiliary
+
+
+def scaled_dot_product_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> Any:
+    """Computes aten::_scaled_dot_product_flash_attention_backward."""
+    entry = _entry_of(query, value, "bhsd", None, dropout_p, -1, 0 if is_causal else -1, scale)
+    return _backward(entry, grad_out, query, key, value, out, logsumexp, (), philox_seed)
+
+
+def flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *flags: Any,
+    **options: Any,
+) -> Any:
+    """Computes aten::_flash_attention_forward, of tensors (batch, length, heads, dim), packed sequences or pages.
+
+    flags: dropout_p, is_causal, return_debug_mask. options: the keyword arguments of `_entry_and_arrays`.
+    """
+    entry, arrays, bounds = _entry_and_arrays(query, key, value, cum_seq_q, cum_seq_k, max_q, *flags, **options)
+    return _forward(entry, query, key, value, arrays, bounds)
+
+
+def flash_forward_into(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *flags: Any,
+    **options: Any,
+) -> Any:
+    """Computes aten::_flash_attention_forward_no_dropout_inplace, which writes to `out`. Returns the LSE."""
+    entry, arrays, bounds = _entry_and_arrays(query, key, value, cum_seq_q, cum_seq_k, max_q, *flags, **options)
+    if entry.dropout:
+        raise ArgumentError("dropout_p is given to an operator without dropout")
+    if query.is_cuda:
+        lse = query.new_empty(entry.spec.batch_layout.lse_shape(tuple(query.shape)), dtype=torch.float32)
+        named = named_captures(entry, arrays, bounds, ())
+        entry.on(query.get_device())(query, key, value, return_lse=True, out=(out, lse), **named)
+        return lse
+    made, lse = run_forward(entry, query, key, value, arrays, bounds, (), None)
+    out.copy_(made)
+    return lse
+
+
+def flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> Any:
+    """Computes aten::_flash_attention_backward."""
+    layout = "bshd" if cum_seq_q is None else "thd"
+    window = _window(is_causal, window_size_left, window_size_right)
+    entry = _entry_of(query, value, layout, None, dropout_p, *window, scale)
+    arrays = _sequences(cum_seq_q, cum_seq_k, None)
+    return _backward(entry, grad_out, query, key, value, out, logsumexp, arrays, rng_state)
+
+
+OPERATORS = {
+    "_scaled_dot_product_flash_attention": scaled_dot_product_forward,
+    "_scaled_dot_product_flash_attention_backward": scaled_dot_product_backward,
+    "_flash_attention_forward": flash_forward,
+    "_flash_attention_forward_no_dropout_inplace": flash_forward_into,
+    "_flash_attention_backward": flash_backward,
+}
+"""The functions of this module by the names of the operators in aten."""
+
+
+def _forward(
+    entry: Registered, q: Tensor, k: Tensor, v: Tensor, arrays: Sequence[Tensor] = (), bounds: Sequence[int] = ()
+) -> tuple[Tensor, ...]:
+    """Returns the output, the LSE, and the auxiliary results of aten: rng_state, an unused one, the debug mask.
+
+    rng_state holds two numbers from torch's generator, which are drawn on the device. The first is the seed of
+    flashgen's dropout; without dropout neither is set.
+    """
+    make_state, make_unused, no_debug_mask = _auxiliary(q.dtype, q.device)
+    if entry.dropout:
+        drawn = torch.randint(SEEDS, (2,), dtype=torch.int64, device=q.device)
+        out, lse = run_forward(entry, q, k, v, arrays, bounds, (), drawn[0])
+        return out, lse, drawn.view(torch.uint64), make_unused(), no_debug_mask
+    out, lse = run_forward(entry, q, k, v, arrays, bounds, (), None)
+    return out, lse, make_state(), make_unused(), no_debug_mask
+
+
+def _backward(
+    entry: Registered,
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    arrays: Sequence[Tensor],
+    state: Tensor,
+) -> tuple[Tensor, ...]:
+    """Returns the gradients of q, k and v. Raises LaunchError for a refused call with dropout."""
+    seed = state.view(torch.int64)[0] if entry.dropout else None
+    try:
+        return tuple(run_backward(entry, d_out, None, q, k, v, out, lse, arrays, (), (), seed))
+    except REFUSALS as error:
+        if seed is None:
+            raise
+        message = "the backward of a forward with flashgen's dropout, which torch's own kernel would not repeat"
+        raise LaunchError(f"{message}: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _auxiliary(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[], Tensor], Tensor]:
+    """Returns functions that allocate rng_state and the unused result, and the debug mask, which has no elements.
+
+    The device must be the current one when they are called. All calls share the debug mask.
+    """
+    if device.type == "cuda":
+        make_state, make_unused = (TORCH.maker(shape, "uint64", device.index) for shape in ((2,), ()))
+    else:
+        make_state, make_unused = (partial(torch.empty, shape, dtype=torch.uint64) for shape in ((2,), ()))
+    return make_state, make_unused, torch.empty(0, dtype=dtype, device=device)
+
+
+def _entry_and_arrays(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts_q: Tensor | None,
+    starts_k: Tensor | None,
+    max_q: int,
+    dropout: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+    **others: Any,
+) -> tuple[Registered, Sequence[Tensor], Sequence[int]]:
+    """Returns the entry of a call, its arrays beside q, k and v, and the bounds of a sequence's queries and keys.
+
+    others: alibi_slopes, and what later versions of torch add. They must be None.
+    """
+    _refuse(return_debug_mask=return_debug_mask, **{name: value is not None for name, value in others.items()})
+    window = _window(is_causal, window_size_left, window_size_right)
+    layout = "bshd" if starts_q is None else "thd"
+    if block_table is None:
+        entry = _entry_of(q, v, layout, None, dropout, *window, scale)
+        return entry, _sequences(starts_q, starts_k, seqused_k), ()
+    _refuse(num_splits=bool(num_splits), dropout_p=bool(dropout))  # over pages the lengths decide the splits
+    if starts_q is None or seqused_k is None:
+        raise ArgumentError("block_table is given without cum_seq_q or seqused_k")
+    entry = _entry_of(q, v, layout, k.shape[1], 0.0, *window, scale)
+    return entry, [starts_q, block_table, seqused_k], (1, -1) if max_q == 1 else ()
+
+
+def _refuse(**given: bool) -> None:
+    """Raises ArgumentError if an argument is given that flashgen does not take."""
+    for name, is_given in given.items():
+        if is_given:
+            raise ArgumentError(f"{name} is given, which flashgen does not take here")
+
+
+def _window(is_causal: bool, left: int | None, right: int | None) -> tuple[int, int]:
+    """Returns the bounds of the window around a query's position, -1 for none."""
+    return (
+        -1 if left is None or left < 0 else left,
+        0 if is_causal else -1 if right is None or right < 0 else right,
+    )
+
+
+def _sequences(starts_q: Tensor | None, starts_k: Tensor | None, used_k: Tensor | None) -> Sequence[Tensor]:
+    """Returns the arrays that locate packed sequences, in the order of `Registered.arrays`."""
+    if starts_q is starts_k is used_k is None:
+        return ()
+    if starts_q is None or starts_k is None:
+        raise ArgumentError("cum_seq_q or cum_seq_k is missing")
+    return [starts_q, starts_k] if used_k is None else [starts_q, starts_k, used_k]
+
+
+def _entry_of(
+    q: Tensor,
+    v: Tensor,
+    layout: str,
+    page_size: int | None,
+    dropout: float,
+    left: int,
+    right: int,
+    scale: float | None,
+) -> Registered:
+    """Returns the entry of a call. CPU tensors run on the emulator, which only tests give."""
+    settings = torch.are_deterministic_algorithms_enabled(), not q.is_cuda
+    return _entry(q.shape[-1], v.shape[-1], q.dtype, layout, page_size, dropout, left, right, scale, *settings)
+
+
+@lru_cache(maxsize=1024)
+def _entry(
+    head_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    layout: str,
+    page_size: int | None,
+    dropout: float,
+    left: int,
+    right: int,
+    scale: float | None,
+    deterministic: bool,
+    emulate: bool,
+) -> Registered:
+    name = str(dtype).removeprefix("torch.")
+    if name not in ELEMENTS:
+        raise ArgumentError(f"query is {name}; flashgen computes in float16 and bfloat16")
+    if dropout and checked_dropout("dropout_p", dropout) == 1:
+        raise ArgumentError("dropout_p=1: all outputs are zero")
+    mask = window_mask(left, right)
+    spec = AttentionSpec(head_dim, name, value_dim, scale, layout, dropout, mask=mask, page_size=page_size)
+    return registered(spec, emulate=emulate, deterministic=deterministic)
