@@ -21,6 +21,7 @@ pytestmark = pytest.mark.gpu
 SHAPE, SQUARE = Shape(70, 150, 1, 16, 8), Shape(150, 150, 1, 16, 8)
 CAUSAL = fg.AttentionSpec(64, mask=fg.causal())
 DOCUMENT = fg.AttentionSpec(64, mask=fg.document("ids"))
+LATENT = fg.AttentionSpec(192, "bfloat16", value_dim=128, mask=fg.causal())  # sm_90a computes dQ in chunks
 DTYPES = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 MODES = pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 MASKS = pytest.mark.parametrize("spec", [CAUSAL, DOCUMENT], ids=["ranges", "lists"])
@@ -209,7 +210,9 @@ def test_the_callers_stream_is_used(
 
 
 @MODES
-@pytest.mark.parametrize("spec", [CAUSAL, DOCUMENT, learned("float16")], ids=["ranges", "lists", "captures"])
+@pytest.mark.parametrize(
+    "spec", [CAUSAL, DOCUMENT, learned("float16"), LATENT], ids=["ranges", "lists", "captures", "chunks"]
+)
 @pytest.mark.quick
 def test_graph_capture(spec: fg.AttentionSpec, deterministic: bool, cupy: Any, gradients_right: Any) -> None:
     """Both passes are captured once and replayed on new inputs, after other calls have used the memory in between."""
