@@ -61,6 +61,14 @@ def key_tile_barriers(
 
 def _staged(stages: Extent, shared_kv: bool, split: bool) -> tuple[BarrierGroup, ...]:
     """Returns the barriers of the tiles of K and V. `split`: one consumer warpgroup of two computes the scores."""
+    if shared_kv and split:
+        comment = (
+            "first_full: the first kOutputColumns columns of a tile of K have landed, of which V's are the first "
+            "warpgroup's. first_empty: each of its warps has read them. rest_full, rest_empty: the same for the other "
+            "columns, and the second warpgroup. It has P of a tile only after the first one has computed the scores."
+        )
+        parts = (each for name in ("first", "rest") for each in (_full(name), Barrier(f"{name}_empty", "4")))
+        return (BarrierGroup(comment, tuple(parts), stages),)
     if shared_kv:
         comment = (
             "keys_full: a tile of K, of which V is a part, has landed. keys_empty: every consumer warp has read it."
