@@ -72,34 +72,39 @@ def render_hopper_decode(spec: AttentionSpec, target: Target, plan: HopperDecode
     common = forward_context(
         spec, target, plan, layout, "scores[n]", DECODE_NAMES, LAST_QUERY, struct=_STRUCT, position=False
     )
-    context = common | work_unit_context(plan) | {
-        "entry": entry,
-        "header": header(spec, target, plan, grid, method, "attention decode", cost),
-        "score_query": DECODE_QUERY,
-        "head_panel": forward.head_panel(spec),
-        "value_panel": forward.value_panel(spec),
-        "passed_panel": forward.passed_panel(spec),
-        "passed_stages": plan.passed_stages(spec),
-        "output_columns": "kOutputColumns",
-        "values": "keys" if spec.shared_kv else "values",
-        "in_parts": spec.shared_kv,
-        "softmax_beside_pv": True,
-        "output_apart": False,
-        "own_tiles": False,
-        "packed": False,
-        "prompt_queries": 0,
-        "row_groups": 1,
-        "producer_registers": producer_registers,
-        "consumer_registers": consumer_registers,
-        "suffix": suffix_of(spec),
-        "page_size": spec.page_size,
-        "box_keys": box_keys(spec, plan.tile_k),
-        "joined": {"k": False, "v": False},
-        "copy": "copy_async_16",
-        "split_depth": False,
-        "widen": None,
-        "opaque_keys": True,
-    }
+    context = (
+        common
+        | work_unit_context(plan)
+        | {
+            "entry": entry,
+            "header": header(spec, target, plan, grid, method, "attention decode", cost),
+            "score_query": DECODE_QUERY,
+            "head_panel": forward.head_panel(spec),
+            "value_panel": forward.value_panel(spec),
+            "passed_panel": forward.passed_panel(spec),
+            "passed_stages": plan.passed_stages(spec),
+            "output_columns": "kOutputColumns",
+            "values": "keys" if spec.shared_kv else "values",
+            "in_parts": spec.shared_kv,
+            "softmax_beside_pv": True,
+            "output_apart": False,
+            "own_tiles": False,
+            "packed": False,
+            "prompt_queries": 0,
+            "row_groups": 1,
+            "producer_registers": producer_registers,
+            "consumer_registers": consumer_registers,
+            "suffix": suffix_of(spec),
+            "page_size": spec.page_size,
+            "box_keys": box_keys(spec, plan.tile_k),
+            "joined": {"k": False, "v": False},
+            "copy": "copy_async_16",
+            "split_depth": False,
+            "widen": None,
+            "opaque_keys": True,
+            "prefetches": spec.shared_kv,
+        }
+    )
     columns = (forward.output_columns(spec), "true")
     products = {"shared_forms": [(plan.tile_k, "false"), columns], "register_forms": [columns]}
     panels = {"k": forward.head_panel(spec), "v": forward.value_panel(spec)}

@@ -61,8 +61,6 @@ class HopperDecode(MmaSyncDecode):
         sizes = product((64, 48, 80, 32, 96, 128), (2, 1, 3, 4))
         return (HopperDecodePlan(keys, stages, default.scheduled) for keys, stages in sizes)
 
-    def _wide(
-        self, spec: AttentionSpec, target: Target, rows: int, scheduled: bool = False
-    ) -> HopperDecodePlan | None:
+    def _wide(self, spec: AttentionSpec, target: Target, rows: int, scheduled: bool = False) -> HopperDecodePlan | None:
         """Returns the plan by wgmma for a number of query rows per KV head, or None."""
         return choose_hopper_decode_plan(spec, target, scheduled) if rows > FEW_ROWS else None

@@ -51,7 +51,9 @@ class HopperDecodePlan(Checked):
     blocks: ClassVar[int] = 1
     packed_heads: ClassVar[int] = 1  # how many heads share a tile is a size of the call
     groups: ClassVar[int] = 1
-    tile_overhead: ClassVar[int] = 1
+    # The fixed cost of an output tile counts for short sequences alone: equal lengths then divide evenly among CTAs.
+    tile_overhead: ClassVar[int] = 0
+    min_length: ClassVar[int] = 4
 
     @property
     def forward(self) -> HopperPlan:
@@ -161,4 +163,3 @@ def choose_hopper_decode_plan(spec: AttentionSpec, target: Target, scheduled: bo
     """Returns the default plan of a spec, or None if the decode kernel of mma.sync runs it."""
     plans = (HopperDecodePlan(keys, stages, scheduled) for keys, stages in wide_tiles(spec))
     return next((plan for plan in plans if not plan.problem(spec, target)), None)
-

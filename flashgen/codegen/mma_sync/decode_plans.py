@@ -112,6 +112,7 @@ class DecodePlan(Checked):
     blocks: int = 1
     scheduled: bool = False
     split: int = 1
+    min_length: ClassVar[int] = 1
     packed_heads: ClassVar[int] = 1  # how many heads share a tile is a size of the call
 
     @property
@@ -278,7 +279,7 @@ def decode_plans(spec: AttentionSpec, target: Target) -> tuple[DecodePlan, ...]:
 
 def stream_k_tiles(plan: Any, row_tiles: int, len_k: int) -> int:
     """Returns the maximum tiles of keys of `row_tiles` output tiles, including the fixed cost of each."""
-    return row_tiles * (-(-len_k // plan.tile_k) + plan.tile_overhead)
+    return row_tiles * (max(-(-len_k // plan.tile_k), plan.min_length) + plan.tile_overhead)
 
 
 def has_stream_k_tiles(plan: Any, row_tiles: int, len_k: int) -> bool:

@@ -37,12 +37,15 @@ class SplitPlan(DecodePlan, Protocol):
     Attributes:
         groups: The tiles of keys that a CTA processes at a time.
         tile_overhead: The fixed cost of an output tile in tiles of keys, for stream-K.
+        min_length: The minimum tiles of keys that an output tile counts as, for stream-K.
     """
 
     @property
     def groups(self) -> int: ...
     @property
     def tile_overhead(self) -> int: ...
+    @property
+    def min_length(self) -> int: ...
 
     def merge_cost(self, splits: int) -> float:
         """Returns the cost of merging the partial outputs of several splits, in iterations."""

@@ -124,7 +124,12 @@ def work_unit_values(spec: AttentionSpec, plan: SplitPlan, sizes: Sizes) -> dict
 
 def work_unit_context(plan: SplitPlan) -> dict[str, Any]:
     """Returns the context of templates/mma_sync/decode/work_units.cuh.jinja for a plan."""
-    return {"stream_k": plan.scheduled, "tile_overhead": plan.tile_overhead, "min_unit_tiles": plan.groups}
+    return {
+        "stream_k": plan.scheduled,
+        "tile_overhead": plan.tile_overhead,
+        "min_length": plan.min_length,
+        "min_unit_tiles": plan.groups,
+    }
 
 
 def arrival_counters(spec: AttentionSpec, sizes: Sizes) -> int:
