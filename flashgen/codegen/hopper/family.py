@@ -1,4 +1,4 @@
-"""The family of Hopper kernels: TMA, wgmma, mbarriers and warp specialization. Decode kernels of few rows are those of mma.sync."""
+"""The family of Hopper kernels: TMA, wgmma, mbarriers and warp specialization."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Renders the kernel that merges the partial outputs of split-KV, for decode kernels that do not do so themselves.
+"""Renders the kernel that merges partial outputs of split-KV, for decode kernels that do not do so themselves.
 
 Merging in the decode kernel saves a launch, but then one CTA reads the partial outputs of all splits of a tile. Here
 many CTAs share the columns of a tile. The host does not launch the kernel for calls with one split.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from flashgen.codegen.arguments import Field, output_field
+from flashgen.codegen.arguments import Field, capture_fields, ordered, output_field
 from flashgen.codegen.assembly import assemble, common_context, visited_tiles
 from flashgen.codegen.costs import merge_splits_cost
 from flashgen.codegen.header import header
@@ -28,7 +28,7 @@ from flashgen.codegen.shared_memory import BYTE, INT, NO_SHARED_MEMORY, Buffer, 
 from flashgen.codegen.sizes import Grid, Sizes
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import WARP
-from flashgen.codegen.variant import layout_of, variant_of
+from flashgen.codegen.variant import Variant, arrays_of
 from flashgen.language.spec import AttentionSpec
 
 _STRUCT = "MergeArguments"
@@ -43,12 +43,14 @@ _FOUND_BYTES = 16
 def render_merge_splits(spec: AttentionSpec, target: Target, plan: SplitPlan) -> RenderedKernel:
     """Returns the kernel that merges the partial outputs that a decode kernel of this plan has stored."""
     blocks = min(plan.tile_q * spec.value_dim // _COLUMNS // _THREADS, _MAX_BLOCKS_OF_TILE[plan.scheduled])
-    layout = layout_of(spec, _fields(spec, plan), lists=False, sink=True)
+    tiles = visited_bounds(spec) if plan.scheduled else None
+    read = {*(tiles.captures if tiles else ()), spec.sink}
+    captures = tuple(capture for capture in spec.captures if capture in read)
+    layout = ordered(_fields(spec, plan) + capture_fields(captures))
     shared = _search_memory() if plan.scheduled else NO_SHARED_MEMORY
     entry, cost = entry_name("attention_merge_splits", spec), merge_splits_cost(spec, plan.scheduled)
-    tiles = visited_bounds(spec) if plan.scheduled else None
     bounds = visited_tiles(spec, tiles, _STRUCT, ends=LAST_QUERY, counts_only=True) if tiles else ""
-    variant = variant_of(spec, score=False, sink=True)
+    variant = Variant(None, None, arrays_of(captures))
     context: dict[str, Any] = common_context(spec, target, variant, _STRUCT, layout, position=False)
     context |= work_unit_context(plan) | {
         "plan": plan,
@@ -86,8 +88,9 @@ def _fields(spec: AttentionSpec, plan: SplitPlan) -> list[Field]:
     if plan.scheduled:
         fields.append(Field("const int*", "seqused_k", comment="(batch): keys of each sequence"))
         fields.append(Field("int", "pages", comment="number of pages of k and v; 0 if there are no keys"))
+        fields.append(Field("int", "len_k"))
     fields.append(Field("Strides", "o_strides"))
-    return [*fields, *(Field("int", name) for name in ("heads_q", "len_q", "len_k")), *split_fields(plan.scheduled)]
+    return [*fields, *(Field("int", name) for name in ("heads_q", "len_q")), *split_fields(plan.scheduled)]
 
 
 def _search_memory() -> SharedMemoryLayout:
