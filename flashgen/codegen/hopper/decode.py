@@ -102,7 +102,6 @@ def render_hopper_decode(spec: AttentionSpec, target: Target, plan: HopperDecode
             "split_depth": False,
             "widen": None,
             "opaque_keys": True,
-            "prefetches": spec.shared_kv,
         }
     )
     columns = (forward.output_columns(spec), "true")

@@ -137,7 +137,6 @@ def _split_context(spec: AttentionSpec, plan: HopperPlan) -> dict[str, Any]:
         "passed_stages": plan.passed_stages(spec),
         "values": "keys" if spec.shared_kv else "values",
         "in_parts": split and spec.shared_kv,
-        "prefetches": False,
         "softmax_beside_pv": split or spec.score is not None,
     }
 
