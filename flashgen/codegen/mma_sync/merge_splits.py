@@ -7,7 +7,7 @@ many CTAs share the columns of a tile. The host does not launch the kernel for c
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashgen.codegen.arguments import Field, capture_fields, ordered, output_field
 from flashgen.codegen.assembly import assemble, common_context, visited_tiles
@@ -25,7 +25,7 @@ from flashgen.codegen.mma_sync.splits import SplitPlan, head_groups, row_tiles
 from flashgen.codegen.mma_sync.stream_k import LAST_QUERY, visited_bounds, work_unit_context
 from flashgen.codegen.rendered_kernel import RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.shared_memory import BYTE, INT, NO_SHARED_MEMORY, Buffer, Extent, SharedMemoryLayout, literal
-from flashgen.codegen.sizes import Grid, Sizes
+from flashgen.codegen.sizes import Grid, Sizes, minimum
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import WARP
 from flashgen.codegen.variant import Variant, arrays_of
@@ -35,14 +35,34 @@ _STRUCT = "MergeArguments"
 _THREADS = 128
 _COLUMNS = 4  # of a thread at a time
 _MAX_BLOCKS_OF_TILE = {False: 64, True: 8}  # by whether a block first finds its splits by a prefix sum
+_TITLE = "merge of partial outputs of decode"
 _GRID = "several CTAs per output tile, along x; groups of heads along y, and the batch along z"
 _METHOD = "partial outputs are combined in a fixed order by the row maxima and row sums of the splits"
 _FOUND_BYTES = 16
 
 
+class _Described(NamedTuple):
+    """What the header of the kernel says of its plan.
+
+    Attributes:
+        decode: The plan of the decode kernel.
+        blocks: The blocks that share a tile.
+    """
+
+    decode: SplitPlan
+    blocks: int
+
+    def summary(self, spec: AttentionSpec) -> str:
+        return f"{self.blocks} block(s) of {_THREADS} threads for each tile of {self.decode.tile_q} rows"
+
+    def show_options(self, spec: AttentionSpec) -> str:
+        return self.decode.show_options(spec).replace("--kernel decode", "--kernel decode_merge")
+
+
 def render_merge_splits(spec: AttentionSpec, target: Target, plan: SplitPlan) -> RenderedKernel:
     """Returns the kernel that merges the partial outputs that a decode kernel of this plan has stored."""
-    blocks = min(plan.tile_q * spec.value_dim // _COLUMNS // _THREADS, _MAX_BLOCKS_OF_TILE[plan.scheduled])
+    columns = plan.tile_q * spec.value_dim // _COLUMNS
+    blocks = max(min(columns // _THREADS, _MAX_BLOCKS_OF_TILE[plan.scheduled]), 1)
     tiles = visited_bounds(spec) if plan.scheduled else None
     read = {*(tiles.captures if tiles else ()), spec.sink}
     captures = tuple(capture for capture in spec.captures if capture in read)
@@ -55,9 +75,9 @@ def render_merge_splits(spec: AttentionSpec, target: Target, plan: SplitPlan) ->
     context |= work_unit_context(plan) | {
         "plan": plan,
         "entry": entry,
-        "header": header(spec, target, plan, _GRID, _METHOD, "merge of partial outputs of decode", cost),
+        "header": header(spec, target, _Described(plan, blocks), _GRID, _METHOD, _TITLE, cost),
         "threads": _THREADS,
-        "blocks_of_tile": max(blocks, 1),
+        "blocks_of_tile": blocks,
         "partials_at_once": PARTIALS_AT_ONCE,
         "split_depth": False,
         "widen": None,
@@ -78,7 +98,7 @@ def render_merge_splits(spec: AttentionSpec, target: Target, plan: SplitPlan) ->
         plan=plan,
         role="merge",
         cost=cost,
-        grid=partial(_grid, spec, plan, max(blocks, 1)),
+        grid=partial(_grid, spec, plan, blocks),
         values=partial(decode_values, spec, plan),
     )
 
@@ -104,7 +124,5 @@ def _search_memory() -> SharedMemoryLayout:
 
 
 def _grid(spec: AttentionSpec, plan: SplitPlan, blocks: int, sizes: Sizes) -> Grid:
-    if sizes.splits == 1:
-        return 0, 1, 1
     tiles = row_tiles(spec, plan, sizes) * (sizes.batch if plan.scheduled else 1)
-    return tiles * blocks, head_groups(spec, sizes), 1 if plan.scheduled else sizes.batch
+    return tiles * blocks * minimum(sizes.splits - 1, 1), head_groups(spec, sizes), 1 if plan.scheduled else sizes.batch
