@@ -28,5 +28,6 @@ batches              the batch layouts: members of argument structs, grids, work
 varlen               the additions for varlen kernels: how a CTA finds its sequence
 tile_list_kernel     the kernel that builds tile lists
 merge_kernel         the kernel of merge_states; append_kernel: that of append_kv
-mma_sync/, hopper/   plans and renderers of a family; mma_sync/ has the decode and mixed-batch kernels for all targets
+mma_sync/, hopper/   plans and renderers of a family; mma_sync/ has the decode and mixed-batch kernels for all targets,
+                     and what the decode kernel of hopper/ shares with them: splits, stream_k, merge_splits
 """

@@ -148,6 +148,16 @@ def decode_cost(spec: AttentionSpec, tile_q: int, scheduled: bool = False) -> Co
     return _split_cost(spec, lambda work: partial * work.splits * _DENSE.queries(work), f"if splits > 1; {rows}")
 
 
+def merge_splits_cost(spec: AttentionSpec, scheduled: bool = False) -> Cost:
+    """Returns the cost of the kernel that merges partial outputs: it reads them, and writes O and the LSE."""
+    partial, result = _SUM * (spec.value_dim + 2), spec.out_element.bytes * spec.value_dim + _SUM
+    slots = 2 if scheduled else 1
+    rows = _DENSE.queries
+    if scheduled:
+        return Cost(None, lambda work: slots * partial * work.splits * work.heads_q * work.len_q + result * rows(work))
+    return Cost(None, lambda work: (partial * work.splits + result) * rows(work))
+
+
 def mixed_cost(spec: AttentionSpec, tile_q: int, head_groups: Callable[[Sizes], Any]) -> Cost:
     """Returns the cost of the kernel of mixed batches: K and V once per KV head of each sequence.
 

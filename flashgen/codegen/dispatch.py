@@ -71,7 +71,7 @@ def plan_with(spec: AttentionSpec, target: Target, packed_heads: int = 1, smalle
 
 def is_decode_plan(plan: Any, target: Target) -> bool:
     """Whether the plan is of a decode kernel."""
-    return type(plan) is forward_family(target).decode.plan
+    return type(plan) in forward_family(target).decode.plans
 
 
 def num_splits(plan: Plan, spec: AttentionSpec, sizes: Sizes) -> int:

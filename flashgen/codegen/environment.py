@@ -29,12 +29,18 @@ def environment() -> jinja2.Environment:
     )
     jinja.filters["float_literal"] = float_literal
     jinja.filters["mentions"] = _mentions
+    jinja.filters["dedent"] = _dedent
     return jinja
 
 
 def _mentions(text: str, *names: str) -> bool:
     """Whether a text contains any of the identifiers."""
     return not set(names).isdisjoint(_IDENTIFIER.findall(text))
+
+
+def _dedent(text: str) -> str:
+    """Removes the indentation of one block, two blanks, from each line that has it."""
+    return re.sub(r"^  ", "", text, flags=re.MULTILINE)
 
 
 @cache

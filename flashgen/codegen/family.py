@@ -70,10 +70,10 @@ class DecodeFamily(ABC):
     """Decode kernels: few queries over many keys, which are split over the GPU (split-KV, Flash-Decoding).
 
     Attributes:
-        plan: The class of its plans.
+        plans: The classes of its plans.
     """
 
-    plan: type[DecodePlan]
+    plans: tuple[type[DecodePlan], ...]
 
     @abstractmethod
     def default_plans(self, spec: AttentionSpec, target: Target) -> tuple[DecodePlan, ...]:

@@ -7,7 +7,6 @@ from typing import Protocol
 
 from flashgen.codegen.batches import batch_of
 from flashgen.codegen.costs import Cost, forward_cost
-from flashgen.codegen.plan import Plan
 from flashgen.codegen.targets import Target
 from flashgen.language.spec import AttentionSpec
 
@@ -38,6 +37,14 @@ _BLOCKS = {  # the tile and the head of a block; {tile} is what the batch layout
 _OTHER_GRIDS = {"sink": "query head", "d_": "256 elements of the array"}
 
 
+class Described(Protocol):
+    """The members of a forward plan that headers use."""
+
+    def summary(self, spec: AttentionSpec) -> str: ...
+
+    def show_options(self, spec: AttentionSpec) -> str: ...
+
+
 class BackwardPlan(Protocol):
     """The members of a backward plan that headers use."""
 
@@ -51,7 +58,7 @@ class BackwardPlan(Protocol):
     def summary(self, shared_bytes: int) -> str: ...
 
 
-def show_command(plan: Plan, spec: AttentionSpec) -> str:
+def show_command(plan: Described, spec: AttentionSpec) -> str:
     """Returns the `flashgen show` command that selects the plan, without the target and the spec."""
     return f"flashgen show {plan.show_options(spec)}".rstrip()
 
@@ -59,7 +66,7 @@ def show_command(plan: Plan, spec: AttentionSpec) -> str:
 def header(
     spec: AttentionSpec,
     target: Target,
-    plan: Plan,
+    plan: Described,
     grid: str = "",
     beside: str = "",
     title: str = "attention forward",

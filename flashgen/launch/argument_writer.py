@@ -47,7 +47,7 @@ class ArgumentWriter:
             value = values.get(field.name, [0] * words if words else 0)  # missing ones are written by `write`
             flat += list(value) if isinstance(value, Sequence) else [value]
         self.template = bytearray(struct.pack(layout.format, *flat))
-        self._pointers = _getter(pointers)
+        self._pointers = getter(pointers)
         self._pack_pointers = struct.Struct(f"<{len(pointers)}Q").pack_into  # they are contiguous in the struct
         self.offsets = {name: layout.offset(name) for name in pointers}
         self._first_pointer = min(self.offsets.values(), default=0)
@@ -74,7 +74,7 @@ class ArgumentWriter:
     def by_position(self, positions: Mapping[str, int]) -> Self:
         """Returns a writer that takes a list of addresses. positions: in the list, by name; 0 for missing names."""
         other = copy(self)
-        other._pointers = _getter([positions.get(name, 0) for name in self._members])
+        other._pointers = getter([positions.get(name, 0) for name in self._members])
         return other
 
     def write_emulated(self, numbers: Mapping[str, int | float]) -> bytearray:
@@ -82,6 +82,6 @@ class ArgumentWriter:
         return self.write({}, numbers)
 
 
-def _getter(names: Sequence[Any]) -> Callable[[Any], tuple[int, ...]]:
+def getter(names: Sequence[Any]) -> Callable[[Any], tuple[int, ...]]:
     """Returns a function that gets the addresses of any number of names; `itemgetter` gives no tuple for one."""
     return itemgetter(*names) if len(names) > 1 else lambda addresses: tuple(addresses[name] for name in names)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
-from operator import itemgetter
-from typing import Any, Self
+from typing import Self
 
 from flashgen.codegen.arguments import QUERY_ARRAYS, VALUE_WIDE, ArgumentLayout
 from flashgen.codegen.batches import MapAxes, map_axes
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.argument_writer import Addresses, ArgumentWriter, Value
+from flashgen.launch.argument_writer import Addresses, ArgumentWriter, Value, getter
 from flashgen.runtime.caching import Cache
 from flashgen.runtime.tensor_maps import (
     MAP_BYTES,
@@ -45,14 +44,14 @@ class TensorMapWriter(ArgumentWriter):
         self.offsets |= {name: layout.offset(f"{name}_map") for name in shapes}  # a map begins with the address
         self.pointer_names = [*shapes, *self.pointer_names]
         self._arrays = ["o" if name in empty else name for name in shapes]  # a map needs a valid address
-        self._sources: Any = itemgetter(*self._arrays)
+        self._sources = getter(self._arrays)
         self._makers = [MapMaker(shape) for shape in shapes.values()]
         self._maps: Cache[tuple[int, ...], bytes] = Cache(_MAX_CACHED)  # of the last sets of addresses
 
     def by_position(self, positions: Mapping[str, int]) -> Self:
         """See `ArgumentWriter.by_position`. Both writers share the cached maps."""
         other = super().by_position(positions)
-        other._sources = itemgetter(*(positions.get(name, 0) for name in self._arrays))
+        other._sources = getter([positions.get(name, 0) for name in self._arrays])
         return other
 
     def write_into(

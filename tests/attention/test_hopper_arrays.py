@@ -12,6 +12,7 @@ from flashgen import attention
 from flashgen.attention.launches import launch_of
 from flashgen.attention.problem import Problem
 from flashgen.codegen.dispatch import render_forward
+from flashgen.codegen.hopper.decode_plans import HopperDecodePlan
 from flashgen.codegen.targets import target_named
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.launch.tensor_map_writer import TensorMapWriter
@@ -116,6 +117,20 @@ def test_a_map_is_encoded_when_an_address_is_new(encoded: list[int]) -> None:
     for number, name in enumerate("qkvo"):
         assert first[MAP_BYTES * number :][:8] == ADDRESSES[name].to_bytes(8, "little")
     assert other[it.offsets["next_tile"] :][:8] == (0x7000).to_bytes(8, "little")
+
+
+def test_a_struct_with_one_map(encoded: list[int]) -> None:
+    """The decode kernel of V as a part of K has no other."""
+    spec = fg.AttentionSpec(320, shared_kv=True)
+    kernel = render_forward(spec, target_named("sm_90a"), HopperDecodePlan(64))
+    strides = dict.fromkeys("qko", (32 * 1000 * 320, 1000 * 320, 320))
+    made = launch_of(kernel, spec, Problem(2, 32, 1, 1, 1000, strides), {}).writer
+    written = made.write(ADDRESSES, {})
+    assert encoded == [ADDRESSES["k"]] and written[:8] == ADDRESSES["k"].to_bytes(8, "little")
+    by_position = made.by_position({"k": 1, "q": 0, "o": 2})
+    struct = made.template.copy()
+    by_position.write_into(struct, [0x1000, 0x5000, 0x2000], {})
+    assert struct[:8] == (0x5000).to_bytes(8, "little")
 
 
 @pytest.mark.parametrize("name", "qkvo")

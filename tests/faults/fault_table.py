@@ -380,6 +380,20 @@ FAULTS = [
          r"(await_product<0>\(output\);\s+release\(storage\.values_empty[^;]*;\s+)(release\(storage\.passed_empty[^;]*;)",
          r"\2 \1", OVERWRITES),
     ]),
+    *caught_by(FORWARD, [LATE_ENGINES, EARLY_RACE_OR_REPORT], [
+        ("first part of K not waited for", "hopper, V in K",
+         r"mbarrier_wait\(storage\.first_full\(state\.stage\(\)\), [^;]*;", "", UNREAD),
+        ("second part of K not waited for", "hopper, V in K",
+         r"mbarrier_wait\(storage\.rest_full\(state\.stage\(\)\), [^;]*;(\s+#pragma)", r"\1", UNREAD),
+        ("parts of K not waited for by the producer", "hopper, V in K", r"mbarrier_wait\(empty, [^;]*;", "",
+         OVERWRITES),
+        ("first part of K released early", "hopper, V in K",
+         r"(await_product<0>\(output\);\s+)(release\(storage\.first_empty\(state\.stage\(\)\)\);)",
+         r"\2 \1", OVERWRITES),
+        ("second part of K released early", "hopper, V in K",
+         r"(await_product<0>\(output\);\s+)(release\(storage\.rest_empty\(state\.stage\(\)\)\);)",
+         r"\2 \1", OVERWRITES),
+    ]),
     # The first warpgroup waits for V, too, so that random engines rarely show it.
     *caught_by(FORWARD, [LATE_ENGINES, EARLY_RACE_OR_REPORT], [
         ("values not waited for by the second warpgroup", "hopper, wide",
@@ -391,8 +405,8 @@ FAULTS = [
          r"mbarrier_wait\(storage\.passed_full\(passed\.stage\(\)\), [^;]*;(\s+const float4)", r"\1", UNREAD),
         ("one warpgroup releases values", "hopper, wide", r"values_empty\(stage\), kConsumers \* 4",
          "values_empty(stage), 4", "may still|over-arrival"),
-        ("V released with K", "hopper, V in K", r"keys_empty\(stage\), kConsumers \* 4", "keys_empty(stage), 4",
-         "may still|over-arrival"),
+        ("parts of K released by either warpgroup", "hopper, V in K", r"release\(storage\.rest_empty\(",
+         "release(storage.first_empty(", "may still|over-arrival|deadlock"),
     ]),
     *caught_by(FORWARD, [WRONG_OR_REPORTED], [
         ("P of another stage", "hopper, wide", r"storage\.probabilities\(passed\.stage\(\)\), storage",
@@ -409,6 +423,55 @@ FAULTS = [
     ]),
     *caught_by(FORWARD, [EARLY_RACE_AT_LINE], [
         ("no barrier before half of the output", "hopper, wide, no room", r"named_barrier_sync\(1, 128\);"),
+    ]),
+    # Hopper's decode
+    *caught_by(FORWARD, [LATE_ENGINES, EARLY_RACE_OR_REPORT], [
+        ("Q not waited for", "hopper decode", r"copy_async_wait<0>\(\);(\s+fence)", r"\1", f"in flight|{UNREAD}"),
+    ]),
+    *caught_by(FORWARD, [LATE_ENGINES], [
+        ("Q without a proxy fence", "hopper decode", r"(copy_async_wait<0>\(\);\s+)fence_async_shared\(\);", r"\1",
+         UNFENCED),
+        ("readers of Q not waited for", "hopper decode, units", r"named_barrier_sync\(1, 256\);(   // the first)",
+         r"\1", "deadlock|barrier 1"),
+        ("a tail that is never released", "hopper decode, units",
+         r"release\(storage\.rest_full\(state\.stage\(\)\)\);", "", "deadlock"),
+        ("phase of a tail", "hopper decode, units",
+         r"phases \^= 2;(\s+clear_rows<0, kOutputColumns)", r"\1", "parity|deadlock|nothing has"),
+    ]),
+    *caught_by(FORWARD, [EARLY_RACE_OR_REPORT], [
+        ("no barrier after the loads of Q", "hopper decode", r"named_barrier_sync\(2, 256\);", "", UNREAD),
+        ("second part of K not waited for by its warpgroup", "hopper, V in K",
+         r"mbarrier_wait\(storage\.rest_full\(state\.stage\(\)\), [^;]*;(\s+start_passed)", r"\1", UNREAD),
+    ]),
+    *caught_by(FORWARD, [WRONG], [
+        ("rows of the first warp", "hopper decode", r"threadIdx\.x\) / 32 % 4 \* 16 \+ Scores",
+         "threadIdx.x) / 32 % 1 * 16 + Scores"),
+        ("chunks of Q not swizzled", "hopper decode", r"chunk % kPanelChunks \^ swizzle", "chunk % kPanelChunks"),
+        ("pairs of other columns", "hopper decode, one split", r"quad_transpose\(pairs\);"),
+        ("rows beyond the last stored", "hopper decode, one split", r"exists = row < work\.rows", "exists = true"),
+        ("every split from the first tile on", "hopper decode", r"tiles\.begin \+= first;"),
+        ("a tile of keys too few", "hopper decode, units", r"max\(last - first, 0\)", "max(last - first - 1, 0)"),
+        ("partial output of the first columns", "hopper decode",
+         r"work_tile_of_block\(arguments\), kOutputColumns, ", "work_tile_of_block(arguments), 0, "),
+        ("a part of the depth", "hopper decode", r"depth = 0; depth < kOutputColumns",
+         "depth = 16; depth < kOutputColumns"),
+        ("rows not divided by their sums", "hopper decode, one split", r"(pack_f16\(output\[n\]) \* normalise", r"\1"),
+        ("a split not merged", "hopper decode", r"states \+ row, arguments\.splits\)",
+         "states + row, arguments.splits - 1)"),
+        ("splits of the first tile merged", "hopper decode, units",
+         r"const int first = unit\.tile_begin / unit\.length, last", "const int first = 0, last"),
+        ("one block merges", "hopper decode", r"merge_splits\(work, blockIdx\.x % kBlocksOfTile,",
+         "merge_splits(work, 0,"),
+    ]),
+    *caught_by(FORWARD, [WRONG_OR_REPORTED], [
+        ("a tail of the first columns not cleared", "hopper decode, units", r"clear_rows<0, kOutputColumns, [^;]*;"),
+        ("a tail of the other columns not cleared", "hopper decode, units", r"clear_rows<kOutputColumns, [^;]*;"),
+    ]),
+    *caught_by(FORWARD, [OVERFLOW], [
+        ("columns beyond the last stored", "hopper decode, one split",
+         r"exists && first_column \+ column < kValueDim", "exists"),
+        ("a partial output too far for the workspace", "hopper decode", r"split_outputs\(work, work\.split,",
+         "split_outputs(work, work.split + 1,"),
     ]),
     # Hopper's forward over pages
     *caught_by(FORWARD, [ANY_PROTOCOL, EARLY_RACE_AT_LINE], [

@@ -12,6 +12,7 @@ import numpy as np
 import flashgen.language as fg
 from flashgen.attention import Attention
 from flashgen.attention import callable as callable_module
+from flashgen.codegen.hopper.decode_plans import HopperDecodePlan
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.mma_sync.decode_plans import DecodePlan
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
@@ -26,6 +27,7 @@ from flashgen.verify.problems import poisoned_outputs
 from planting import Result
 
 _SEED = 11
+_CHANGED = ("forward", "merge")  # roles of the kernels in which faults are planted
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class ForwardSubject:
 
     @property
     def plan(self) -> Plan:
+        if self.target == "sm_90a" and (self.splits or self.scheduled):
+            return HopperDecodePlan(self.tile_k, self.stages, self.scheduled)
         if self.scheduled:
             return DecodePlan(16, self.tile_k, 2, self.stages, scheduled=True)
         if self.splits:
@@ -57,19 +61,18 @@ class ForwardSubject:
         return forward_kernels(self.spec, target_named(self.target), plan=self.plan)
 
     def texts(self) -> dict[str, str]:
-        return {"forward": self._kernels()["forward"].source}
+        return {role: kernel.source for role, kernel in self._kernels().items() if role in _CHANGED}
 
     def run(
         self, texts: Mapping[str, str] | None, *, sanitize: Any, schedule: Schedule, shared_bytes: int = 0
     ) -> Result:
         inputs = random_inputs(self.spec, self.shape, seed=1)
         out, lse = poisoned_outputs(self.spec, inputs.q)
-        kernels = self._kernels()
-        kernel = kernels["forward"]
-        source = texts["forward"] if texts else kernel.source
-        shared = SharedMemoryLayout(min_bytes=kernel.shared_bytes + shared_bytes)
-        changed = replace(kernel, source=source, shared=shared)
-        with mock.patch.object(callable_module, "forward_kernels", lambda *_, plan: {**kernels, "forward": changed}):
+        kernels = dict(self._kernels())
+        shared = SharedMemoryLayout(min_bytes=kernels["forward"].shared_bytes + shared_bytes)
+        kernels["forward"] = replace(kernels["forward"], shared=shared)
+        kernels |= {role: replace(kernels[role], source=text) for role, text in (texts or {}).items()}
+        with mock.patch.object(callable_module, "forward_kernels", lambda *_, plan: kernels):
             engine = Emulator(sanitize, schedule)
             attention = Attention(self.spec, target_named(self.target), engine, self.plan)
         seed = {"seed": _SEED} if self.spec.dropout else {}
@@ -167,6 +170,24 @@ def forward_subjects() -> dict[str, ForwardSubject]:
             2,
             target="sm_90a",
             split=2,
+        ),
+        # Decode: two tiles of rows, the second one partial, and five splits or units of two steps each.
+        "hopper decode": ForwardSubject(
+            fg.AttentionSpec(320, shared_kv=True, scale=0.4, mask=fg.causal()),
+            Shape(5, 300, 1, 16, 1),
+            2,
+            target="sm_90a",
+            splits=5,
+        ),
+        "hopper decode, one split": ForwardSubject(
+            fg.AttentionSpec(264, value_dim=200), Shape(5, 150, 2, 32, 2), 2, target="sm_90a", splits=1
+        ),
+        "hopper decode, units": ForwardSubject(
+            fg.AttentionSpec(320, shared_kv=True, scale=0.4, mask=fg.causal(), page_size=16),
+            Shape(5, 140, 5, 16, 1),
+            2,
+            target="sm_90a",
+            scheduled=True,
         ),
         "wide": ForwardSubject(fg.AttentionSpec(264, scale=1.0, mask=fg.causal()), ragged, split=2),
         "shared tiles": ForwardSubject(

@@ -30,21 +30,29 @@ def _pipeline(comment: str, *names: str, stages: Extent) -> BarrierGroup:
 def forward_barriers(
     stages: Extent, paged: bool, shared_kv: bool, passed_stages: Extent | None
 ) -> tuple[BarrierGroup, ...]:
-    """Returns the barriers of the forward kernel.
+    """Returns the barriers of the forward kernel. Arguments: see `key_tile_barriers`."""
+    queries = "queries_full: Q of a work tile has landed. queries_empty: every consumer warp has read it."
+    group = BarrierGroup(queries, (_full("queries"), _empty("queries")))
+    return group, *key_tile_barriers(stages, paged, shared_kv, passed_stages)
+
+
+@cache
+def key_tile_barriers(
+    stages: Extent, paged: bool, shared_kv: bool, passed_stages: Extent | None
+) -> tuple[BarrierGroup, ...]:
+    """Returns the barriers of the tiles of K and V, and of what consumer warpgroups pass to each other.
 
     Args:
         paged: Whether the KV cache is paged.
         shared_kv: Whether V is a part of K.
         passed_stages: Stages of P, if a consumer warpgroup passes it to another one with the same rows.
     """
-    queries = "queries_full: Q of a work tile has landed. queries_empty: every consumer warp has read it."
     tail = "The last tile of V, whose end is to be zeroed, has landed."
     passed = (
         "passed_full: each warp of the first warpgroup has written its rows of P, or its row states. passed_empty: "
         "each warp of the second one has read them."
     )
     return (
-        BarrierGroup(queries, (_full("queries"), _empty("queries"))),
         *([BarrierGroup(tail, (_full("tail"),), at_end=True)] if paged else []),
         *_staged(stages, shared_kv, bool(passed_stages)),
         *([_between_consumers(passed, "passed", passed_stages, "4")] if passed_stages else []),
@@ -53,6 +61,14 @@ def forward_barriers(
 
 def _staged(stages: Extent, shared_kv: bool, split: bool) -> tuple[BarrierGroup, ...]:
     """Returns the barriers of the tiles of K and V. `split`: one consumer warpgroup of two computes the scores."""
+    if shared_kv and split:
+        comment = (
+            "first_full: the first kOutputColumns columns of a tile of K have landed, of which V's are the first "
+            "warpgroup's. first_empty: each of its warps has read them. rest_full, rest_empty: the same for the other "
+            "columns, and the second warpgroup. It has P of a tile only after the first one has computed the scores."
+        )
+        parts = (each for name in ("first", "rest") for each in (_full(name), Barrier(f"{name}_empty", "4")))
+        return (BarrierGroup(comment, tuple(parts), stages),)
     if shared_kv:
         comment = (
             "keys_full: a tile of K, of which V is a part, has landed. keys_empty: every consumer warp has read it."

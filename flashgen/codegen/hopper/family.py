@@ -1,4 +1,4 @@
-"""The family of Hopper kernels: TMA, wgmma, mbarriers and warp specialization. Decode kernels are those of mma.sync."""
+"""The family of Hopper kernels: TMA, wgmma, mbarriers and warp specialization."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any, ClassVar
 from flashgen.codegen.family import BackwardFamily, ForwardFamily, HeadSplit, Kernels, PlanKind, SizeRules
 from flashgen.codegen.hopper.backward import render_hopper_backward
 from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
+from flashgen.codegen.hopper.decode import render_hopper_decode
+from flashgen.codegen.hopper.decode_family import HopperDecode
+from flashgen.codegen.hopper.decode_plans import HopperDecodePlan, variant_problem
 from flashgen.codegen.hopper.every_backward_plan import every_hopper_backward_plan
 from flashgen.codegen.hopper.forward import render_hopper
 from flashgen.codegen.hopper.head_packing import packed_plan, packing_of
@@ -21,7 +24,7 @@ from flashgen.codegen.hopper.plans import HopperPlan, every_hopper_plan
 from flashgen.codegen.hopper.smaller_tiles import smaller_option, smaller_plan, smaller_tiles
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan
 from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
-from flashgen.codegen.mma_sync.family import MmaSyncBackward, MmaSyncForward
+from flashgen.codegen.mma_sync.family import MmaSyncBackward, MmaSyncForward, num_splits
 from flashgen.codegen.mma_sync.mixed import choose_mixed_work_units
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.sizes import Sizes
@@ -80,15 +83,17 @@ class HopperForward(ForwardFamily):
     plan_kinds: ClassVar[Mapping[type[Plan], PlanKind]] = {
         **_MMA_SYNC.plan_kinds,
         HopperPlan: PlanKind(render_hopper),
+        HopperDecodePlan: PlanKind(render_hopper_decode, num_splits),
         HopperMixedPlan: PlanKind(render_hopper_mixed, _mixed_columns),
     }
-    decode = _MMA_SYNC.decode
+    decode = HopperDecode()
     size_rules = HopperSizeRules()
 
     def plan_classes(self, spec: AttentionSpec) -> tuple[type[Plan], ...]:
         if not spec.of_cache:
-            return (HopperPlan, self.decode.plan)
-        return (_own_class(spec), *_MMA_SYNC.plan_classes(spec))
+            return (HopperPlan, *self.decode.plans)
+        decode = () if spec.is_varlen or variant_problem(spec) else (HopperDecodePlan,)
+        return (_own_class(spec), *_MMA_SYNC.plan_classes(spec), *decode)
 
     def default_plan(self, spec: AttentionSpec, target: Target) -> Plan:
         if forward_problem(spec):

@@ -136,6 +136,7 @@ def _split_context(spec: AttentionSpec, plan: HopperPlan) -> dict[str, Any]:
         "passed_panel": plan.passed_panel(spec),
         "passed_stages": plan.passed_stages(spec),
         "values": "keys" if spec.shared_kv else "values",
+        "in_parts": split and spec.shared_kv,
         "softmax_beside_pv": split or spec.score is not None,
     }
 

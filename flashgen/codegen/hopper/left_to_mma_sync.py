@@ -19,7 +19,7 @@ def rows_problem(spec: AttentionSpec) -> str | None:
 def forward_problem(spec: AttentionSpec) -> str | None:
     """Returns why Hopper's own forward kernels cannot run a spec; None if they can.
 
-    Over pages they read neither rows of more than 256 columns, nor V as a part of K.
+    Over pages they read neither rows of more than 256 columns, nor V as a part of K. The decode kernel reads both.
     """
     if spec.page_size and (why := rows_problem(spec)):
         return f"page_size={spec.page_size}: {why}"

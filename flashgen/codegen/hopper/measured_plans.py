@@ -97,9 +97,14 @@ def choose_hopper_plan(spec: AttentionSpec, target: Target) -> HopperPlan:
     return over_pages.get(kind, _MEASURED[kind])[column]
 
 
+def wide_tiles(spec: AttentionSpec) -> list[tuple[int, int]]:
+    """Returns the keys of a tile and the stages for rows of more than 256 columns, in order of preference."""
+    limit = _MAX_WIDE_KEYS.get(kind_of(demand_of(spec)), 64)
+    return [(tile_k, stages) for tile_k, stages in _WIDE_TILES if tile_k <= limit]
+
+
 def _wide_plan(spec: AttentionSpec, target: Target) -> HopperPlan:
     """Returns the default plan for rows of more than 256 columns: the first that fits shared memory."""
     split = 2 if padded_value(spec) > MAX_UNSPLIT else 1
-    limit = _MAX_WIDE_KEYS.get(kind_of(demand_of(spec)), 64)
-    plans = [HopperPlan(2, tile_k, stages, split=split) for tile_k, stages in _WIDE_TILES if tile_k <= limit]
+    plans = [HopperPlan(2, tile_k, stages, split=split) for tile_k, stages in wide_tiles(spec)]
     return next((plan for plan in plans if not plan.problem(spec, target)), plans[-1])

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 
+from flashgen.codegen.tiling import is_wide
 from flashgen.language.spec import AttentionSpec
 
 GROUP_ROWS = 8
@@ -35,8 +36,11 @@ def has_small_pages(spec: AttentionSpec) -> bool:
 
 
 def panels_joined(spec: AttentionSpec, width: int, panel: int) -> int:
-    """Returns how many panels one copy of keys or values of `width` columns loads; 1 if each has its own copy."""
-    return width // panel if spec.page_size and width % panel == 0 else 1
+    """Returns how many panels one copy of keys or values of `width` columns loads; 1 if each has its own copy.
+
+    Panels of wide rows have their own copies, as those of contiguous keys have.
+    """
+    return width // panel if spec.page_size and width % panel == 0 and not is_wide(spec) else 1
 
 
 def box_keys(spec: AttentionSpec, tile_k: int) -> int:

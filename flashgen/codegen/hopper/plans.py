@@ -40,10 +40,10 @@ from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
 
 WARPGROUP = 128
-_ROWS, _WARP_ROWS = 64, 16  # of a wgmma, and of each of its warps
+ROWS, _WARP_ROWS = 64, 16  # of a wgmma, and of each of its warps
 _DEPTH = 16
 _MAX_COLUMNS = 256  # of a wgmma, and rows of a TMA box
-_MAX_PASSED = 2  # tiles of P in shared memory
+MAX_PASSED = 2  # tiles of P in shared memory
 _TARGET = TARGETS["sm_90a"]  # the target of this family and of its measured plans
 _MAX_SHARED = _TARGET.shared_per_block
 _SWIZZLED_ROWS = (128, 64, 32)  # bytes of a row of a box that TMA swizzles
@@ -55,7 +55,7 @@ _MAX_DRAWN = 2  # maximum number of times this is done at once
 _WIDE = 192  # columns beyond which registers are scarce
 _MIN_LISTED = 256  # scores of a tile that a warp reads before it votes
 
-PROMPT_QUERIES = _ROWS
+PROMPT_QUERIES = ROWS
 """The minimum number of queries of a prompt in a mixed batch: the rows of a warpgroup."""
 PACKS = (1, 2, 4, 8, 16, 32, 64)  # numbers of packed heads; they divide the rows of a wgmma
 
@@ -113,7 +113,7 @@ class HopperPlan(Checked):
     @property
     def rows(self) -> int:
         """The rows of a CTA: one for each of its queries and packed heads."""
-        return self.row_groups * _ROWS
+        return self.row_groups * ROWS
 
     @property
     def row_groups(self) -> int:
@@ -196,7 +196,7 @@ class HopperPlan(Checked):
         """Returns the line that the kernel's header has about the plan."""
         turns = " that take turns" if self.takes_turns else ""
         heads = f" of {self.packed_heads} heads" if self.packed_heads > 1 else ""
-        split = f" that share {_ROWS} rows" if self.split > 1 else ""
+        split = f" that share {ROWS} rows" if self.split > 1 else ""
         tiles = "K, of which V is a part" if spec.shared_kv else "K and V"
         drawn = f", dropout drawn for {self.drawn_steps(spec)} steps at once" if spec.dropout else ""
         return (
@@ -218,8 +218,8 @@ class HopperPlan(Checked):
         if self.split == 1:
             return 0
         apart, drawn = self.output_apart(spec), self.drawn_steps(spec)
-        fits = self._shared_memory(spec, apart, drawn, _MAX_PASSED).total_bytes <= _MAX_SHARED
-        return _MAX_PASSED if fits else 1
+        fits = self._shared_memory(spec, apart, drawn, MAX_PASSED).total_bytes <= _MAX_SHARED
+        return MAX_PASSED if fits else 1
 
     def output_apart(self, spec: AttentionSpec) -> bool:
         """Whether O has memory of its own, so that Q of the next tile can be loaded early. Otherwise it overlays Q."""
@@ -243,9 +243,9 @@ class HopperPlan(Checked):
     def _shared_memory(
         self, spec: AttentionSpec, output_apart: bool, drawn_steps: int, passed_stages: int = 1
     ) -> SharedMemoryLayout:
-        rows, keys, stages = literal(_ROWS), Extent("kTileK", self.tile_k), Extent("kStages", self.stages)
+        rows, keys, stages = literal(ROWS), Extent("kTileK", self.tile_k), Extent("kStages", self.stages)
         head, value = head_extent(spec), value_extent(spec)
-        element, kv_element = element_sizes(spec)
+        element, _ = element_sizes(spec)
         of_rows = (
             Buffer("Query", "Q", (rows, head), element, member="queries"),
             Buffer("Output", "O", (rows, value), element, member="output"),
@@ -254,14 +254,11 @@ class HopperPlan(Checked):
         passed = Extent("kPassedStages", passed_stages) if self.split > 1 else None
         barriers = forward_barriers(stages, bool(spec.page_size), spec.shared_kv, passed)
         index_bytes = literal(batch_traits(spec).tile_bytes)
-        of_values: dict[str, Any] = {"name": "Value", "label": "V", "shape": (keys, value), "element": kv_element}
-        of_values |= {"copies": stages, "alignment": _SWIZZLE_BYTES, "member": "values"}
         return SharedMemoryLayout(
             (
                 Buffer("Rows", label, copies=groups, parts=of_rows, union=not output_apart, index="warpgroup"),
-                Buffer("Key", "K", (keys, head), kv_element, copies=stages, member="keys"),
-                *(() if spec.shared_kv else (Buffer(**of_values),)),
-                *((self._passed(keys, passed, element),) if passed else ()),
+                *staged_buffers(spec, keys, stages),
+                *((passed_buffer(keys, passed, element),) if passed else ()),
                 mbarriers(barriers),
                 Buffer("Index", "tile number", (index_bytes,), BYTE),
                 *(self._drawing(drawn_steps) if spec.dropout else ()),
@@ -273,14 +270,6 @@ class HopperPlan(Checked):
     def group_constant(self) -> str:
         """The constant of `row_groups` in the kernel's text."""
         return "kConsumers" if self.split == 1 else "kRowGroups"
-
-    def _passed(self, keys: Extent, stages: Extent, element: Extent) -> Buffer:
-        """Returns the buffer in which a warpgroup passes P and the factors of the output to one with the same rows."""
-        parts = (
-            Buffer("P", "P", (literal(_ROWS), keys), element, member="probabilities"),
-            Buffer("Factors", "factors of the output", (literal(WARPGROUP),), FLOAT2, member="factors"),
-        )
-        return Buffer("Passed", "P of a step", copies=stages, parts=parts, alignment=_SWIZZLE_BYTES)
 
     def _drawing(self, drawn_steps: int) -> tuple[Buffer, Buffer]:
         """Returns the buffers of dropout: random words of each warp, and each thread's bits of dropped scores."""
@@ -333,6 +322,24 @@ class HopperPlan(Checked):
                 f"leaves tiles of {self.tile_q} x {self.tile_k}, too small to be listed: pack fewer, or take more keys"
             )
         return None
+
+
+def staged_buffers(spec: AttentionSpec, keys: Extent, stages: Extent) -> tuple[Buffer, ...]:
+    """Returns the stages of K, and of V unless it is a part of K."""
+    kv_element = element_sizes(spec)[1]
+    of_keys = Buffer("Key", "K", (keys, head_extent(spec)), kv_element, copies=stages, member="keys")
+    of_values: dict[str, Any] = {"name": "Value", "label": "V", "shape": (keys, value_extent(spec))}
+    of_values |= {"element": kv_element, "copies": stages, "alignment": _SWIZZLE_BYTES, "member": "values"}
+    return of_keys, *(() if spec.shared_kv else (Buffer(**of_values),))
+
+
+def passed_buffer(keys: Extent, stages: Extent, element: Extent) -> Buffer:
+    """Returns the buffer in which a warpgroup passes P and the factors of the output to one with the same rows."""
+    parts = (
+        Buffer("P", "P", (literal(ROWS), keys), element, member="probabilities"),
+        Buffer("Factors", "factors of the output", (literal(WARPGROUP),), FLOAT2, member="factors"),
+    )
+    return Buffer("Passed", "P of a step", copies=stages, parts=parts, alignment=_SWIZZLE_BYTES)
 
 
 def every_hopper_plan(spec: AttentionSpec, target: Target) -> Iterator[HopperPlan]:

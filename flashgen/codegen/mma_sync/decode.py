@@ -15,7 +15,7 @@ from flashgen.codegen.expressions.function_text import DEVICE_NAMES, Names
 from flashgen.codegen.forward_kernel import forward_context, forward_kernel, page_fields
 from flashgen.codegen.header import header
 from flashgen.codegen.mma_sync.decode_plans import PARTIAL_PADDING, DecodePlan, choose_decode_plan
-from flashgen.codegen.mma_sync.splits import all_tiles, head_groups, row_tiles
+from flashgen.codegen.mma_sync.splits import SplitPlan, all_tiles, head_groups, row_tiles
 from flashgen.codegen.mma_sync.stream_k import (
     LAST_QUERY,
     arrival_counters,
@@ -35,18 +35,18 @@ from flashgen.language.spec import AttentionSpec
 
 _STRUCT = "DecodeArguments"
 PARTIALS_AT_ONCE = 16  # 6 registers each; those of scores and output are free when partial outputs are merged
-_METHOD = (
+DECODE_METHOD = (
     "split-KV over warps and CTAs; the last CTA to arrive combines partial outputs (Dao et al. 2023, Flash-Decoding)"
 )
-_GRID = "one CTA per (output tile and split, group of heads, batch), along x, y and z"
-_STREAM_K_METHOD = (
+DECODE_GRID = "one CTA per (output tile and split, group of heads, batch), along x, y and z"
+STREAM_K_METHOD = (
     "stream-K work units: equal parts of the key tiles of all sequences (Osama et al. 2023); the last CTA of an output "
     "tile to arrive combines the partial outputs (Dao et al. 2023, Flash-Decoding)"
 )
-_STREAM_K_GRID = "one CTA per (work unit, group of heads), along x and y"
-_NAMES: Names = {**DEVICE_NAMES, HEAD: "position.head_at(Scores::row_index(n))"}
+STREAM_K_GRID = "one CTA per (work unit, group of heads), along x and y"
+DECODE_NAMES: Names = {**DEVICE_NAMES, HEAD: "position.head_at(Scores::row_index(n))"}
 WIDENS = {"float8_e4m3fn": "e4m3", "int8": "int8"}
-_QUERY = "position.query_at(Scores::row_index(n))"
+DECODE_QUERY = "position.query_at(Scores::row_index(n))"
 _SPLIT_FIELDS = [
     Field("int", "packed", comment="query heads that share a tile of rows"),
     Field("int", "rows", comment="of a group of such heads: queries x heads"),
@@ -62,6 +62,30 @@ def cache_fields(spec: AttentionSpec) -> list[Field]:
         fields += [Field("const float*", f"{name}_scale", comment="one per KV head, or one for all") for name in "kv"]
         fields += [Field("int", f"{name}_scales", comment="1 if each KV head has a scale, else 0") for name in "kv"]
     return fields
+
+
+def partial_fields(scheduled: bool) -> list[Field]:
+    """Returns the struct members for the partial outputs of splits and their softmax states."""
+    shape = "groups of heads, work units, 2 slots" if scheduled else "output tiles, splits"
+    return [
+        Field("float*", "partial_outputs", comment=f"({shape}, kTileQ, kValueDim)"),
+        Field("float*", "partial_states", comment=f"({shape}, kTileQ, 2): row maximum and row sum"),
+    ]
+
+
+def lse_field() -> Field:
+    """Returns the struct member for the LSE."""
+    return Field("float*", "lse", comment="(batch, heads_q, len_q), or null")
+
+
+def schedule_fields(scheduled: bool) -> list[Field]:
+    """Returns the struct member for the schedule of work units."""
+    return [Field("const int*", "schedule", comment="null if each CTA finds its own work unit")] if scheduled else []
+
+
+def split_fields(scheduled: bool) -> list[Field]:
+    """Returns the struct members from which a kernel finds its output tile and the splits of the keys."""
+    return work_unit_fields() if scheduled else _SPLIT_FIELDS
 
 
 def cache_context(spec: AttentionSpec, names: Names) -> dict[str, Any]:
@@ -97,18 +121,14 @@ def partial_workspaces(spec: AttentionSpec, rows: Callable[[Sizes], tuple[int, .
 def decode_layout(spec: AttentionSpec, lists: bool, scheduled: bool = False) -> ArgumentLayout:
     """Returns the argument struct of the decode kernel."""
     fields = [Field("const Element*", name) for name in spec.inputs] + [output_field(spec)]
-    fields.append(Field("float*", "lse", comment="(batch, heads_q, len_q), or null"))
-    shape = "groups of heads, work units, 2 slots" if scheduled else "output tiles, splits"
-    fields.append(Field("float*", "partial_outputs", comment=f"({shape}, kTileQ, kValueDim)"))
-    fields.append(Field("float*", "partial_states", comment=f"({shape}, kTileQ, 2): row maximum and row sum"))
+    fields += [lse_field(), *partial_fields(scheduled)]
     counted = "groups of heads, work units" if scheduled else "output tiles"
     fields.append(Field("unsigned*", "arrivals", comment=f"({counted}): 0 before and after a launch; null for 1 split"))
-    if scheduled:
-        fields.append(Field("const int*", "schedule", comment="null if each CTA finds its own work unit"))
+    fields += schedule_fields(scheduled)
     fields += cache_fields(spec)
     fields += [Field("Strides", f"{name}_strides") for name in (*spec.inputs, "o")]
     fields += [Field("int", name) for name in ("heads_q", "len_q", "len_k")]
-    fields += work_unit_fields() if scheduled else _SPLIT_FIELDS
+    fields += split_fields(scheduled)
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))
     return layout_of(spec, fields, lists, sink=True)
 
@@ -127,18 +147,18 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
     layout = decode_layout(spec, demand_of(spec).listed, plan.scheduled)
     entry = entry_name("attention_decode", spec)
     common = forward_context(
-        spec, target, plan, layout, "scores[n]", _NAMES, LAST_QUERY, struct=_STRUCT, position=False
+        spec, target, plan, layout, "scores[n]", DECODE_NAMES, LAST_QUERY, struct=_STRUCT, position=False
     )
     cost = decode_cost(spec, plan.tile_q, plan.scheduled)
-    grid, method = (_STREAM_K_GRID, _STREAM_K_METHOD) if plan.scheduled else (_GRID, _METHOD)
+    grid, method = (STREAM_K_GRID, STREAM_K_METHOD) if plan.scheduled else (DECODE_GRID, DECODE_METHOD)
     context = (
         common
         | work_unit_context(plan)
-        | cache_context(spec, _NAMES)
+        | cache_context(spec, DECODE_NAMES)
         | {
             "entry": entry,
             "header": header(spec, target, plan, grid, method, "attention decode", cost),
-            "score_query": _QUERY,
+            "score_query": DECODE_QUERY,
             "looks_up_ahead": (spec.page_size or 1) % plan.tile_k == 0,  # a tile lies in one page
         }
     )
@@ -148,22 +168,24 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
         plan,
         layout,
         assemble("mma_sync/decode.cu.jinja", context, target),
-        grid=partial(_grid, spec, plan),
-        values=partial(_values, spec, plan),
+        grid=partial(decode_grid, spec, plan),
+        values=partial(decode_values, spec, plan),
         counts=partial(_counters, spec, plan),
-        workspaces=partial_workspaces(spec, partial(_partial_rows, spec, plan)),
+        workspaces=partial_workspaces(spec, partial(partial_rows, spec, plan)),
     )
     name = kernel_name("decode", target, spec) + plan.part(spec).removeprefix("decode").replace("_", "-")
     return (replace(kernel, name=name, entry=entry, cost=cost),)
 
 
-def _grid(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> Grid:
+def decode_grid(spec: AttentionSpec, plan: SplitPlan, sizes: Sizes) -> Grid:
+    """Returns the grid of a decode kernel."""
     if plan.scheduled:
         return sizes.splits, head_groups(spec, sizes), 1
     return row_tiles(spec, plan, sizes) * sizes.splits, head_groups(spec, sizes), sizes.batch
 
 
-def _values(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> dict[str, Any]:
+def decode_values(spec: AttentionSpec, plan: SplitPlan, sizes: Sizes) -> dict[str, Any]:
+    """Returns the values of struct members that are computed from the sizes."""
     values = work_unit_values(spec, plan, sizes)
     return values if plan.scheduled else {name: value for name, value in values.items() if name != "tiles"}
 
@@ -174,7 +196,8 @@ def _counters(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> Any:
     return all_tiles(spec, plan, sizes) * minimum(sizes.splits - 1, 1)
 
 
-def _partial_rows(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> tuple[int, ...]:
+def partial_rows(spec: AttentionSpec, plan: SplitPlan, sizes: Sizes) -> tuple[int, ...]:
+    """Returns the shape of the workspaces of partial outputs without the last axis."""
     if plan.scheduled:
         return partial_slots(spec, sizes), plan.tile_q
     return all_tiles(spec, plan, sizes), sizes.splits, plan.tile_q

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.mma_sync.forward_plans import MMA_ROWS, ForwardPlan
@@ -56,6 +56,7 @@ _MAX_KEYS = 64  # of a tile
 _MAX_BLOCKS = 2
 FEW_ROWS = 16  # of the default plan's tiles
 _MANY_ROWS = 32
+_MERGE = 0.3  # cost of merging the partial output of one split, in iterations
 _TILE_OVERHEAD = 4  # cost of an output tile's first copies and its partial output, in tiles of keys of a warp
 _MAX_REGISTERS = 248  # estimate for a thread; some kernels take a few more
 _MAX_STREAM_K_REGISTERS = 224  # the same for stream-K plans
@@ -111,6 +112,7 @@ class DecodePlan(Checked):
     blocks: int = 1
     scheduled: bool = False
     split: int = 1
+    min_length: ClassVar[int] = 1
     packed_heads: ClassVar[int] = 1  # how many heads share a tile is a size of the call
 
     @property
@@ -131,6 +133,10 @@ class DecodePlan(Checked):
     def tile_overhead(self) -> int:
         """The fixed cost of an output tile in tiles of keys, for stream-K."""
         return _TILE_OVERHEAD if self.split == 1 else 1
+
+    def merge_cost(self, splits: int) -> float:
+        """Returns the cost of merging the partial outputs of several splits, in iterations: one CTA reads all."""
+        return _MERGE * splits
 
     @property
     def register_budget(self) -> int:
@@ -271,9 +277,14 @@ def decode_plans(spec: AttentionSpec, target: Target) -> tuple[DecodePlan, ...]:
     return few, *other_few_row_plans(spec, target), *others
 
 
-def stream_k_tiles(plan: DecodePlan, row_tiles: int, len_k: int) -> int:
+def stream_k_tiles(plan: Any, row_tiles: int, len_k: int) -> int:
     """Returns the maximum tiles of keys of `row_tiles` output tiles, including the fixed cost of each."""
-    return row_tiles * (-(-len_k // plan.tile_k) + plan.tile_overhead)
+    return row_tiles * (max(-(-len_k // plan.tile_k), plan.min_length) + plan.tile_overhead)
+
+
+def has_stream_k_tiles(plan: Any, row_tiles: int, len_k: int) -> bool:
+    """Whether stream-K kernels can count the tiles of keys of `row_tiles` output tiles."""
+    return stream_k_tiles(plan, row_tiles, len_k) <= MAX_STREAM_K_TILES
 
 
 def choose_decode_plan(
@@ -362,10 +373,10 @@ def fitting_blocks(plan: DecodePlan, spec: AttentionSpec, target: Target) -> int
 # ---- selection by the sizes of a call
 
 
-_MIN_KEYS = 256  # with fewer the forward kernel has one or two iterations
+MIN_KEYS = 256  # with fewer the forward kernel has one or two iterations
 _MAX_OUTPUT_TILES = 8  # output tiles that read the same keys, through L2
 _FORWARD_ROWS = 128
-_PROMPT = 64  # queries
+PROMPT = 64  # queries
 _MAX_OCCUPANCY = 0.8  # of the SMs, which output tiles times the forward's tiles may occupy
 _MANY_WAVES = 1.5  # waves of output tiles
 _LONG = 4096  # visited keys of all output tiles, per SM
@@ -383,10 +394,10 @@ def decode_plan_for(spec: AttentionSpec, target: Target, workload: Workload) -> 
             return None
         each = workload.heads_per_kv * workload.len_q
         plan = plan_of_rows(spec, target, each)
-        tiles = stream_k_tiles(plan, workload.batch * -(-each // plan.tile_q), workload.len_k)
-        stream_k = spec.page_size is not None and workload.batch > 1 and tiles <= MAX_STREAM_K_TILES
+        counted = has_stream_k_tiles(plan, workload.batch * -(-each // plan.tile_q), workload.len_k)
+        stream_k = spec.page_size is not None and workload.batch > 1 and counted
         return plan_of_rows(spec, target, each, True) if stream_k else plan
-    if workload.len_k < _MIN_KEYS or not _can_prefetch(spec, target):
+    if workload.len_k < MIN_KEYS or not _can_prefetch(spec, target):
         return None
     if demand_of(spec).listed:  # tile lists have tiles of as many queries as rows, as KV heads are unknown there
         return plan_of_rows(spec, target, workload.len_q) if workload.len_q <= FEW_ROWS else None
@@ -449,7 +460,7 @@ def _many_and_long_plans(spec: AttentionSpec) -> tuple[DecodePlan, DecodePlan]:
 def _is_prompt(workload: Workload) -> bool:
     """Whether the forward kernel has enough tiles of queries to occupy half of the GPU."""
     tiles = workload.heads * -(-workload.len_q // _FORWARD_ROWS)
-    return workload.len_q >= _PROMPT and 2 * tiles >= workload.multiprocessors
+    return workload.len_q >= PROMPT and 2 * tiles >= workload.multiprocessors
 
 
 @lru_cache(maxsize=256)

@@ -21,7 +21,7 @@ from flashgen.codegen.mma_sync.forward import render_mma_sync
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, choose_forward_plan, every_forward_plan
 from flashgen.codegen.mma_sync.mixed import choose_mixed_work_units, render_mixed
 from flashgen.codegen.mma_sync.mixed_plans import MixedPlan, choose_mixed_plan
-from flashgen.codegen.mma_sync.splits import choose_splits
+from flashgen.codegen.mma_sync.splits import SplitPlan, choose_splits
 from flashgen.codegen.mma_sync.stream_k import choose_work_units, render_schedule, schedule_size
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
@@ -31,7 +31,7 @@ from flashgen.codegen.workload import Workload
 from flashgen.language.spec import AttentionSpec
 
 
-def _num_splits(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:
+def num_splits(spec: AttentionSpec, plan: SplitPlan, sizes: Sizes) -> int:
     """Returns the number of KV splits of a decode call, or the grid's width if blocks run stream-K work units."""
     return choose_work_units(spec, plan, sizes) if plan.scheduled else choose_splits(spec, plan, sizes)
 
@@ -39,18 +39,18 @@ def _num_splits(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:
 class MmaSyncDecode(DecodeFamily):
     """Split-KV decode kernels by mma.sync, which every target uses."""
 
-    plan = DecodePlan
+    plans: tuple[type[Any], ...] = (DecodePlan,)
 
-    def default_plans(self, spec: AttentionSpec, target: Target) -> tuple[DecodePlan, ...]:
+    def default_plans(self, spec: AttentionSpec, target: Target) -> tuple[Any, ...]:
         return decode_plans(spec, target)
 
-    def choose(self, spec: AttentionSpec, target: Target, workload: Workload) -> DecodePlan | None:
+    def choose(self, spec: AttentionSpec, target: Target, workload: Workload) -> Any:
         return decode_plan_for(spec, target, workload)
 
-    def plan_of_rows(self, spec: AttentionSpec, target: Target, rows: int, scheduled: bool) -> DecodePlan:
+    def plan_of_rows(self, spec: AttentionSpec, target: Target, rows: int, scheduled: bool) -> Any:
         return plan_of_rows(spec, target, rows, scheduled)
 
-    def candidates(self, spec: AttentionSpec, target: Target, default: Any) -> Iterator[DecodePlan]:
+    def candidates(self, spec: AttentionSpec, target: Target, default: Any) -> Iterator[Any]:
         return every_decode_plan(spec, target, default)
 
     def render_schedule(self, spec: AttentionSpec, target: Target, plan: Any) -> RenderedKernel:
@@ -80,7 +80,7 @@ class MmaSyncForward(ForwardFamily):
     plan = ForwardPlan
     plan_kinds: ClassVar[Mapping[type[Plan], PlanKind]] = {
         ForwardPlan: PlanKind(render_mma_sync),
-        DecodePlan: PlanKind(render_decode, _num_splits),
+        DecodePlan: PlanKind(render_decode, num_splits),
         MixedPlan: PlanKind(render_mixed, choose_mixed_work_units),
     }
     decode = MmaSyncDecode()

@@ -109,6 +109,7 @@ def render_mixed(spec: AttentionSpec, target: Target, plan: MixedPlan | None = N
         "score_query": _QUERY,
         "divides_tiles": all(divides_tiles(spec, tile_k) for tile_k in key_tiles),
         "tile_overhead": plan.few.tile_overhead,
+        "min_length": plan.few.min_length,
         "min_unit_tiles": plan.few.groups,
         "layouts": {"decode_constants": plan.shared_memory(spec), "prefill_constants": plan.prompt_memory(spec)},
     }

@@ -27,8 +27,8 @@ from flashgen.analysis.closed_forms.tile_ranges import TileRange
 from flashgen.codegen.arguments import Field, capture_fields, ordered
 from flashgen.codegen.assembly import ENDS_OF_TILES, assemble, visited_tiles
 from flashgen.codegen.environment import environment
-from flashgen.codegen.mma_sync.decode_plans import MAX_STREAM_K_TILES, DecodePlan, stream_k_tiles
-from flashgen.codegen.mma_sync.splits import choose_splits, head_groups, packed_heads, row_tiles
+from flashgen.codegen.mma_sync.decode_plans import MAX_STREAM_K_TILES, stream_k_tiles
+from flashgen.codegen.mma_sync.splits import SplitPlan, choose_splits, head_groups, packed_heads, row_tiles
 from flashgen.codegen.rendered_kernel import RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.shared_memory import slot_per_warp
 from flashgen.codegen.sizes import Grid, Sizes, minimum
@@ -46,7 +46,7 @@ _STRUCT = "ScheduleArguments"
 LAST_QUERY = ENDS_OF_TILES | {Q_LAST: "const int q_last = work.last_query;"}
 
 
-def choose_work_units(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:
+def choose_work_units(spec: AttentionSpec, plan: SplitPlan, sizes: Sizes) -> int:
     """Returns the number of work units for each group of heads: the CTAs that fill the GPU, in one or more full waves.
 
     If the maximum length that the host knows is short, there are no more work units than a plan without schedule would
@@ -75,7 +75,7 @@ def choose_work_units(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> in
     return next(aligned, limit)
 
 
-def full_wave_work_units(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes, tiles: int) -> int:
+def full_wave_work_units(spec: AttentionSpec, plan: SplitPlan, sizes: Sizes, tiles: int) -> int:
     """Returns the number of work units for each group of heads that fills one or more waves of CTAs.
 
     Each of the units has at least one iteration of `tiles` tiles of keys.
@@ -94,7 +94,7 @@ def full_wave_work_units(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes, ti
     return min(chosen, max(-(-tiles // plan.groups), 1))
 
 
-def schedule_size(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> int:
+def schedule_size(spec: AttentionSpec, plan: SplitPlan, sizes: Sizes) -> int:
     """Returns the int32 numbers in a schedule: all work units, the start of each output tile, the end of the last."""
     return int(sizes.splits * INTS_PER_WORK_UNIT + sizes.batch * row_tiles(spec, plan, sizes) + 1)
 
@@ -110,7 +110,7 @@ def work_unit_fields() -> list[Field]:
     ]
 
 
-def work_unit_values(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> dict[str, Any]:
+def work_unit_values(spec: AttentionSpec, plan: SplitPlan, sizes: Sizes) -> dict[str, Any]:
     """Returns the values of `work_unit_fields`."""
     packed, tiles = packed_heads(spec, sizes), row_tiles(spec, plan, sizes)
     return {
@@ -122,9 +122,14 @@ def work_unit_values(spec: AttentionSpec, plan: DecodePlan, sizes: Sizes) -> dic
     }
 
 
-def work_unit_context(plan: DecodePlan) -> dict[str, Any]:
+def work_unit_context(plan: SplitPlan) -> dict[str, Any]:
     """Returns the context of templates/mma_sync/decode/work_units.cuh.jinja for a plan."""
-    return {"stream_k": plan.scheduled, "tile_overhead": plan.tile_overhead, "min_unit_tiles": plan.groups}
+    return {
+        "stream_k": plan.scheduled,
+        "tile_overhead": plan.tile_overhead,
+        "min_length": plan.min_length,
+        "min_unit_tiles": plan.groups,
+    }
 
 
 def arrival_counters(spec: AttentionSpec, sizes: Sizes) -> Any:
@@ -140,9 +145,9 @@ def partial_slots(spec: AttentionSpec, sizes: Sizes) -> Any:
     return 2 * head_groups(spec, sizes) * sizes.splits
 
 
-def render_schedule(spec: AttentionSpec, target: Target, plan: DecodePlan) -> RenderedKernel:
+def render_schedule(spec: AttentionSpec, target: Target, plan: SplitPlan) -> RenderedKernel:
     """Returns the kernel that computes the schedule for calls of a scheduled plan."""
-    tiles = _visited_bounds(spec)
+    tiles = visited_bounds(spec)
     fields = [
         Field(
             "int*",
@@ -185,7 +190,7 @@ def render_schedule(spec: AttentionSpec, target: Target, plan: DecodePlan) -> Re
     )
 
 
-def _visited_bounds(spec: AttentionSpec) -> TileRange:
+def visited_bounds(spec: AttentionSpec) -> TileRange:
     """Returns the range of key tiles that an output tile visits, without the range of tiles that need no mask."""
     tiles = visited_keys(spec)
     assert tiles is not None, "a paged KV cache has no tile lists"

@@ -1,0 +1,122 @@
+"""Renders the source of Hopper's decode kernel, and the kernel that merges its partial outputs.
+
+The text is deterministic on every machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from flashgen.codegen.arguments import ArgumentLayout, Field, output_field
+from flashgen.codegen.assembly import assemble, check_spec, suffix_of
+from flashgen.codegen.costs import decode_cost
+from flashgen.codegen.forward_kernel import forward_context, forward_kernel, page_fields
+from flashgen.codegen.header import header
+from flashgen.codegen.hopper.decode_plans import HopperDecodePlan
+from flashgen.codegen.hopper.pages import box_keys
+from flashgen.codegen.mma_sync.decode import (
+    DECODE_GRID,
+    DECODE_NAMES,
+    DECODE_QUERY,
+    STREAM_K_GRID,
+    decode_grid,
+    decode_values,
+    lse_field,
+    partial_fields,
+    partial_rows,
+    partial_workspaces,
+    schedule_fields,
+    split_fields,
+)
+from flashgen.codegen.mma_sync.merge_splits import render_merge_splits
+from flashgen.codegen.mma_sync.stream_k import LAST_QUERY, work_unit_context
+from flashgen.codegen.rendered_kernel import RenderedKernel, entry_name, kernel_name
+from flashgen.codegen.targets import Target
+from flashgen.codegen.variant import layout_of
+from flashgen.language.spec import AttentionSpec
+
+_STRUCT = "DecodeArguments"
+_SPLIT_METHOD = "split-KV over CTAs (Dao et al. 2023, Flash-Decoding)"
+_UNITS_METHOD = (
+    "stream-K work units: equal parts of the key tiles of all sequences (Osama et al. 2023; Dao et al. 2023, "
+    "Flash-Decoding)"
+)
+
+
+def hopper_decode_layout(spec: AttentionSpec, scheduled: bool) -> ArgumentLayout:
+    """Returns the argument struct of the decode kernel, which begins with the tensor maps of k and v."""
+    fields = [Field("TensorMap", f"{name}_map") for name in spec.inputs[1:]]
+    fields += [Field("const Element*", "q"), output_field(spec), lse_field(), *partial_fields(scheduled)]
+    fields += [*schedule_fields(scheduled), *page_fields(spec, strides=False)]
+    fields += [Field("Strides", f"{name}_strides") for name in "qo"]
+    fields += [Field("int", name) for name in ("heads_q", "len_q", "len_k")]
+    fields += split_fields(scheduled)
+    fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))
+    return layout_of(spec, fields, lists=False, sink=True)
+
+
+def render_hopper_decode(spec: AttentionSpec, target: Target, plan: HopperDecodePlan) -> tuple[RenderedKernel, ...]:
+    """Returns the decode kernel of a spec on Hopper, and the kernel that merges the splits of the keys.
+
+    Raises:
+        UnsupportedError: the target or the plan does not support the spec.
+    """
+    check_spec(spec, target)
+    plan.check(spec, target)
+    layout, entry = hopper_decode_layout(spec, plan.scheduled), entry_name("attention_decode", spec)
+    cost = decode_cost(spec, plan.tile_q, plan.scheduled)
+    grid, method = (STREAM_K_GRID, _UNITS_METHOD) if plan.scheduled else (DECODE_GRID, _SPLIT_METHOD)
+    forward = plan.forward
+    producer_registers, consumer_registers = forward.warpgroup_registers(spec)
+    common = forward_context(
+        spec, target, plan, layout, "scores[n]", DECODE_NAMES, LAST_QUERY, struct=_STRUCT, position=False
+    )
+    context = (
+        common
+        | work_unit_context(plan)
+        | {
+            "entry": entry,
+            "header": header(spec, target, plan, grid, method, "attention decode", cost),
+            "score_query": DECODE_QUERY,
+            "head_panel": forward.head_panel(spec),
+            "value_panel": forward.value_panel(spec),
+            "passed_panel": forward.passed_panel(spec),
+            "passed_stages": plan.passed_stages(spec),
+            "output_columns": "kOutputColumns",
+            "values": "keys" if spec.shared_kv else "values",
+            "in_parts": spec.shared_kv,
+            "softmax_beside_pv": True,
+            "output_apart": False,
+            "own_tiles": False,
+            "packed": False,
+            "prompt_queries": 0,
+            "row_groups": 1,
+            "producer_registers": producer_registers,
+            "consumer_registers": consumer_registers,
+            "suffix": suffix_of(spec),
+            "page_size": spec.page_size,
+            "box_keys": box_keys(spec, plan.tile_k),
+            "joined": {"k": False, "v": False},
+            "copy": "copy_async_16",
+            "split_depth": False,
+            "widen": None,
+            "opaque_keys": True,
+        }
+    )
+    columns = (forward.output_columns(spec), "true")
+    products = {"shared_forms": [(plan.tile_k, "false"), columns], "register_forms": [columns]}
+    panels = {"k": forward.head_panel(spec), "v": forward.value_panel(spec)}
+    kernel = forward_kernel(
+        spec,
+        target,
+        plan,
+        layout,
+        assemble("hopper/decode.cu.jinja", context, target, products),
+        boxes={name: (panels[name], box_keys(spec, plan.tile_k)) for name in spec.inputs[1:]},
+        grid=partial(decode_grid, spec, plan),
+        values=partial(decode_values, spec, plan),
+        workspaces=partial_workspaces(spec, partial(partial_rows, spec, plan)),
+    )
+    name = kernel_name("decode", target, spec) + plan.part(spec).removeprefix("decode").replace("_", "-")
+    return replace(kernel, name=name, entry=entry, cost=cost), render_merge_splits(spec, target, plan)

@@ -1,0 +1,128 @@
+"""Hopper's decode kernel and the kernel that merges its splits: plans, splits, text and assembled code."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import flashgen.language as fg
+from emitted_text import all_called, all_used, functions_fit, members_read, tidy, unconditional
+from flashgen.build import nvrtc
+from flashgen.codegen.decode_candidates import decode_candidates
+from flashgen.codegen.dispatch import num_splits, render_forward_kernels
+from flashgen.codegen.hopper.decode_plans import HopperDecodePlan, choose_hopper_decode_plan
+from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.sizes import Sizes
+from flashgen.codegen.stages import decode_kernels
+from flashgen.codegen.targets import target_named
+from flashgen.language import AttentionSpec
+
+SM_90A = target_named("sm_90a")
+WIDE: dict[str, dict[str, Any]] = {
+    "latent": {"head_dim": 576, "value_dim": 512, "shared_kv": True},
+    "K = V": {"head_dim": 512, "shared_kv": True},
+    "512": {"head_dim": 512},
+    "320": {"head_dim": 320},
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"mask": fg.causal()},
+    "window": {"mask": fg.sliding_window(100), "score": fg.softcap(20.0)},
+    "alibi": {"mask": fg.causal(), "score": fg.alibi("slopes")},
+    "sink": {"sink": fg.Tensor("sinks", "float32", 1)},
+    "padding": {"mask": fg.padding("lengths"), "out_dtype": "float32"},
+    "bias": {"score": fg.relative_bias(fg.Tensor("table", "float32", 2), 30)},
+}
+PAGES = (None, 16, 64)
+MOST_CODE = {(False, False): 540, (True, False): 600, (True, True): 690}  # lines, by pages and stream-K work units
+needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
+
+
+def kernels(dims: str, variant: str, page_size: int | None, scheduled: bool) -> tuple[RenderedKernel, ...]:
+    spec = AttentionSpec(**WIDE[dims], **VARIANTS[variant], dtype="bfloat16", page_size=page_size)
+    plan = choose_hopper_decode_plan(spec, SM_90A, scheduled)
+    assert plan
+    return render_forward_kernels(spec, SM_90A, plan)
+
+
+def cases() -> list[Any]:
+    every = itertools.product(WIDE, VARIANTS, PAGES, (False, True))
+    return [each for each in every if each[2] or not each[3]]
+
+
+@pytest.mark.rotated(6)
+@pytest.mark.parametrize(("dims", "variant", "page_size", "scheduled"), cases())
+def test_texts(dims: str, variant: str, page_size: int | None, scheduled: bool) -> None:
+    for kernel in kernels(dims, variant, page_size, scheduled):
+        tidy(kernel.source)
+        unconditional(kernel.source)
+        all_used(kernel)
+        all_called(kernel)
+        members_read(replace(kernel, source=kernel.source.replace("launched.", "arguments.")))
+        functions_fit(kernel, longest_file=MOST_CODE[page_size is not None, scheduled])
+
+
+@needs_nvrtc
+@pytest.mark.rotated(24)
+@pytest.mark.parametrize(("dims", "variant", "page_size", "scheduled"), cases())
+def test_default_plans_do_not_spill(dims: str, variant: str, page_size: int | None, scheduled: bool) -> None:
+    for kernel in kernels(dims, variant, page_size, scheduled):
+        resources = nvrtc.compile(kernel.source, "sm_90a", kernel.name).resources
+        assert resources.spill_stores == 0, (kernel.name, resources)
+
+
+def splits(batch: int, heads: int, len_k: int, len_q: int = 1, page_size: int | None = None) -> int:
+    spec = AttentionSpec(**WIDE["latent"], page_size=page_size)
+    plan = choose_hopper_decode_plan(spec, SM_90A, page_size is not None)
+    assert plan
+    return num_splits(plan, spec, Sizes(batch, heads, 1, len_q, len_k, multiprocessors=132))
+
+
+def test_splits_fill_the_gpu_once() -> None:
+    assert splits(64, 128, 4096) == 1
+    assert splits(16, 128, 32768) == 4
+    assert splits(1, 128, 131072) == 64
+    assert splits(64, 64, 8192) == 2
+    assert splits(32, 128, 8192, 2) == 1
+    assert splits(1, 128, 256) <= 4
+
+
+def test_work_units_end_where_equal_sequences_end() -> None:
+    assert splits(16, 128, 32768, page_size=64) == 128
+    assert splits(64, 64, 8192, page_size=64) == 128
+
+
+def test_calls_with_one_split_launch_no_merge() -> None:
+    decode, merge = kernels("latent", "full", None, False)
+    assert (decode.role, merge.role) == ("forward", "merge")
+    sizes = Sizes(64, 128, 1, 1, 4096, multiprocessors=132)
+    assert decode.grid(sizes) == (2, 1, 64) and not all(merge.grid(sizes))
+    split = Sizes(16, 128, 1, 1, 32768, multiprocessors=132, splits=4)
+    assert decode.grid(split) == (8, 1, 16) and merge.grid(split) == (128, 1, 16)
+
+
+def test_default_kernels() -> None:
+    spec = AttentionSpec(**WIDE["latent"], page_size=64)
+    assert list(decode_kernels(spec, SM_90A)) == [
+        "decode",
+        "decode_rows64",
+        "decode_merge_rows64",
+        "decode_schedule",
+        "decode_scheduled",
+        "decode_schedule_rows64",
+        "decode_scheduled_rows64",
+        "decode_merge_scheduled_rows64",
+    ]
+    names = [kernel.name for kernel in decode_kernels(spec, SM_90A, unique_names=True).values()]
+    assert len(set(names)) == len(names)
+
+
+def test_candidates_have_the_schedule_of_the_default() -> None:
+    spec = AttentionSpec(**WIDE["latent"], page_size=64)
+    default = HopperDecodePlan(64, 2, scheduled=True)
+    found = decode_candidates(spec, SM_90A, default)
+    assert found[0] == default and len(found) > 2
+    assert all(plan.scheduled and plan.problem(spec, SM_90A) is None for plan in found)
