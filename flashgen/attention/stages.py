@@ -92,5 +92,7 @@ class BuiltStages:
                 operands.update(lists[role])
             stage_operands = operands
             if pointers:  # the struct has names of its own
-                stage_operands = type(operands)({member: operands[name] for member, name in pointers.items()})
+                stage_operands = type(operands)(
+                    {member: operands[name] for member, name in pointers.items() if name in operands}
+                )
             runner.launch(launch, stage_operands, numbers, place)

@@ -350,7 +350,7 @@ def backward_kernel(
     plan, dq_apart = context.get("plan"), context.get("dq_apart", False)
     finishes = part == "dkdv" and context.get("converts_dq", False)
     exact_sums, columns = context.get("exact_sums", False), context.get("head_padded", 0)
-    cost = backward_cost(role, spec, dq_apart, exact_sums, columns, finishes)
+    cost = backward_cost(role, spec, dq_apart, exact_sums, columns, finishes, dense=part == "dense")
     facts = (shared.total_bytes, cost, context["deterministic"], dq_apart, finishes)
     header = backward_header(role, spec, target, plan, *facts)
 

@@ -27,6 +27,8 @@ from flashgen.codegen.backward_kernels import (
     row_values,
 )
 from flashgen.codegen.batches import batch_of
+from flashgen.codegen.expressions.row_elements import dense_loads
+from flashgen.codegen.mma_sync.dense_gradient import dense_gradient_kernels
 from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace
 from flashgen.codegen.shared_memory import slot_per_warp
 from flashgen.codegen.sizes import ceil_div
@@ -41,11 +43,21 @@ _CAPTURE_THREADS = 256
 _SINK_THREADS = 1024
 
 
-def capture_kernels(spec: AttentionSpec, target: Target, deterministic: bool) -> tuple[RenderedKernel, ...]:
-    """Renders a kernel per captured array that converts sums to its gradient; float32 sums of float32 need none."""
-    learned = [capture for capture in spec.captures if capture.grad and capture != spec.sink]
-    summed = [capture for capture in learned if deterministic or capture.dtype != "float32"]
-    return tuple(_capture(spec, target, capture, deterministic) for capture in summed)
+def capture_kernels(spec: AttentionSpec, target: Target, rows: Rows, deterministic: bool) -> tuple[RenderedKernel, ...]:
+    """Renders a kernel for each captured array whose gradient the kernel of dK and dV does not complete.
+
+    It computes the gradient of a dense array. Of another array it converts the sums; float32 sums of float32 need none.
+    """
+    kernels: list[RenderedKernel] = []
+    dense = {load.capture: load for load in dense_loads(spec)}
+    for capture in spec.captures:
+        if not capture.grad or capture == spec.sink:
+            continue
+        if capture in dense:
+            kernels += dense_gradient_kernels(spec, target, dense[capture], rows, rounding(capture))
+        elif deterministic or capture.dtype != "float32":
+            kernels.append(_capture(spec, target, capture, deterministic))
+    return tuple(kernels)
 
 
 def sink_kernels(spec: AttentionSpec, target: Target, rows: Rows) -> tuple[RenderedKernel, ...]:
@@ -59,7 +71,7 @@ def sink_kernels(spec: AttentionSpec, target: Target, rows: Rows) -> tuple[Rende
     sizes = numbers(*batch_of(spec).outer_sizes)
     layout = ordered([STATISTICS, gradient, *sizes, ROWS, *capture_fields((capture,))])
     context: dict[str, Any] = {"deterministic": False, "threads": _SINK_THREADS}
-    context |= {"sink": f"load_{capture.name}", "round": _rounding(capture)}
+    context |= {"sink": f"load_{capture.name}", "round": rounding(capture)}
     launch: dict[str, Any] = {
         "grid": lambda sizes: (sizes.heads_q, 1, 1),
         "values": partial(row_values, rows),
@@ -76,7 +88,7 @@ def sink_kernels(spec: AttentionSpec, target: Target, rows: Rows) -> tuple[Rende
     return (backward_kernel("sink", spec, target, layout, context, block, launch, Rendering(arrays)),)
 
 
-def _rounding(capture: Capture) -> str | None:
+def rounding(capture: Capture) -> str | None:
     """Returns the primitive that rounds a gradient to the dtype of the captured array; None for float32."""
     dtype = DTYPES[capture.dtype]
     return dtype.pack if dtype.suffix else None
@@ -91,7 +103,7 @@ def _capture(spec: AttentionSpec, target: Target, capture: Capture, deterministi
         "deterministic": deterministic,
         "exact_sums": deterministic,
         "threads": _CAPTURE_THREADS,
-        "round": _rounding(capture),
+        "round": rounding(capture),
         "limbs": EXACT_LIMBS,
     }
     layout = ordered([summed, gradient, Field("long long", "count")])

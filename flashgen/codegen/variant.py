@@ -61,7 +61,7 @@ def _mask(name: str, expression: sympy.Basic) -> FunctionText:
 
 
 def _score(name: str, given: sympy.Basic, scale: float, elements: tuple[RowElement, ...]) -> FunctionText:
-    expression, names = with_parameters(given, elements)
+    (expression,), names = with_parameters((given,), elements)
     products = folded_products(scale, expression)
     declarations, (text,) = statements(expression, products=products, names=names)
     operand, parameters = "product" if products else "score", tuple((each.type, each.name) for each in elements)

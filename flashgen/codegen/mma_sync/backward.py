@@ -29,6 +29,7 @@ from flashgen.codegen.batches import batch_of
 from flashgen.codegen.capture_gradient_kernels import capture_kernels, sink_kernels
 from flashgen.codegen.demand import divides_tiles
 from flashgen.codegen.expressions.derivative_text import score_gradient
+from flashgen.codegen.expressions.row_elements import element_context, transposed_elements
 from flashgen.codegen.expressions.uniform_text import uniform_text
 from flashgen.codegen.mma_sync.backward_plans import (
     BackwardPlan,
@@ -39,7 +40,7 @@ from flashgen.codegen.mma_sync.backward_plans import (
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import padded_output_gradient
-from flashgen.codegen.variant import layout_of
+from flashgen.codegen.variant import layout_of, variant_of
 from flashgen.errors import UnsupportedError
 from flashgen.language.operations import QUERY
 from flashgen.language.spec import AttentionSpec
@@ -75,7 +76,7 @@ def render_mma_sync_backward(
         kernels.append(_queries(spec, target, choose_queries_plan(spec, target), rows, plan.tile_q))
     else:
         kernels.append(postprocess_dq(spec, target, plan, rows))
-    return (*kernels, *sink_kernels(spec, target, rows), *capture_kernels(spec, target, deterministic))
+    return (*kernels, *sink_kernels(spec, target, rows), *capture_kernels(spec, target, rows, deterministic))
 
 
 def _check_shared_scale(spec: AttentionSpec) -> None:
@@ -94,7 +95,8 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
     gradients = [f"d{name}" for name in spec.inputs if name != "q"]
     fields += [gradient_field(spec, name) for name in gradients]
     fields += strides(*spec.inputs, "d_o", *gradients)
-    gradient = score_gradient(spec)
+    elements = transposed_elements(spec)
+    gradient = score_gradient(spec, elements=elements)
     gathers = gradient.gathers if gradient else ()
     sums = "long long*" if deterministic else "float*"
     fields += [Field(sums, f"d_{member}") for member in dict.fromkeys(gather.member for gather in gathers)]
@@ -114,11 +116,12 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
         "exact_sums": deterministic,
         "limbs": EXACT_LIMBS,
         "query_tiles": visited_tiles(spec, tiles, "BackwardDkdvArguments", queries=True),
+        **element_context(elements),
     }
     context |= varlen_context(spec, "BackwardDkdvArguments", layout, plan.tile_q, "kTileK", of_keys=True)
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
     launch["grid"] = partial(batch_of(spec).key_grid, plan.tile_k)
-    block, rendering = Block(plan.threads, shared), Rendering(template=_KEYS)
+    block, rendering = Block(plan.threads, shared), Rendering(variant_of(spec, elements=elements), template=_KEYS)
     return backward_kernel("dkdv", spec, target, layout, context, block, launch, rendering)
 
 

@@ -1,0 +1,172 @@
+"""The kernel of the gradient of a captured array from which each query and key reads an element of its own.
+
+It recomputes the gradients of the scores tile by tile, sums them over the heads and sequences that read an element, and
+stores each element once. So there are neither atomic additions nor sums in global memory, and the result does not
+depend on the order in which CTAs run. The kernel uses mma.sync on every target: its products are few.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+from flashgen.analysis.closed_forms.tile_ranges import key_range
+from flashgen.codegen.arguments import Field, capture_gradient
+from flashgen.codegen.assembly import is_masked, visited_tiles
+from flashgen.codegen.backward_kernels import (
+    ROWS,
+    STATISTICS,
+    Block,
+    Rendering,
+    Rows,
+    backward_kernel,
+    numbers,
+    row_values,
+    strides,
+)
+from flashgen.codegen.demand import divides_tiles
+from flashgen.codegen.expressions.derivative_text import dense_gradient
+from flashgen.codegen.expressions.row_elements import element_context, paired_elements
+from flashgen.codegen.plan import Checked, shared_memory_problem, too_wide
+from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.shared_memory import FLOAT, Buffer, Extent, SharedMemoryLayout
+from flashgen.codegen.sizes import Sizes
+from flashgen.codegen.targets import Target
+from flashgen.codegen.tiling import RESERVED_SHARED, WARP, element_sizes, head_extent, value_extent
+from flashgen.codegen.variant import layout_of, variant_of
+from flashgen.dtypes import DTYPES
+from flashgen.language.operations import BATCH, HEAD, KEY, QUERY, Load
+from flashgen.language.spec import AttentionSpec
+
+_TEMPLATE = "mma_sync/backward/dense_gradient.cu.jinja"
+_AXES = {BATCH: "b", HEAD: "h", QUERY: "q", KEY: "k"}
+
+
+@dataclass(frozen=True)
+class DensePlan(Checked):
+    """The plan of the kernel: a CTA has tiles of tile_q x tile_k elements of the array, and each warp some queries.
+
+    Attributes:
+        stages: tiles of Q, K, V and dO in shared memory: those of a head, and with two also those of the next one.
+        blocks: CTAs that fit on an SM at once.
+    """
+
+    tile_q: int
+    tile_k: int
+    warps: int
+    stages: int
+    blocks: int = 1
+    heads_apart: ClassVar[bool] = False
+    persistent: ClassVar[bool] = True
+
+    @property
+    def threads(self) -> int:
+        return self.warps * WARP
+
+    def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
+        """Returns the layout: sums of the edges of the array, and the stages of Q, dO, K and V, which sums overlay."""
+        element, _ = element_sizes(spec)
+        queries, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
+        stages, pitch = Extent("kStages", self.stages), Extent("kPitch", self.tile_k + 8)
+        return SharedMemoryLayout(
+            (
+                Buffer("LastRow", "sums of the last row", (keys,), FLOAT),
+                Buffer("LastColumn", "sums of the last column", (queries,), FLOAT),
+                Buffer("Query", "Q", (queries, head_extent(spec)), element, copies=stages),
+                Buffer("Output", "dO", (queries, value_extent(spec)), element, copies=stages),
+                Buffer("Key", "K", (keys, head_extent(spec)), element, copies=stages),
+                Buffer("Value", "V", (keys, value_extent(spec)), element, copies=stages),
+                Buffer("Sum", "sums of a tile", (queries, pitch), FLOAT, overlays="Query"),
+            )
+        )
+
+    def summary(self, shared_bytes: int) -> str:
+        """Returns the line that the kernel's header has about the plan."""
+        return (
+            f"{self.tile_q} queries x {self.tile_k} keys, {self.warps} warps, {self.stages} stage(s), {self.blocks} "
+            f"block(s) per multiprocessor, {shared_bytes} bytes of shared memory"
+        )
+
+    def problem(self, spec: AttentionSpec, target: Target) -> str | None:
+        """Returns why the plan does not fit the spec or the target; None if it does."""
+        if self.stages == 2 and not target.asynchronous_copies:
+            return f"stages=2 needs asynchronous copies, which {target.name} has not"
+        return shared_memory_problem(self.shared_bytes(spec), target, "take smaller tiles or fewer stages")
+
+
+# Smaller tiles fit wide rows and small GPUs. A lane has the products and sums of 32 scores in each.
+_PREFERENCE = (DensePlan(64, 64, 4, 2), DensePlan(64, 64, 4, 1), DensePlan(32, 64, 2, 1), DensePlan(16, 32, 1, 1))
+_REGISTERS = 168  # of a thread, at least
+_TWO_STAGES = 64  # columns up to which two stages leave room for several CTAs
+
+
+def choose_dense_plan(spec: AttentionSpec, target: Target) -> DensePlan:
+    """Returns the plan of a spec."""
+    plan = _plan_that_fits(spec, target)
+    if plan is None:
+        raise too_wide("backward", spec, target, lambda narrower: _plan_that_fits(narrower, target) is not None)
+    return plan
+
+
+def _plan_that_fits(spec: AttentionSpec, target: Target) -> DensePlan | None:
+    plans = [plan for plan in _PREFERENCE if plan.stages == 1 or spec.max_dim <= _TWO_STAGES]
+    plan = next((plan for plan in plans if plan.problem(spec, target) is None), None)
+    if plan is None:
+        return None
+    by_memory = target.shared_per_multiprocessor // (plan.shared_bytes(spec) + RESERVED_SHARED)
+    by_registers = target.registers_per_multiprocessor // (plan.threads * _REGISTERS)
+    return replace(plan, blocks=max(min(by_memory, by_registers), 1))
+
+
+def dense_gradient_kernels(
+    spec: AttentionSpec, target: Target, load: Load, rows: Rows, round_: str | None
+) -> tuple[RenderedKernel, ...]:
+    """Returns the kernel of the gradient of the array that `load` reads; none if the scores do not depend on it.
+
+    Args:
+        load: One of `dense_loads`.
+        rows: Rows of the statistics.
+        round_: The primitive that rounds to the type of the array; None for float32.
+    """
+    elements = paired_elements(spec)
+    gradient = dense_gradient(spec, load, elements)
+    if not gradient.gathers:
+        return ()
+    plan, capture, tiles = choose_dense_plan(spec, target), load.capture, key_range(spec.mask.expression)
+    stored = Field(f"{DTYPES[capture.dtype].c_type}*", "gradient", comment=f"gradient of {capture.name}, dense")
+    fields = [*(Field("const Element*", name) for name in ("q", "k", "v", "d_o")), STATISTICS, stored]
+    fields += [*strides("q", "k", "v", "d_o"), *numbers("batch", "heads_q", "len_q", "len_k"), ROWS]
+    fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))
+    layout = layout_of(spec, fields, lists=False)
+    by_range = is_masked(spec) and tiles is not None
+    context: dict[str, Any] = {
+        "plan": plan,
+        "deterministic": False,
+        "divides_columns": divides_tiles(spec, plan.tile_k),
+        "gradient": gradient,
+        "gathers": (),
+        "gather": gradient.gathers[0],
+        "axes": [_AXES[index] for index in load.indices],
+        "element_type": DTYPES[capture.dtype].c_type,
+        "element_bytes": DTYPES[capture.dtype].bytes,
+        "round": round_,
+        "by_range": by_range,
+        "key_tiles": visited_tiles(spec, tiles, "BackwardDenseArguments") if by_range else "",
+        "pairs_of_sequence": not any(each.load.has(BATCH) for each in elements),
+        **element_context(elements),
+    }
+    others = [field.name for field in layout.fields if field.type.endswith("*") and field.name != "gradient"]
+    launch: dict[str, Any] = {
+        "grid": partial(_grid, plan),
+        "values": partial(row_values, rows),
+        "pointers": {"gradient": capture_gradient(capture), **{name: name for name in others}},
+    }
+    block = Block(plan.threads, plan.shared_memory(spec))
+    rendering = Rendering(variant_of(spec, elements=elements), suffix=capture.name, template=_TEMPLATE)
+    return (backward_kernel("dense", spec, target, layout, context, block, launch, rendering),)
+
+
+def _grid(plan: DensePlan, sizes: Sizes) -> Any:
+    """Returns the grid: as many CTAs as run at once. They share the tiles of the array, whose sizes are its own."""
+    return sizes.multiprocessors * plan.blocks, 1, 1
