@@ -346,7 +346,7 @@ def backward_kernel(
     suffix, shared, variant = rendering.suffix, block.shared, rendering.variant or variant_of(spec)
     struct = f"Backward{part.title()}Arguments"
     entry = entry_name(f"attention_backward_{part}{suffix and f'_{suffix}'}", spec)
-    role = (f"postprocess_{suffix}" if part == "postprocess" else f"d_{suffix}") if suffix else part
+    role = f"{'d' if part == 'capture' else part}_{suffix}" if suffix else part
     plan, dq_apart = context.get("plan"), context.get("dq_apart", False)
     finishes = part == "dkdv" and context.get("converts_dq", False)
     exact_sums, columns = context.get("exact_sums", False), context.get("head_padded", 0)

@@ -28,15 +28,15 @@ from flashgen.codegen.backward_kernels import (
 )
 from flashgen.codegen.batches import batch_of
 from flashgen.codegen.expressions.row_elements import dense_loads
-from flashgen.codegen.mma_sync.dense_gradient import dense_gradient_kernels
+from flashgen.codegen.mma_sync.dense_gradient import dense_gradient_kernel, gradient_parts, parts_of_gradient
 from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace
 from flashgen.codegen.shared_memory import slot_per_warp
-from flashgen.codegen.sizes import ceil_div
+from flashgen.codegen.sizes import ceil_div, minimum
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import WARP
 from flashgen.codegen.variant import variant_of
 from flashgen.dtypes import DTYPES
-from flashgen.language.operations import Capture
+from flashgen.language.operations import Capture, Load
 from flashgen.language.spec import AttentionSpec
 
 _CAPTURE_THREADS = 256
@@ -54,7 +54,7 @@ def capture_kernels(spec: AttentionSpec, target: Target, rows: Rows, determinist
         if not capture.grad or capture == spec.sink:
             continue
         if capture in dense:
-            kernels += dense_gradient_kernels(spec, target, dense[capture], rows, rounding(capture))
+            kernels += _dense(spec, target, dense[capture], rows)
         elif deterministic or capture.dtype != "float32":
             kernels.append(_capture(spec, target, capture, deterministic))
     return tuple(kernels)
@@ -65,9 +65,7 @@ def sink_kernels(spec: AttentionSpec, target: Target, rows: Rows) -> tuple[Rende
     capture = spec.sink
     if capture is None or not capture.grad:
         return ()
-    gradient = Field(
-        f"{DTYPES[capture.dtype].c_type}*", "gradient", comment=f"gradient of {capture.name}, {capture.dtype}"
-    )
+    gradient = _gradient_field(capture)
     sizes = numbers(*batch_of(spec).outer_sizes)
     layout = ordered([STATISTICS, gradient, *sizes, ROWS, *capture_fields((capture,))])
     context: dict[str, Any] = {"deterministic": False, "threads": _SINK_THREADS}
@@ -94,17 +92,40 @@ def rounding(capture: Capture) -> str | None:
     return dtype.pack if dtype.suffix else None
 
 
+def _dense(spec: AttentionSpec, target: Target, load: Load, rows: Rows) -> list[RenderedKernel]:
+    """Returns the kernel of a dense gradient, and the one that adds its parts, if the call has several."""
+    capture = load.capture
+    kernel = dense_gradient_kernel(spec, target, load, rows, rounding(capture))
+    if kernel is None:
+        return []
+    fields = [Field("const float*", "sums"), _gradient_field(capture), Field("long long", "count"), *numbers("parts")]
+    parts = partial(gradient_parts, spec, kernel.plan, load)
+    launch: dict[str, Any] = {
+        "grid": lambda sizes: (ceil_div(sizes.count, _CAPTURE_THREADS) * minimum(parts(sizes) - 1, 1), 1, 1),
+        "values": lambda sizes: {"parts": parts(sizes)},
+        "pointers": {"sums": parts_of_gradient(capture), "gradient": capture_gradient(capture)},
+        "counts_elements": capture.name,
+    }
+    context: dict[str, Any] = {"deterministic": False, "exact_sums": False, "threads": _CAPTURE_THREADS}
+    context |= {"round": rounding(capture), "parts": True}
+    block, rendering = Block(_CAPTURE_THREADS), Rendering(NO_VARIANT, suffix=capture.name)
+    return [kernel, backward_kernel("capture", spec, target, ordered(fields), context, block, launch, rendering)]
+
+
+def _gradient_field(capture: Capture) -> Field:
+    return Field(f"{DTYPES[capture.dtype].c_type}*", "gradient", comment=f"gradient of {capture.name}, {capture.dtype}")
+
+
 def _capture(spec: AttentionSpec, target: Target, capture: Capture, deterministic: bool) -> RenderedKernel:
     summed = Field("const long long*" if deterministic else "const float*", "sums")
-    gradient = Field(
-        f"{DTYPES[capture.dtype].c_type}*", "gradient", comment=f"gradient of {capture.name}, {capture.dtype}"
-    )
+    gradient = _gradient_field(capture)
     context = {
         "deterministic": deterministic,
         "exact_sums": deterministic,
         "threads": _CAPTURE_THREADS,
         "round": rounding(capture),
         "limbs": EXACT_LIMBS,
+        "parts": False,
     }
     layout = ordered([summed, gradient, Field("long long", "count")])
     sums = summed_gradient(capture)

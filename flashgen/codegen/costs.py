@@ -179,7 +179,7 @@ def backward_cost(
 
     Args:
         role: Role of the kernel: "preprocess", "dkdv", "dq", "postprocess", "postprocess_dk", "postprocess_dv", "sink",
-            or "d_<name>" for a capture.
+            or "dense_<name>" or "d_<name>" for a capture.
         dq_apart: Whether this kernel neither zeroes nor adds to a dQ accumulator: another kernel computes dQ or, for
             "preprocess", the first CTA of a tile stores.
         exact_sums: Whether gradients of captures are summed in fixed point.
@@ -187,7 +187,7 @@ def backward_cost(
         finishes: Whether the kernel converts its accumulator to dQ itself.
         dense: Whether the kernel of a capture computes the gradient from the scores, instead of converting sums.
     """
-    capture = next((each for each in spec.captures if role == f"d_{each.name}"), None)
+    capture = next((each for each in spec.captures if role in (f"d_{each.name}", f"dense_{each.name}")), None)
     if capture is not None and dense:
         return _dense_gradient_cost(spec, capture)
     if capture is not None:

@@ -108,8 +108,8 @@ def backward_header(
     """
     apart = plan is not None and plan.heads_apart
     kind = "dkdv of a head split" if apart and part == "dkdv" else part
-    if part.startswith("d_"):
-        kind = "dense" if plan else "d_"
+    if part.startswith(("d_", "dense_")):
+        kind = "d_" if part.startswith("d_") else "dense"
     which = f"--kernel {part}{' --deterministic' if deterministic else ''}"
     which += " --heads-apart" if apart else ""
     does = _DOES[kind].format("" if dq_apart else ", and dQ" if finishes else ", and accumulates dQ")

@@ -145,10 +145,10 @@ def test_every_width_has_a_kernel_without_atomic_additions(dim: int, target: str
         pytest.skip("sm_75 has no backward of 512 columns")
     spec = fg.AttentionSpec(dim, score=indexed("hqk"))
     kernels = {kernel.role: kernel for kernel in backward_kernels(spec, TARGETS[target]).values()}
-    assert "d_bias" in kernels and not any(
+    assert "dense_bias" in kernels and not any(
         "add_to_gradient" in kernel.source or "atomicAdd" in kernel.source
         for role, kernel in kernels.items()
-        if role == "d_bias" or (role == "dkdv" and target == "sm_90a")
+        if role == "dense_bias" or (role == "dkdv" and target == "sm_90a")
     )
 
 

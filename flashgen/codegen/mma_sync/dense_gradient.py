@@ -29,14 +29,14 @@ from flashgen.codegen.demand import divides_tiles
 from flashgen.codegen.expressions.derivative_text import dense_gradient
 from flashgen.codegen.expressions.row_elements import element_context, paired_elements
 from flashgen.codegen.plan import Checked, shared_memory_problem, too_wide
-from flashgen.codegen.rendered_kernel import RenderedKernel
+from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace
 from flashgen.codegen.shared_memory import FLOAT, Buffer, Extent, SharedMemoryLayout
-from flashgen.codegen.sizes import Sizes
+from flashgen.codegen.sizes import Sizes, ceil_div, maximum, minimum
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import RESERVED_SHARED, WARP, element_sizes, head_extent, value_extent
 from flashgen.codegen.variant import layout_of, variant_of
 from flashgen.dtypes import DTYPES
-from flashgen.language.operations import BATCH, HEAD, KEY, QUERY, Load
+from flashgen.language.operations import BATCH, HEAD, KEY, QUERY, Capture, Load
 from flashgen.language.spec import AttentionSpec
 
 _TEMPLATE = "mma_sync/backward/dense_gradient.cu.jinja"
@@ -98,6 +98,7 @@ class DensePlan(Checked):
 # Smaller tiles fit wide rows and small GPUs. A lane has the products and sums of 32 scores in each.
 _PREFERENCE = (DensePlan(64, 64, 4, 2), DensePlan(64, 64, 4, 1), DensePlan(32, 64, 2, 1), DensePlan(16, 32, 1, 1))
 _REGISTERS = 168  # of a thread, at least
+_WAVES, _MIN_READERS = 4, 4  # waves of CTAs, and heads and sequences of a part
 _TWO_STAGES = 64  # columns up to which two stages leave room for several CTAs
 
 
@@ -119,10 +120,28 @@ def _plan_that_fits(spec: AttentionSpec, target: Target) -> DensePlan | None:
     return replace(plan, blocks=max(min(by_memory, by_registers), 1))
 
 
-def dense_gradient_kernels(
+def parts_of_gradient(capture: Capture) -> str:
+    """Returns the pass's name for the sums of a gradient by parts."""
+    return f"parts of the gradient of {capture.name}"
+
+
+def gradient_parts(spec: AttentionSpec, plan: DensePlan, load: Load, sizes: Sizes) -> Any:
+    """Returns the parts into which the heads and sequences that read an element are divided: 1 if CTAs are many.
+
+    The sums of the parts are stored apart and added by another kernel in a fixed order.
+    """
+    by_head, by_batch = HEAD in load.indices, BATCH in load.indices
+    tiles = ceil_div(sizes.len_q, plan.tile_q) * ceil_div(sizes.len_k, plan.tile_k)
+    tiles = tiles * (sizes.heads_q if by_head else 1) * (sizes.batch if by_batch else 1)
+    readers = maximum((1 if by_head else sizes.heads_q) * (1 if by_batch else sizes.batch), 1)
+    wanted = sizes.multiprocessors * plan.blocks * _WAVES // maximum(tiles, 1)
+    return maximum(minimum(wanted, readers // _MIN_READERS), 1)
+
+
+def dense_gradient_kernel(
     spec: AttentionSpec, target: Target, load: Load, rows: Rows, round_: str | None
-) -> tuple[RenderedKernel, ...]:
-    """Returns the kernel of the gradient of the array that `load` reads; none if the scores do not depend on it.
+) -> RenderedKernel | None:
+    """Returns the kernel of the gradient of the array that `load` reads; None if the scores do not depend on it.
 
     Args:
         load: One of `dense_loads`.
@@ -132,10 +151,12 @@ def dense_gradient_kernels(
     elements = paired_elements(spec)
     gradient = dense_gradient(spec, load, elements)
     if not gradient.gathers:
-        return ()
+        return None
     plan, capture, tiles = choose_dense_plan(spec, target), load.capture, key_range(spec.mask.expression)
     stored = Field(f"{DTYPES[capture.dtype].c_type}*", "gradient", comment=f"gradient of {capture.name}, dense")
-    fields = [*(Field("const Element*", name) for name in ("q", "k", "v", "d_o")), STATISTICS, stored]
+    sums = Field("float*", "sums", comment="(parts, elements): sums of parts; null if there is one")
+    fields = [*(Field("const Element*", name) for name in ("q", "k", "v", "d_o")), STATISTICS, stored, sums]
+    fields += [Field("long long", "count", comment=f"elements of {capture.name}"), *numbers("parts")]
     fields += [*strides("q", "k", "v", "d_o"), *numbers("batch", "heads_q", "len_q", "len_k"), ROWS]
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))
     layout = layout_of(spec, fields, lists=False)
@@ -156,17 +177,22 @@ def dense_gradient_kernels(
         "pairs_of_sequence": not any(each.load.has(BATCH) for each in elements),
         **element_context(elements),
     }
-    others = [field.name for field in layout.fields if field.type.endswith("*") and field.name != "gradient"]
+    parts = partial(gradient_parts, spec, plan, load)
+    sums_of_parts = Workspace(
+        parts_of_gradient(capture),
+        lambda sizes: (parts(sizes),),
+        "float32",
+        of_capture=capture.name,
+        wanted=lambda sizes: parts(sizes) > 1,
+    )
+    pointers = {field.name: field.name for field in layout.fields if field.type.endswith("*")}
     launch: dict[str, Any] = {
-        "grid": partial(_grid, plan),
-        "values": partial(row_values, rows),
-        "pointers": {"gradient": capture_gradient(capture), **{name: name for name in others}},
+        "grid": lambda sizes: (sizes.multiprocessors * plan.blocks, 1, 1),
+        "values": lambda sizes: row_values(rows, sizes) | {"parts": parts(sizes)},
+        "workspaces": (sums_of_parts,),
+        "pointers": pointers | {"gradient": capture_gradient(capture), "sums": sums_of_parts.name},
     }
     block = Block(plan.threads, plan.shared_memory(spec))
     rendering = Rendering(variant_of(spec, elements=elements), suffix=capture.name, template=_TEMPLATE)
-    return (backward_kernel("dense", spec, target, layout, context, block, launch, rendering),)
-
-
-def _grid(plan: DensePlan, sizes: Sizes) -> Any:
-    """Returns the grid: as many CTAs as run at once. They share the tiles of the array, whose sizes are its own."""
-    return sizes.multiprocessors * plan.blocks, 1, 1
+    kernel = backward_kernel("dense", spec, target, layout, context, block, launch, rendering)
+    return replace(kernel, plan=plan)
