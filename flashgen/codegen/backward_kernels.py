@@ -361,6 +361,7 @@ def backward_kernel(
             "layouts": {"shared_constants": shared},
             "mask_alone": is_masked(spec),
             "uniform": None,
+            "pair_elements": (),
         }
         full |= context | {"entry": entry, "header": header}
         return assemble(rendering.template or f"backward/{part}.cu.jinja", full, target, rendering.primitives)

@@ -124,9 +124,21 @@ def paired_elements(spec: AttentionSpec) -> tuple[RowElement, ...]:
     return elements if fits and {elements[0].load} == spec.score.expression.atoms(Load) else ()
 
 
+def paired_mask_elements(spec: AttentionSpec) -> tuple[RowElement, ...]:
+    """Returns the elements of a mask that kernels load in pairs, before the products: of one array, or none.
+
+    They are those of an array of booleans or small integers by query and key, if nothing else is loaded or drawn for
+    each score.
+    """
+    if spec.dropout or (spec.score is not None and spec.score.expression.has(Load)):
+        return ()
+    elements, loads = row_elements(spec.mask.expression), spec.mask.expression.atoms(Load)
+    return elements if len(loads) == len(elements) == 1 and elements[0].bytes <= _TRANSPOSED_BYTES else ()
+
+
 def element_context(elements: tuple[RowElement, ...]) -> dict[str, Any]:
     """Returns the template context of the loads of elements in backward kernels."""
-    return {"element_addresses": [each.address(DEVICE_NAMES) for each in elements]}
+    return {"pair_elements": elements, "element_addresses": [each.address(DEVICE_NAMES) for each in elements]}
 
 
 def transposed_elements(spec: AttentionSpec) -> tuple[RowElement, ...]:

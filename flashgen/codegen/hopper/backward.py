@@ -36,7 +36,6 @@ from flashgen.codegen.batches import batch_of
 from flashgen.codegen.capture_gradient_kernels import capture_kernels, sink_kernels
 from flashgen.codegen.demand import divides_tiles
 from flashgen.codegen.expressions.derivative_text import GatherText, score_gradient
-from flashgen.codegen.expressions.row_elements import element_context, transposed_elements
 from flashgen.codegen.expressions.uniform_text import uniform_text
 from flashgen.codegen.hopper import backward_scheduler
 from flashgen.codegen.hopper.backward_plans import (
@@ -53,7 +52,7 @@ from flashgen.codegen.hopper.wide_plans import HopperWidePlan, choose_hopper_wid
 from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import padded
-from flashgen.codegen.variant import layout_of, variant_of
+from flashgen.codegen.variant import layout_of, with_transposed_pairs
 from flashgen.codegen.varlen import MAP_ROWS
 from flashgen.errors import UnsupportedError
 from flashgen.language.operations import QUERY
@@ -118,8 +117,8 @@ def _dkdv(
     layout = layout_of(spec, _dkdv_fields(spec, plan, dq_apart, deterministic), lists=tiles is None)
     context = _keys_context(spec, plan, layout, deterministic)
     context |= backward_scheduler.scheduler_context(spec, plan, dq_apart)
-    elements = transposed_elements(spec)
-    context |= element_context(elements) | {"gradient": score_gradient(spec, elements=elements)}
+    variant, of_pairs = with_transposed_pairs(spec)
+    context |= of_pairs
     context |= _pipeline_context(spec, plan, dq_apart)
     context |= _epilogue_context(spec, plan, dq_apart)
     context |= {"mask_alone": _mask_alone(spec, deterministic), "deterministic": deterministic}
@@ -134,9 +133,7 @@ def _dkdv(
         "shared_forms": list(dict.fromkeys([(plan.tile_q, "false"), *dq_forms])),
         "register_forms": [(width, "true") for width in widths],
     }
-    rendering = Rendering(
-        variant_of(spec, elements=elements), template=_DKDV, primitives=primitives, optional=_OPTIONAL
-    )
+    rendering = Rendering(variant, template=_DKDV, primitives=primitives, optional=_OPTIONAL)
     block = Block(plan.threads, plan.shared_memory(spec, dq_apart))
     return backward_kernel("dkdv", spec, target, layout, context, block, launch, rendering)
 

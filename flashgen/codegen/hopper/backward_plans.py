@@ -12,6 +12,7 @@ from flashgen.analysis.closed_forms.tile_ranges import query_range
 from flashgen.analysis.derivatives import gathers
 from flashgen.codegen.demand import Weight, demand_of, is_clipped
 from flashgen.codegen.expressions.derivative_text import score_gradient
+from flashgen.codegen.expressions.row_elements import paired_mask_elements, transposed_elements
 from flashgen.codegen.hopper.barriers import key_barriers
 from flashgen.codegen.hopper.batch_traits import batch_traits
 from flashgen.codegen.hopper.plans import WARPGROUP, swizzled_columns
@@ -237,6 +238,8 @@ _NARROW_DIM = 64
 # The fastest plans measured on an H200 with 16384 tokens in bfloat16. None of them spills.
 _NARROW = HopperBackwardPlan(128, early_scores=False)
 _HEAVY = HopperBackwardPlan(64, early_scores=False, finish_apart=True)
+_PAIRS = HopperBackwardPlan(64, finish_apart=True)  # for elements of captured arrays that are loaded in pairs
+_NARROW_PAIRS = 32  # columns beside which 128 queries leave registers for pairs
 _FULL, _MASKED = HopperBackwardPlan(64), HopperBackwardPlan(64, stages=3)
 
 
@@ -254,6 +257,8 @@ def choose_hopper_backward_plan(
     loads |= demand.weight == Weight.LOADING and not demand.mask_axes and (deterministic or _reads_many(spec))
     preferred: tuple[HopperBackwardPlan, ...] = (_HEAVY,) if loads else (plain, _FULL)
     preferred = (_NARROW, *preferred) if narrow and not loads else preferred
+    if transposed_elements(spec) or paired_mask_elements(spec):
+        preferred = (_NARROW, _PAIRS) if spec.max_dim <= _NARROW_PAIRS and takes_two_steps(spec) else (_PAIRS,)
     # These need every register: a short derivative of the score beside the most accumulators, or global positions of a
     # sharded call beside random bits and scores.
     crowded = has_slope(spec) and not demand.long_score and plain.registers(spec) > _CROWDED

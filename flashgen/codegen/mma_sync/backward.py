@@ -29,7 +29,6 @@ from flashgen.codegen.batches import batch_of
 from flashgen.codegen.capture_gradient_kernels import capture_kernels, sink_kernels
 from flashgen.codegen.demand import divides_tiles
 from flashgen.codegen.expressions.derivative_text import score_gradient
-from flashgen.codegen.expressions.row_elements import element_context, transposed_elements
 from flashgen.codegen.expressions.uniform_text import uniform_text
 from flashgen.codegen.mma_sync.backward_plans import (
     BackwardPlan,
@@ -40,7 +39,7 @@ from flashgen.codegen.mma_sync.backward_plans import (
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import padded_output_gradient
-from flashgen.codegen.variant import layout_of, variant_of
+from flashgen.codegen.variant import layout_of, with_transposed_pairs
 from flashgen.errors import UnsupportedError
 from flashgen.language.operations import QUERY
 from flashgen.language.spec import AttentionSpec
@@ -95,8 +94,8 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
     gradients = [f"d{name}" for name in spec.inputs if name != "q"]
     fields += [gradient_field(spec, name) for name in gradients]
     fields += strides(*spec.inputs, "d_o", *gradients)
-    elements = transposed_elements(spec)
-    gradient = score_gradient(spec, elements=elements)
+    variant, of_pairs = with_transposed_pairs(spec)
+    gradient = of_pairs["gradient"]
     gathers = gradient.gathers if gradient else ()
     sums = "long long*" if deterministic else "float*"
     fields += [Field(sums, f"d_{member}") for member in dict.fromkeys(gather.member for gather in gathers)]
@@ -111,17 +110,16 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
         "vector_reductions": target.vector_reductions,
         "divides_columns": divides_tiles(spec, plan.tile_q, QUERY),
         "uniform": uniform_text(spec),
-        "gradient": gradient,
         "gathers": gathers,
         "exact_sums": deterministic,
         "limbs": EXACT_LIMBS,
         "query_tiles": visited_tiles(spec, tiles, "BackwardDkdvArguments", queries=True),
-        **element_context(elements),
+        **of_pairs,
     }
     context |= varlen_context(spec, "BackwardDkdvArguments", layout, plan.tile_q, "kTileK", of_keys=True)
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
     launch["grid"] = partial(batch_of(spec).key_grid, plan.tile_k)
-    block, rendering = Block(plan.threads, shared), Rendering(variant_of(spec, elements=elements), template=_KEYS)
+    block, rendering = Block(plan.threads, shared), Rendering(variant, template=_KEYS)
     return backward_kernel("dkdv", spec, target, layout, context, block, launch, rendering)
 
 

@@ -48,6 +48,7 @@ class DensePlan(Checked):
     """The plan of the kernel: a CTA has tiles of tile_q x tile_k elements of the array, and each warp some queries.
 
     Attributes:
+        split: warps that share the same queries, each with a part of the keys.
         stages: tiles of Q, K, V and dO in shared memory: those of a head, and with two also those of the next one.
         blocks: CTAs that fit on an SM at once.
     """
@@ -55,6 +56,7 @@ class DensePlan(Checked):
     tile_q: int
     tile_k: int
     warps: int
+    split: int
     stages: int
     blocks: int = 1
     heads_apart: ClassVar[bool] = False
@@ -84,8 +86,8 @@ class DensePlan(Checked):
     def summary(self, shared_bytes: int) -> str:
         """Returns the line that the kernel's header has about the plan."""
         return (
-            f"{self.tile_q} queries x {self.tile_k} keys, {self.warps} warps, {self.stages} stage(s), {self.blocks} "
-            f"block(s) per multiprocessor, {shared_bytes} bytes of shared memory"
+            f"{self.tile_q} queries x {self.tile_k} keys, {self.warps} warps, {self.split} of which share queries, "
+            f"{self.stages} stage(s), {self.blocks} block(s) per multiprocessor, {shared_bytes} bytes of shared memory"
         )
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
@@ -95,11 +97,16 @@ class DensePlan(Checked):
         return shared_memory_problem(self.shared_bytes(spec), target, "take smaller tiles or fewer stages")
 
 
-# Smaller tiles fit wide rows and small GPUs. A lane has the products and sums of 32 scores in each.
-_PREFERENCE = (DensePlan(64, 64, 4, 2), DensePlan(64, 64, 4, 1), DensePlan(32, 64, 2, 1), DensePlan(16, 32, 1, 1))
-_REGISTERS = 168  # of a thread, at least
+# Large tiles read Q, K, V and dO seldom; smaller ones fit wide rows and small GPUs. A lane has the sums of 32 scores.
+_PREFERENCE = (
+    DensePlan(128, 128, 16, 2, 2),
+    DensePlan(128, 128, 16, 2, 1),
+    DensePlan(64, 64, 4, 1, 1),
+    DensePlan(32, 64, 2, 1, 1),
+    DensePlan(16, 32, 1, 1, 1),
+)
+_REGISTERS = 128  # of a thread, at least
 _WAVES, _MIN_READERS = 4, 4  # waves of CTAs, and heads and sequences of a part
-_TWO_STAGES = 64  # columns up to which two stages leave room for several CTAs
 
 
 def choose_dense_plan(spec: AttentionSpec, target: Target) -> DensePlan:
@@ -111,8 +118,7 @@ def choose_dense_plan(spec: AttentionSpec, target: Target) -> DensePlan:
 
 
 def _plan_that_fits(spec: AttentionSpec, target: Target) -> DensePlan | None:
-    plans = [plan for plan in _PREFERENCE if plan.stages == 1 or spec.max_dim <= _TWO_STAGES]
-    plan = next((plan for plan in plans if plan.problem(spec, target) is None), None)
+    plan = next((plan for plan in _PREFERENCE if plan.problem(spec, target) is None), None)
     if plan is None:
         return None
     by_memory = target.shared_per_multiprocessor // (plan.shared_bytes(spec) + RESERVED_SHARED)
