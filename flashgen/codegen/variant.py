@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -48,13 +48,19 @@ class ArrayText:
 
 @dataclass(frozen=True)
 class Variant:
-    """The text that varies between specs. Backward kernels have `gradient` instead of `score`."""
+    """The text that varies between specs. Backward kernels have `gradient` instead of `score`.
+
+    Attributes:
+        elements: The elements that are loaded in pairs.
+        in_pairs_alone: Whether their arrays are read in no other way.
+    """
 
     score: FunctionText | None
     mask: FunctionText | None
     arrays: tuple[ArrayText, ...]
     gradient: ScoreGradient | None = None
     elements: tuple[RowElement, ...] = ()
+    in_pairs_alone: bool = False
 
     @property
     def paired(self) -> tuple[RowElement, ...]:
@@ -116,11 +122,24 @@ def variant_of(
     return Variant(score_text, mask_text, arrays, elements=elements + mask_elements)
 
 
+def with_pairs(
+    spec: AttentionSpec,
+    gradient: ScoreGradient | None,
+    elements: tuple[RowElement, ...],
+    mask_elements: tuple[RowElement, ...] = (),
+) -> Variant:
+    """Returns the texts of a backward kernel that loads elements in pairs."""
+    paired = elements + mask_elements
+    alone = not any(gradient and gradient.loads(each.capture.name) for each in paired)
+    return replace(variant_of(spec, elements=elements, mask_elements=mask_elements), in_pairs_alone=alone)
+
+
 def with_transposed_pairs(spec: AttentionSpec) -> tuple[Variant, dict[str, Any]]:
     """Returns the texts of a kernel with a row of scores for each key, and the template context of the loaded pairs."""
     of_score, of_mask = transposed_elements(spec), paired_mask_elements(spec)
-    variant = variant_of(spec, elements=of_score, mask_elements=of_mask)
-    context = element_context(of_score + of_mask) | {"gradient": score_gradient(spec, elements=of_score)}
+    gradient = score_gradient(spec, elements=of_score)
+    variant = with_pairs(spec, gradient, of_score, of_mask)
+    context = element_context(of_score + of_mask) | {"gradient": gradient}
     if variant.mask:
         context["mask_call"] = variant.mask.call(elements=(each.of_pair for each in of_mask))
     return variant, context

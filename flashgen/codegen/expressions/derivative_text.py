@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import sympy
@@ -101,12 +101,20 @@ class ScoreGradient:
             is 1.
         gathers: The elements with a gradient that the kernel sums, without those on which the score does not depend.
         elements: The elements that score_mod takes as parameters, instead of loading them.
+        by_tiles: Whether the kernel owns tiles of the array that is gathered, and so needs no offsets of elements.
     """
 
     function: FunctionText
     slope: str | None
     gathers: tuple[GatherText, ...]
     elements: tuple[RowElement, ...] = ()
+    by_tiles: bool = False
+
+    def loads(self, capture: str) -> bool:
+        """Whether the functions of the gathers load elements of a captured array, given by name."""
+        functions = [function for gather in self.gathers for function in (gather.offset, gather.factor) if function]
+        texts = [text for function in functions for text in (*function.declarations, *function.texts)]
+        return any(f"load_{capture}(" in text for text in texts)
 
     def call(self, product: str, slope: str, names: Names = DEVICE_NAMES) -> str:
         """Returns a call that gives the modified score and sets the variable `slope`, unless the slope is 1."""
@@ -134,7 +142,7 @@ def dense_gradient(spec: AttentionSpec, load: Load, elements: tuple[RowElement, 
     """Returns the texts for the kernel of the gradient of one of `dense_loads`."""
     gradient = _score_gradient(spec, [load], elements)
     assert gradient, "only a score function has dense loads"
-    return gradient
+    return replace(gradient, by_tiles=True)
 
 
 def _score_gradient(

@@ -34,7 +34,7 @@ from flashgen.codegen.shared_memory import FLOAT, Buffer, Extent, SharedMemoryLa
 from flashgen.codegen.sizes import Sizes, ceil_div, maximum, minimum
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import RESERVED_SHARED, WARP, element_sizes, head_extent, value_extent
-from flashgen.codegen.variant import layout_of, variant_of
+from flashgen.codegen.variant import layout_of, with_pairs
 from flashgen.dtypes import DTYPES
 from flashgen.language.operations import BATCH, HEAD, KEY, QUERY, Capture, Load
 from flashgen.language.spec import AttentionSpec
@@ -199,6 +199,6 @@ def dense_gradient_kernel(
         "pointers": pointers | {"gradient": capture_gradient(capture), "sums": sums_of_parts.name},
     }
     block = Block(plan.threads, plan.shared_memory(spec))
-    rendering = Rendering(variant_of(spec, elements=elements), suffix=capture.name, template=_TEMPLATE)
+    rendering = Rendering(with_pairs(spec, gradient, elements), suffix=capture.name, template=_TEMPLATE)
     kernel = backward_kernel("dense", spec, target, layout, context, block, launch, rendering)
     return replace(kernel, plan=plan)
