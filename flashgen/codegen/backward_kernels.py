@@ -12,7 +12,7 @@ the order of FlashAttention-2 (Dao 2023, algorithm 2). With dS = P * (dP - D), D
                   block loops over the keys of a tile of queries, and recomputes S and dP for dQ alone
 
 The families render dkdv and dq by `backward_kernel`. capture_gradient_kernels.py renders the gradients of sinks and of
-captured arrays.
+captured arrays: a kernel dense_<name> computes that of an array by query and key.
 """
 
 from __future__ import annotations

@@ -53,8 +53,7 @@ def render_mma_sync_backward(
 ) -> tuple[RenderedKernel, ...]:
     """Returns the backward kernels of a spec on a target, in launch order.
 
-    They are the kernels that codegen/backward_kernels.py lists, and for each captured array whose accumulator needs a
-    conversion to its gradient a kernel with the role "d_" plus the name of the array.
+    They are the kernels that codegen/backward_kernels.py lists, and those of the gradients of captured arrays.
 
     Args:
         plan: the plan of the kernel `keys`, which computes dK and dV; None for the default plan.
