@@ -479,7 +479,7 @@ FAULTS = [
         ("elements of another head", "dense", r"work\.head != head_of_pairs", "head_of_pairs < -1"),
         ("pairs not exchanged", "pairs", r"\n  transpose_pairs\(pairs\);"),
         ("the first of each pair", "pairs", r"element0\[n / 2\], n % 2", "element0[n / 2], 0"),
-        ("pairs of the first query", "pairs", r"(- lane % 4 \* 2 \+ lane / 4) \+ Scores::column\(Scores::pair\(0, j\)\)", r"\1"),
+        ("pairs of the first query", "pairs", r"(\+ lane / 4) \+ Scores::column\(Scores::pair\(0, j\)\)", r"\1"),
     ]),
     *caught_by(BACKWARD, [OVERFLOW], [
         ("words beyond the array", "pairs", r"first_key \+ kTileK > arguments\.dense_size\[2\] \|\| "),
