@@ -472,7 +472,7 @@ FAULTS = [
         ("missing barrier of complete sums", "dense", rf"{BARRIER}(   // the tile of sums is complete)", r"\1"),
     ]),
     *caught_by(BACKWARD, [LATE_COPIES], [
-        ("missing wait for the tiles of a head", "dense", r"copy_async_wait<1>\(\);"),
+        ("missing wait for the tiles of a head", "dense", r"copy_async_wait<0>\(\);"),
     ]),
     *caught_by(BACKWARD, [WRONG], [
         ("the first sequence for all", "dense", r"own\.first_batch \+ number % own\.sequences", "own.first_batch"),

@@ -48,37 +48,40 @@ class DensePlan(Checked):
     """The plan of the kernel: a CTA has tiles of tile_q x tile_k elements of the array, and each warp some queries.
 
     Attributes:
-        split: warps that share the same queries, each with a part of the keys.
-        stages: tiles of Q, K, V and dO in shared memory: those of a head, and with two also those of the next one.
+        part_k: keys of which a warp computes scores at once.
         blocks: CTAs that fit on an SM at once.
     """
 
     tile_q: int
     tile_k: int
     warps: int
-    split: int
-    stages: int
+    part_k: int
     blocks: int = 1
     heads_apart: ClassVar[bool] = False
     persistent: ClassVar[bool] = True
+
+    @property
+    def loads_apart(self) -> bool:
+        """Whether a quarter of the threads loads each of Q, K, dO and V, which takes few registers."""
+        return self.part_k < self.tile_k
 
     @property
     def threads(self) -> int:
         return self.warps * WARP
 
     def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
-        """Returns the layout: sums of the edges of the array, and the stages of Q, dO, K and V, which sums overlay."""
+        """Returns the layout: sums of the edges of the array, and Q, dO, K and V of a head, which sums overlay."""
         element, _ = element_sizes(spec)
         queries, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
-        stages, pitch = Extent("kStages", self.stages), Extent("kPitch", self.tile_k + 8)
+        pitch = Extent("kPitch", self.tile_k + 8)
         return SharedMemoryLayout(
             (
                 Buffer("LastRow", "sums of the last row", (keys,), FLOAT),
                 Buffer("LastColumn", "sums of the last column", (queries,), FLOAT),
-                Buffer("Query", "Q", (queries, head_extent(spec)), element, copies=stages),
-                Buffer("Output", "dO", (queries, value_extent(spec)), element, copies=stages),
-                Buffer("Key", "K", (keys, head_extent(spec)), element, copies=stages),
-                Buffer("Value", "V", (keys, value_extent(spec)), element, copies=stages),
+                Buffer("Query", "Q", (queries, head_extent(spec)), element),
+                Buffer("Output", "dO", (queries, value_extent(spec)), element),
+                Buffer("Key", "K", (keys, head_extent(spec)), element),
+                Buffer("Value", "V", (keys, value_extent(spec)), element),
                 Buffer("Sum", "sums of a tile", (queries, pitch), FLOAT, overlays="Query"),
             )
         )
@@ -86,28 +89,22 @@ class DensePlan(Checked):
     def summary(self, shared_bytes: int) -> str:
         """Returns the line that the kernel's header has about the plan."""
         return (
-            f"{self.tile_q} queries x {self.tile_k} keys, {self.warps} warps, {self.split} of which share queries, "
-            f"{self.stages} stage(s), {self.blocks} block(s) per multiprocessor, {shared_bytes} bytes of shared memory"
+            f"{self.tile_q} queries x {self.tile_k} keys, {self.warps} warps, {self.part_k} keys at once, "
+            f"{self.blocks} block(s) per multiprocessor, {shared_bytes} bytes of shared memory"
         )
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Returns why the plan does not fit the spec or the target; None if it does."""
-        if self.stages == 2 and not target.asynchronous_copies:
-            return f"stages=2 needs asynchronous copies, which {target.name} has not"
-        return shared_memory_problem(self.shared_bytes(spec), target, "take smaller tiles or fewer stages")
+        return shared_memory_problem(self.shared_bytes(spec), target, "take smaller tiles")
 
 
-# Several small CTAs on an SM overlap their loads and products: on an H200, (64, 64, 4, 1, 2) takes 0.88 of the time of
-# (128, 128, 16, 2, 2) at head dim 64, although it reads Q, K, V and dO twice as often. The others fit wide rows and
-# small GPUs.
-_PREFERENCE = (
-    DensePlan(64, 64, 4, 1, 2),
-    DensePlan(64, 64, 4, 1, 1),
-    DensePlan(32, 64, 2, 1, 1),
-    DensePlan(16, 32, 1, 1, 1),
-)
-_REGISTERS = 168  # of a thread, at least
-_TWO_STAGES = 64  # columns up to which two stages leave room for several CTAs
+# Several small CTAs on an SM overlap their loads and products. On an H200, one CTA of 128 x 128 elements takes 1.18
+# times as long at head dim 64, and two stages take 1.07 times as long. At 128 columns, parts of 32 keys take 1.2 times
+# as long, because they read Q and dO twice.
+_NARROW, _WIDE = DensePlan(64, 64, 4, 32), DensePlan(64, 64, 4, 64)
+_SMALLER = (DensePlan(32, 64, 2, 32), DensePlan(16, 32, 1, 32))  # for wide rows and small GPUs
+_NARROW_COLUMNS = 64
+_REGISTERS, _NARROWEST_REGISTERS = 168, 128  # of a thread, at least; up to 32 columns
 _WAVES, _MIN_READERS = 4, 4  # waves of CTAs, and heads and sequences of a part
 
 
@@ -120,12 +117,13 @@ def choose_dense_plan(spec: AttentionSpec, target: Target) -> DensePlan:
 
 
 def _plan_that_fits(spec: AttentionSpec, target: Target) -> DensePlan | None:
-    plans = [plan for plan in _PREFERENCE if plan.stages == 1 or spec.max_dim <= _TWO_STAGES]
-    plan = next((plan for plan in plans if plan.problem(spec, target) is None), None)
+    preferred = _NARROW if spec.max_dim <= _NARROW_COLUMNS else _WIDE
+    plan = next((plan for plan in (preferred, *_SMALLER) if plan.problem(spec, target) is None), None)
     if plan is None:
         return None
     by_memory = target.shared_per_multiprocessor // (plan.shared_bytes(spec) + RESERVED_SHARED)
-    by_registers = target.registers_per_multiprocessor // (plan.threads * _REGISTERS)
+    registers = _NARROWEST_REGISTERS if spec.max_dim <= _NARROW_COLUMNS // 2 else _REGISTERS
+    by_registers = target.registers_per_multiprocessor // (plan.threads * registers)
     return replace(plan, blocks=max(min(by_memory, by_registers), 1))
 
 
