@@ -65,9 +65,9 @@ class BuiltStages:
         return PreparedStages(stages, workspace, max((stage.launch.counts for stage in stages), default=0))
 
     def _launch_of(self, kernel: RenderedKernel, problem: Problem, captured: Mapping[str, View]) -> Launch:
-        for space in kernel.workspaces:
-            if space.of_capture:
-                problem = replace(problem, count=math.prod(captured[space.of_capture].shape))
+        for name in (kernel.counts_elements, *(space.of_capture for space in kernel.workspaces)):
+            if name:
+                problem = replace(problem, count=math.prod(captured[name].shape))
         return launch_of(kernel, self.spec, problem, captured)
 
     def launch(
@@ -92,5 +92,7 @@ class BuiltStages:
                 operands.update(lists[role])
             stage_operands = operands
             if pointers:  # the struct has names of its own
-                stage_operands = type(operands)({member: operands[name] for member, name in pointers.items()})
+                stage_operands = type(operands)(
+                    {member: operands[name] for member, name in pointers.items() if name in operands}
+                )
             runner.launch(launch, stage_operands, numbers, place)

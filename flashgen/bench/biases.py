@@ -1,4 +1,4 @@
-"""Measures dense biases, one number for each score: `flashgen bench biases`."""
+"""Measures arrays with a number or a boolean for each score: `flashgen bench biases`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ _BACKENDS = {**SDPA_BACKENDS, "EFFICIENT": "EFFICIENT_ATTENTION"}
 
 @dataclass(frozen=True)
 class BiasCase:
-    """The sizes of a call with a bias (heads, length, length) that all sequences share, and that has a gradient.
+    """The sizes of a call with an array for each score.
 
-    In triangle attention of protein models the rows of the pair representation are the batch.
+    It is a bias (heads, length, length) that all sequences share, and that has a gradient; or with `masks` a boolean
+    mask (batch, 1, length, length). In triangle attention of protein models the rows of the pair representation are the
+    batch.
     """
 
     name: str
@@ -31,6 +33,7 @@ class BiasCase:
     heads: int
     length: int
     head_dim: int
+    masks: bool = False
 
 
 BIAS_CASES = (
@@ -39,7 +42,11 @@ BIAS_CASES = (
     BiasCase("2 x 4096, dim 128", 2, 16, 4096, 128),
     BiasCase("64 x 256, dim 32", 64, 16, 256, 32),
     *(BiasCase(f"triangle {length}", length, 4, length, 32) for length in (256, 512, 768)),
+    BiasCase("mask 2 x 2048, dim 64", 2, 16, 2048, 64, masks=True),
+    BiasCase("mask 2 x 4096, dim 64", 2, 16, 4096, 64, masks=True),
+    BiasCase("mask 2 x 4096, dim 128", 2, 16, 4096, 128, masks=True),
 )
+_KEPT = 0.8  # of the scores, at random, so that a mask decides about every score
 
 
 @dataclass(frozen=True)
@@ -79,26 +86,35 @@ def bias_spec(head_dim: int, dtype: str) -> AttentionSpec:
     return AttentionSpec(head_dim, dtype, score=lambda score, b, h, q, k: score + bias[h, q, k])
 
 
+def mask_spec(head_dim: int, dtype: str) -> AttentionSpec:
+    """Returns the spec of a mask that is a captured array of booleans."""
+    mask = captures.Tensor("mask", "bool", 4)
+    return AttentionSpec(head_dim, dtype, mask=lambda b, h, q, k: mask[b, h, q, k])
+
+
 def _measure(case: BiasCase, peers: Sequence[str], timed: Timed, dtype: str, target: str | None) -> BiasRow:
     import torch
 
-    spec = bias_spec(case.head_dim, dtype)
+    spec = (mask_spec if case.masks else bias_spec)(case.head_dim, dtype)
     arrays = inputs(Case(spec, case.length, case.batch, case.heads))
-    shape = (case.heads, case.length, case.length)
-    bias = torch.randn(shape, device="cuda", dtype=getattr(torch, dtype))
+    if case.masks:
+        captured = {"mask": torch.rand((case.batch, 1, case.length, case.length), device="cuda") < _KEPT}
+    else:
+        shape = (case.heads, case.length, case.length)
+        captured = {"bias": torch.randn(shape, device="cuda", dtype=getattr(torch, dtype))}
     attention = compile(spec, target)
-    runs: dict[str, Run] = {"flashgen": ours(attention, timed, arrays, {"bias": bias})}
+    runs: dict[str, Run] = {"flashgen": ours(attention, timed, arrays, captured)}
     for name in peers:
-        run = _peer(name, spec, timed, arrays, bias)
+        run = _peer(name, spec, timed, arrays, captured)
         if run is not None:
             runs[name] = run
     return BiasRow(case.name, attention.target.name, timed, medians_ms(runs))
 
 
-def _peer(name: str, spec: AttentionSpec, timed: Timed, arrays: Any, bias: Any) -> Run | None:
-    """Returns a run of a peer of BIAS_PEERS; None if it fails. With a backward the bias has a gradient."""
+def _peer(name: str, spec: AttentionSpec, timed: Timed, arrays: Any, captured: dict[str, Any]) -> Run | None:
+    """Returns a run of a peer of BIAS_PEERS; None if it fails. With a backward a bias has a gradient."""
     if name == "Flex":
-        found = flex(spec, timed, arrays, {"bias": bias})
+        found = flex(spec, timed, arrays, captured)
         return found.run if found else None
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -106,8 +122,10 @@ def _peer(name: str, spec: AttentionSpec, timed: Timed, arrays: Any, bias: Any) 
     *rows, d_out = arrays
     backend = getattr(SDPBackend, _BACKENDS[name])
 
-    def forward(q: Any, k: Any, v: Any, own: Any) -> Any:
+    def forward(q: Any, k: Any, v: Any, *bias: Any) -> Any:
+        mask = bias[0][None] if bias else captured["mask"]
         with sdpa_kernel(backend):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=own[None], scale=spec.scale)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale)
 
-    return differentiated(forward, timed, (*rows, bias), d_out)
+    learned = [captured["bias"]] if "bias" in captured else []
+    return differentiated(forward, timed, (*rows, *learned), d_out)

@@ -174,10 +174,10 @@ def biases(
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Measure a bias of each score, bfloat16 and shared by the batch, as in triangle attention of protein models.
+    """Measure a bias or a boolean mask with an element for each score, as in triangle attention of protein models.
 
-    Peers are torch's SDPA with the bias as its attn_mask, by the backends cuDNN and EFFICIENT, and FlexAttention. In
-    the backward the bias has a gradient.
+    A bias is bfloat16 and shared by the batch, a mask is shared by the heads. Peers are torch's SDPA with the array as
+    its attn_mask, by the backends cuDNN and EFFICIENT, and FlexAttention. In the backward the bias has a gradient.
     """
     require_gpu()
     from flashgen import bench

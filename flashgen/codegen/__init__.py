@@ -23,11 +23,11 @@ environment          the Jinja environment, and the primitives that a text calls
 source_text          parses entry points, argument struct and constants from a kernel's text
 forward_kernel       contexts and records of the forward kernels of all families
 backward_kernels     the same for the backward, with its preprocess and postprocess kernels
-capture_gradient_kernels  the gradients of captured arrays and sinks from their sums
+capture_gradient_kernels  the kernels that finish the gradients of captured arrays and sinks
 batches              the batch layouts: members of argument structs, grids, workspaces, axes of tensor maps
 varlen               the additions for varlen kernels: how a CTA finds its sequence
 tile_list_kernel     the kernel that builds tile lists
 merge_kernel         the kernel of merge_states; append_kernel: that of append_kv
-mma_sync/, hopper/   plans and renderers of a family; mma_sync/ has the decode and mixed-batch kernels for all targets,
-                     and what the decode kernel of hopper/ shares with them: splits, stream_k, merge_splits
+mma_sync/, hopper/   plans and renderers of a family; mma_sync/ has the kernels of decode, of mixed batches and of dense
+                     gradients for all targets, and what the decode of hopper/ shares with them (splits, ...)
 """

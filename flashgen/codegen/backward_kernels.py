@@ -12,7 +12,7 @@ the order of FlashAttention-2 (Dao 2023, algorithm 2). With dS = P * (dP - D), D
                   block loops over the keys of a tile of queries, and recomputes S and dP for dQ alone
 
 The families render dkdv and dq by `backward_kernel`. capture_gradient_kernels.py renders the gradients of sinks and of
-captured arrays.
+captured arrays: a kernel dense_<name> computes that of an array by query and key.
 """
 
 from __future__ import annotations
@@ -346,11 +346,11 @@ def backward_kernel(
     suffix, shared, variant = rendering.suffix, block.shared, rendering.variant or variant_of(spec)
     struct = f"Backward{part.title()}Arguments"
     entry = entry_name(f"attention_backward_{part}{suffix and f'_{suffix}'}", spec)
-    role = (f"postprocess_{suffix}" if part == "postprocess" else f"d_{suffix}") if suffix else part
+    role = f"{'d' if part == 'capture' else part}_{suffix}" if suffix else part
     plan, dq_apart = context.get("plan"), context.get("dq_apart", False)
     finishes = part == "dkdv" and context.get("converts_dq", False)
     exact_sums, columns = context.get("exact_sums", False), context.get("head_padded", 0)
-    cost = backward_cost(role, spec, dq_apart, exact_sums, columns, finishes)
+    cost = backward_cost(role, spec, dq_apart, exact_sums, columns, finishes, dense=part == "dense")
     facts = (shared.total_bytes, cost, context["deterministic"], dq_apart, finishes)
     header = backward_header(role, spec, target, plan, *facts)
 
@@ -361,6 +361,7 @@ def backward_kernel(
             "layouts": {"shared_constants": shared},
             "mask_alone": is_masked(spec),
             "uniform": None,
+            "pair_elements": (),
         }
         full |= context | {"entry": entry, "header": header}
         return assemble(rendering.template or f"backward/{part}.cu.jinja", full, target, rendering.primitives)

@@ -27,25 +27,37 @@ from flashgen.codegen.backward_kernels import (
     row_values,
 )
 from flashgen.codegen.batches import batch_of
+from flashgen.codegen.expressions.row_elements import dense_loads
+from flashgen.codegen.mma_sync.dense_gradient import dense_gradient_kernel, gradient_parts, parts_of_gradient
 from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace
 from flashgen.codegen.shared_memory import slot_per_warp
-from flashgen.codegen.sizes import ceil_div
+from flashgen.codegen.sizes import ceil_div, minimum
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import WARP
 from flashgen.codegen.variant import variant_of
 from flashgen.dtypes import DTYPES
-from flashgen.language.operations import Capture
+from flashgen.language.operations import Capture, Load
 from flashgen.language.spec import AttentionSpec
 
 _CAPTURE_THREADS = 256
 _SINK_THREADS = 1024
 
 
-def capture_kernels(spec: AttentionSpec, target: Target, deterministic: bool) -> tuple[RenderedKernel, ...]:
-    """Renders a kernel per captured array that converts sums to its gradient; float32 sums of float32 need none."""
-    learned = [capture for capture in spec.captures if capture.grad and capture != spec.sink]
-    summed = [capture for capture in learned if deterministic or capture.dtype != "float32"]
-    return tuple(_capture(spec, target, capture, deterministic) for capture in summed)
+def capture_kernels(spec: AttentionSpec, target: Target, rows: Rows, deterministic: bool) -> tuple[RenderedKernel, ...]:
+    """Renders a kernel for each captured array whose gradient the kernel of dK and dV does not complete.
+
+    It computes the gradient of a dense array. Of another array it converts the sums; float32 sums of float32 need none.
+    """
+    kernels: list[RenderedKernel] = []
+    dense = {load.capture: load for load in dense_loads(spec)}
+    for capture in spec.captures:
+        if not capture.grad or capture == spec.sink:
+            continue
+        if capture in dense:
+            kernels += _dense(spec, target, dense[capture], rows)
+        elif deterministic or capture.dtype != "float32":
+            kernels.append(_capture(spec, target, capture, deterministic))
+    return tuple(kernels)
 
 
 def sink_kernels(spec: AttentionSpec, target: Target, rows: Rows) -> tuple[RenderedKernel, ...]:
@@ -53,13 +65,11 @@ def sink_kernels(spec: AttentionSpec, target: Target, rows: Rows) -> tuple[Rende
     capture = spec.sink
     if capture is None or not capture.grad:
         return ()
-    gradient = Field(
-        f"{DTYPES[capture.dtype].c_type}*", "gradient", comment=f"gradient of {capture.name}, {capture.dtype}"
-    )
+    gradient = _gradient_field(capture)
     sizes = numbers(*batch_of(spec).outer_sizes)
     layout = ordered([STATISTICS, gradient, *sizes, ROWS, *capture_fields((capture,))])
     context: dict[str, Any] = {"deterministic": False, "threads": _SINK_THREADS}
-    context |= {"sink": f"load_{capture.name}", "round": _rounding(capture)}
+    context |= {"sink": f"load_{capture.name}", "round": rounding(capture)}
     launch: dict[str, Any] = {
         "grid": lambda sizes: (sizes.heads_q, 1, 1),
         "values": partial(row_values, rows),
@@ -76,23 +86,46 @@ def sink_kernels(spec: AttentionSpec, target: Target, rows: Rows) -> tuple[Rende
     return (backward_kernel("sink", spec, target, layout, context, block, launch, Rendering(arrays)),)
 
 
-def _rounding(capture: Capture) -> str | None:
+def rounding(capture: Capture) -> str | None:
     """Returns the primitive that rounds a gradient to the dtype of the captured array; None for float32."""
     dtype = DTYPES[capture.dtype]
     return dtype.pack if dtype.suffix else None
 
 
+def _dense(spec: AttentionSpec, target: Target, load: Load, rows: Rows) -> list[RenderedKernel]:
+    """Returns the kernel of a dense gradient, and the one that adds its parts, if the call has several."""
+    capture = load.capture
+    kernel = dense_gradient_kernel(spec, target, load, rows, rounding(capture))
+    if kernel is None:
+        return []
+    fields = [Field("const float*", "sums"), _gradient_field(capture), Field("long long", "count"), *numbers("parts")]
+    parts = partial(gradient_parts, spec, kernel.plan, load)
+    launch: dict[str, Any] = {
+        "grid": lambda sizes: (ceil_div(sizes.count, _CAPTURE_THREADS) * minimum(parts(sizes) - 1, 1), 1, 1),
+        "values": lambda sizes: {"parts": parts(sizes)},
+        "pointers": {"sums": parts_of_gradient(capture), "gradient": capture_gradient(capture)},
+        "counts_elements": capture.name,
+    }
+    context: dict[str, Any] = {"deterministic": False, "exact_sums": False, "threads": _CAPTURE_THREADS}
+    context |= {"round": rounding(capture), "parts": True}
+    block, rendering = Block(_CAPTURE_THREADS), Rendering(NO_VARIANT, suffix=capture.name)
+    return [kernel, backward_kernel("capture", spec, target, ordered(fields), context, block, launch, rendering)]
+
+
+def _gradient_field(capture: Capture) -> Field:
+    return Field(f"{DTYPES[capture.dtype].c_type}*", "gradient", comment=f"gradient of {capture.name}, {capture.dtype}")
+
+
 def _capture(spec: AttentionSpec, target: Target, capture: Capture, deterministic: bool) -> RenderedKernel:
     summed = Field("const long long*" if deterministic else "const float*", "sums")
-    gradient = Field(
-        f"{DTYPES[capture.dtype].c_type}*", "gradient", comment=f"gradient of {capture.name}, {capture.dtype}"
-    )
+    gradient = _gradient_field(capture)
     context = {
         "deterministic": deterministic,
         "exact_sums": deterministic,
         "threads": _CAPTURE_THREADS,
-        "round": _rounding(capture),
+        "round": rounding(capture),
         "limbs": EXACT_LIMBS,
+        "parts": False,
     }
     layout = ordered([summed, gradient, Field("long long", "count")])
     sums = summed_gradient(capture)

@@ -10,6 +10,7 @@ from flashgen.codegen.formula_text import english
 from flashgen.codegen.sizes import Sizes, named
 from flashgen.codegen.tiling import padded
 from flashgen.dtypes import DTYPES
+from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 
 _SUM = DTYPES["float32"].bytes
@@ -182,24 +183,40 @@ def backward_cost(
     exact_sums: bool = False,
     columns: int = 0,
     finishes: bool = False,
+    dense: bool = False,
 ) -> Cost:
     """Returns the cost of a backward kernel.
 
     Args:
         role: Role of the kernel: "preprocess", "dkdv", "dq", "postprocess", "postprocess_dk", "postprocess_dv", "sink",
-            or "d_<name>" for a capture.
+            or "dense_<name>" or "d_<name>" for a capture.
         dq_apart: Whether this kernel neither zeroes nor adds to a dQ accumulator: another kernel computes dQ or, for
             "preprocess", the first CTA of a tile stores.
         exact_sums: Whether gradients of captures are summed in fixed point.
         columns: Columns of a row of the accumulator; 0 means head_dim, padded.
         finishes: Whether the kernel converts its accumulator to dQ itself.
+        dense: Whether the kernel of a capture computes the gradient from the scores, instead of converting sums.
     """
-    capture = next((each for each in spec.captures if role == f"d_{each.name}"), None)
+    capture = next((each for each in spec.captures if role in (f"d_{each.name}", f"dense_{each.name}")), None)
+    if capture is not None and dense:
+        return _dense_gradient_cost(spec, capture)
     if capture is not None:
         each = (_FIXED_POINT if exact_sums else _SUM) + DTYPES[capture.dtype].bytes
         return Cost(None, lambda work: each * work.count, words={"count": f"elements of {capture.name}"})
     flops, hbm = _backward_counts(role, spec, dq_apart, columns or padded(spec.head_dim), finishes)
     return Cost(flops, hbm)
+
+
+def _dense_gradient_cost(spec: AttentionSpec, capture: Capture) -> Cost:
+    """Returns the cost of a kernel that computes QK and dP again, and reads and writes each element of an array."""
+    of, columns, element = _amounts(spec), spec.head_dim + spec.value_dim, spec.element.bytes
+
+    def hbm(work: WorkSizes) -> Any:
+        of_query, of_key = element * columns + _STATISTICS, element * spec.kv_columns
+        rows = of_query * of.queries(work) + of_key * of.keys(work)
+        return rows + 2 * DTYPES[capture.dtype].bytes * work.count
+
+    return Cost(lambda work: 2 * columns * of.scores(work), hbm, words={"count": f"elements of {capture.name}"})
 
 
 def _backward_counts(

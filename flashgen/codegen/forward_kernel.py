@@ -12,7 +12,7 @@ from flashgen.codegen.assembly import ENDS_OF_TILES, common_context, longest_las
 from flashgen.codegen.costs import forward_cost
 from flashgen.codegen.demand import divides_tiles, is_clipped
 from flashgen.codegen.expressions.function_text import DEVICE_NAMES, Names
-from flashgen.codegen.expressions.row_elements import RowElement, paired_elements
+from flashgen.codegen.expressions.row_elements import RowElement, paired_elements, paired_mask_elements
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.rendered_kernel import RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.targets import Target
@@ -67,12 +67,10 @@ def forward_context(
         any_size: Whether tiles of keys have several sizes.
         by_rows: Whether elements of captured arrays that scores of a row read side by side are loaded in pairs.
     """
-    elements = paired_elements(spec) if by_rows and not is_clipped(spec) else ()
-    tiles, variant, shared = (
-        visited_keys(spec),
-        variant_of(spec, sink=True, elements=elements),
-        plan.shared_memory(spec),
-    )
+    of_score = paired_elements(spec) if by_rows and not is_clipped(spec) else ()
+    of_mask = paired_mask_elements(spec) if by_rows and not is_clipped(spec) else ()
+    tiles, shared = visited_keys(spec), plan.shared_memory(spec)
+    variant = variant_of(spec, sink=True, elements=of_score, mask_elements=of_mask)
     return common_context(spec, target, variant, struct, layout, position=position) | {
         "plan": plan,
         "entry": entry_name("attention_forward", spec),
@@ -81,9 +79,12 @@ def forward_context(
         "layouts": {"shared_constants": shared},
         "longest_first": longest_last(tiles),
         "score_operand": variant.score.operand_text(score) if variant.score else "",
-        "score_call": variant.score.call(names, (each.loaded(names) for each in elements)) if variant.score else "",
-        "row_elements": [ElementTexts(each, each.address(names)) for each in elements],
-        "score_call_of_pairs": variant.score.call(names, (each.of_pair for each in elements)) if variant.score else "",
+        "score_call": variant.score.call(names, (each.loaded(names) for each in of_score)) if variant.score else "",
+        "row_elements": [ElementTexts(each, each.address(names)) for each in of_score + of_mask],
+        "score_call_of_pairs": variant.score.call(names, (each.of_pair for each in of_score)) if variant.score else "",
+        "masks_by_elements": bool(of_mask),
+        "mask_call": variant.mask.call(elements=(each.loaded(names) for each in of_mask)) if variant.mask else "",
+        "mask_call_of_pairs": variant.mask.call(elements=(each.of_pair for each in of_mask)) if variant.mask else "",
         "divides_tiles": divides_tiles(spec, plan.tile_k),
         "uniform": None,
         "split": False,

@@ -24,6 +24,7 @@ _DOES = {
     "dq": "Computes dQ; a block iterates over the keys of a query tile.",
     "sink": "Computes the gradient of the sinks from the LSE and D of each row.",
     "d_": "Converts the accumulated gradient of a captured array to its type.",
+    "dense": "Computes the gradient of a captured array; a block iterates over the heads and batches that read a tile.",
 }
 _BLOCKS = {  # the tile and the head of a block; {tile} is what the batch layout calls a tile of a sequence
     "preprocess": ("group of rows", "query head"),
@@ -34,7 +35,7 @@ _BLOCKS = {  # the tile and the head of a block; {tile} is what the batch layout
     "postprocess_dv": ("key tile", "KV head"),
     "dq": ("query {tile}", "query head"),
 }
-_OTHER_GRIDS = {"sink": "query head", "d_": "256 elements of the array"}
+_OTHER_GRIDS = {"sink": "query head", "d_": "256 elements of the array", "dense": "tiles of the array"}
 
 
 class Described(Protocol):
@@ -113,12 +114,15 @@ def backward_header(
         finishes: Whether the main kernel converts the dQ accumulator itself.
     """
     apart = plan is not None and plan.heads_apart
-    kind = "d_" if part.startswith("d_") else "dkdv of a head split" if apart and part == "dkdv" else part
+    kind = "dkdv of a head split" if apart and part == "dkdv" else part
+    if part.startswith(("d_", "dense_")):
+        kind = "d_" if part.startswith("d_") else "dense"
     which = f"--kernel {part}{' --deterministic' if deterministic else ''}"
     which += " --heads-apart" if apart else ""
     does = _DOES[kind].format("" if dq_apart else ", and dQ" if finishes else ", and accumulates dQ")
     persistent = part == "dkdv" and plan is not None and plan.persistent
     per = "persistent, one block per multiprocessor; work tiles are" if persistent else "one block per"
+    per = "persistent, as many blocks as run at once; work tiles are" if kind == "dense" else per
     divided = [f"plan     {plan.summary(shared_bytes)}"] if plan else []
     return _comment(
         [f"flashgen: attention backward, {part}, {spec.name}", does],

@@ -67,6 +67,7 @@ class RenderedKernel:
             to them is null if this is 0. None if the kernel never has counters.
         workspaces: Workspaces that this kernel is the first in the pass to use.
         pointers: Member of its struct -> name of the array in the pass, if they differ.
+        counts_elements: Name of the captured array whose elements `Sizes.count` counts, if no workspace says so.
     """
 
     name: str
@@ -87,6 +88,7 @@ class RenderedKernel:
     counts: Callable[[Sizes], Any] | None = field(default=None, kw_only=True, compare=False)
     workspaces: tuple[Workspace, ...] = field(default=(), kw_only=True, compare=False)
     pointers: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    counts_elements: str = field(default="", kw_only=True)
 
     @property
     def shared_bytes(self) -> int:

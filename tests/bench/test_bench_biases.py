@@ -2,11 +2,11 @@
 
 import pytest
 
-from flashgen.bench.biases import BIAS_CASES, BIAS_PEERS, BiasRow, bias_rows, bias_spec
+from flashgen.bench.biases import BIAS_CASES, BIAS_PEERS, BiasRow, bias_rows, bias_spec, mask_spec
 from flashgen.bench.summary import biases
 from flashgen.cli import bench as commands
 from flashgen.cli.bench_tables import biases as columns
-from flashgen.codegen.expressions.row_elements import paired_elements
+from flashgen.codegen.expressions.row_elements import paired_elements, paired_mask_elements
 
 
 def test_rows_compare_with_the_best_peer() -> None:
@@ -16,14 +16,17 @@ def test_rows_compare_with_the_best_peer() -> None:
     cells = {name: text(row) for name, text in columns(["flashgen", *BIAS_PEERS]).items()}
     assert cells["flashgen ms"] == "1.000" and cells["EFFICIENT ms"] == "-" and cells["times the best peer"] == "1.50"
     (line,) = biases([row])
-    assert "1 of 1 cases" in line
+    assert "1 of 1 biases" in line
+    (line,) = biases([BiasRow("mask 2 x 2048", "sm_90a", "forward", {"flashgen": 1.0, "cuDNN": 1.1})])
+    assert "0 of 1 masks" in line
 
 
-def test_cases_have_one_bias_for_all_sequences_that_is_read_in_pairs() -> None:
+def test_arrays_of_cases_are_read_in_pairs() -> None:
     assert commands.BIAS_PEERS == BIAS_PEERS
     for case in BIAS_CASES:
-        spec = bias_spec(case.head_dim, "bfloat16")
-        assert [capture.grad for capture in spec.captures] == [True] and len(paired_elements(spec)) == 1
+        spec = (mask_spec if case.masks else bias_spec)(case.head_dim, "bfloat16")
+        found = paired_mask_elements(spec) if case.masks else paired_elements(spec)
+        assert [capture.grad for capture in spec.captures] == [not case.masks] and len(found) == 1
 
 
 @pytest.mark.gpu

@@ -208,7 +208,7 @@ def test_gradients_of_captures_are_accumulated_in_the_dkdv_kernel() -> None:
     """Gradients of an element that all scores of a head, or several in a row, read are summed in registers."""
     of_heads = parts(fg.AttentionSpec(64, score=learned(fg.alibi("slopes"))))["dkdv"]
     whole = fg.Tensor("bias", "float32", 4, grad=True)
-    of_scores = parts(fg.AttentionSpec(64, score=lambda s, b, h, q, k: s + whole[b, h, q, k]))["dkdv"]
+    of_scores = parts(fg.AttentionSpec(64, score=lambda s, b, h, q, k: s + whole[b, h, k, q]))["dkdv"]
     assert "add_capture_gradients(captured, position, arguments);" in of_heads and "warp_sum" in of_heads
     assert "add_capture_gradients(" not in of_scores and "add_to_gradient(arguments.d_bias" in of_scores
     of_distances = parts(fg.AttentionSpec(64, score=learned(fg.relative_bias("table", 8))))["dkdv"]

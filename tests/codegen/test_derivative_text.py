@@ -51,7 +51,7 @@ SCORES = {
     "alibi": fg.alibi(SLOPES),
     "softcap of alibi": fg.softcap(30)(fg.alibi(SLOPES)),
     "relative bias": fg.relative_bias(TABLE, 3),
-    "kinks": lambda s, b, h, q, k: fg.clamp(s, -4.0, 4.0) * 2 - abs(s - TABLE[q, k]) + s % 3,
+    "kinks": lambda s, b, h, q, k: fg.clamp(s, -4.0, 4.0) * 2 - abs(s - TABLE[k, q]) + s % 3,
     "constant": lambda s, b, h, q, k: fg.to_float(q) * TABLE[0, k],
     "everything": everything,
 }

@@ -59,6 +59,7 @@ USES = {
     "registers_decrease<24>();": "USETMAXREG",
     "store_matrix_x4(arguments.barrier, 1, 2, 3, threadIdx.x);": "STSM.16.M88.4",
     "store_matrix_x4_transposed(arguments.barrier, 1, 2, 3, threadIdx.x);": "STSM.16.MT88.4",
+    "*arguments.out = transpose_matrix(threadIdx.x);": "MOVM.16.MT88",
     "bulk_load(arguments.bytes, arguments.out, 128, arguments.barrier);": "UBLKCP",
     "bulk_store(arguments.out, arguments.bytes, 128); bulk_commit(); bulk_wait_read<0>();": "UBLKCP",
     "if (elect_one()) *arguments.out = 1;": "ELECT",

@@ -98,6 +98,13 @@ def test_ldmatrix_with_and_without_transposition(run: Any) -> None:
         np.testing.assert_array_equal(fragments[kind].view(np.uint16).reshape(32, 4, 2), pairs.transpose(1, 0, 2))
 
 
+def test_movmatrix_transposes(run: Any) -> None:
+    matrix = np.random.default_rng(0).permutation(64).astype(np.uint16).reshape(8, 8)
+    pairs = matrix.view(np.uint32).reshape(32).copy()
+    run(SOURCE, "transpose", pairs)
+    np.testing.assert_array_equal(pairs.view(np.uint16).reshape(8, 8), matrix.T)
+
+
 @pytest.mark.parametrize("copies", COPIES)
 @pytest.mark.parametrize("valid", [0, 5, 32])
 def test_copies_fill_with_zeros_where_not_valid(run: Any, valid: int, copies: Any) -> None:

@@ -113,6 +113,7 @@ def backward_subjects() -> dict[str, BackwardSubject]:
     bias = fg.trace_score(lambda s, b, h, q, k: s + table[h, (q - k) % 7] + by_key[k] + by_query[q] * (k % 3), "bias")
     of_lanes = fg.trace_score(lambda s, b, h, q, k: s + table[h, k % 8 + q // 1000], "of_lanes")
     slopes = learned(fg.alibi("slopes"))
+    dense = fg.trace_score(lambda s, b, h, q, k: s + fg.Tensor("dense", "float16", 3, grad=True)[h, q, k], "dense")
     # Beyond the last key a score and its slope are infinite; beyond the last query the score is NaN.
     low = fg.trace_score(lambda s, b, h, q, k: fg.where(k < fg.len_k, s - 300, fg.exp(s + 1000)), "low")
     ends = fg.trace_score(lambda s, b, h, q, k: fg.where(q < fg.len_q, s, fg.log(s - 1000)), "ends")
@@ -168,6 +169,8 @@ def backward_subjects() -> dict[str, BackwardSubject]:
         "exact slopes": BackwardSubject(fg.AttentionSpec(16, mask=fg.causal(), score=slopes), queries_plan=exact),
         "bias": BackwardSubject(fg.AttentionSpec(16, score=bias), shape=Shape(40, 70, 1, 2, 1)),
         "elements of lanes": BackwardSubject(fg.AttentionSpec(16, score=of_lanes), shape=Shape(40, 70, 1, 2, 1)),
+        "pairs": BackwardSubject(fg.AttentionSpec(16, score=dense)),
+        "dense": BackwardSubject(fg.AttentionSpec(16, score=dense), part="dense_dense", shape=Shape(150, 133, 3, 2, 1)),
         "distances": BackwardSubject(
             fg.AttentionSpec(16, score=fg.relative_bias(table, 2)), shape=Shape(40, 70, 1, 2, 1)
         ),

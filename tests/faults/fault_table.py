@@ -525,6 +525,31 @@ FAULTS = [
         ("next copies before the barrier", "exact, two stages",
          rf"({BARRIER})(\s+if \(step \+ 1.*?copy_async_commit\(\);)", r"\2 \1"),
     ]),
+    # Gradients of dense arrays.
+    *caught_by(BACKWARD, [DATA_RACE], [
+        ("missing barrier before the products", "dense", rf"{BARRIER}(   // the tiles of this head)", r"\1"),
+        ("missing barrier after the products", "dense", rf"{BARRIER}(   // every warp has read the tiles)", r"\1"),
+        ("missing barrier of stored sums", "dense", rf"{BARRIER}(   // every thread has read the tile of)", r"\1"),
+    ]),
+    *caught_by(BACKWARD, [DRIFTING_WARPS], [
+        ("missing barrier of complete sums", "dense", rf"{BARRIER}(   // the tile of sums is complete)", r"\1"),
+    ]),
+    *caught_by(BACKWARD, [LATE_COPIES], [
+        ("missing wait for the tiles of a head", "dense", r"copy_async_wait<0>\(\);"),
+    ]),
+    *caught_by(BACKWARD, [WRONG], [
+        ("the first sequence for all", "dense", r"own\.first_batch \+ number % own\.sequences", "own.first_batch"),
+        ("elements of another head", "dense", r"work\.head != head_of_pairs", "head_of_pairs < -1"),
+        ("pairs not exchanged", "pairs", r"\n  transpose_pairs\(pairs\);"),
+        ("the first of each pair", "pairs", r"element0\[n / 2\], n % 2", "element0[n / 2], 0"),
+        ("pairs of the first query", "pairs", r"(\+ lane / 4) \+ Scores::column\(Scores::pair\(0, j\)\)", r"\1"),
+    ]),
+    *caught_by(BACKWARD, [OVERFLOW], [
+        ("words beyond the array", "pairs", r"first_key \+ kTileK > arguments\.dense_size\[2\] \|\| "),
+        ("elements beyond the array", "pairs", r"min\((static_cast<int>\(opaque\(key\)\)), arguments[^;]*;", r"\1;"),
+        ("a column of the gradient too many", "dense", r"column >= columns", "column > columns + 1"),
+        ("rows of the gradient too many", "dense", r"(const int rows = )min\(([^;]*), kTileQ\);", r"\1kTileQ;"),
+    ]),
     # Blocks run one after another on the emulator, which sees no race between them: tests/codegen/test_backward_text.py
     # checks that additions to dQ are atomic.
     *caught_by(BACKWARD, [DATA_RACE], [

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import sympy
@@ -23,6 +24,7 @@ from flashgen.codegen.expressions.function_text import (
 )
 from flashgen.codegen.expressions.operation_text import clamped_index
 from flashgen.codegen.expressions.printer import statements
+from flashgen.codegen.expressions.row_elements import RowElement, dense_loads, with_parameters
 from flashgen.codegen.expressions.scale_folding import folded_products
 from flashgen.language.operations import KEY, QUERY, SCORE, Load, Mul
 from flashgen.language.spec import AttentionSpec
@@ -97,36 +99,71 @@ class ScoreGradient:
         function: score_mod, which also computes the slope.
         slope: Text of the derivative with respect to the score, in terms of the function's declarations; None if it
             is 1.
-        gathers: The elements with a gradient, without those on which the score does not depend.
+        gathers: The elements with a gradient that the kernel sums, without those on which the score does not depend.
+        elements: The elements that score_mod takes as parameters, instead of loading them.
+        by_tiles: Whether the kernel owns tiles of the array that is gathered, and so needs no offsets of elements.
     """
 
     function: FunctionText
     slope: str | None
     gathers: tuple[GatherText, ...]
+    elements: tuple[RowElement, ...] = ()
+    by_tiles: bool = False
+
+    def loads(self, capture: str) -> bool:
+        """Whether the functions of the gathers load elements of a captured array, given by name."""
+        functions = [function for gather in self.gathers for function in (gather.offset, gather.factor) if function]
+        texts = [text for function in functions for text in (*function.declarations, *function.texts)]
+        return any(f"load_{capture}(" in text for text in texts)
 
     def call(self, product: str, slope: str, names: Names = DEVICE_NAMES) -> str:
         """Returns a call that gives the modified score and sets the variable `slope`, unless the slope is 1."""
         into = f", {slope}" if self.slope else ""
-        return f"score_mod({self.function.operand_text(product)}, {self.function.call(names)}{into})"
+        elements = (each.of_pair for each in self.elements)
+        return f"score_mod({self.function.operand_text(product)}, {self.function.call(names, elements)}{into})"
 
 
-def score_gradient(spec: AttentionSpec, with_gathers: bool = True) -> ScoreGradient | None:
-    """Returns the texts of a spec's score function and its derivatives; None without a score function."""
+def score_gradient(
+    spec: AttentionSpec, with_gathers: bool = True, elements: tuple[RowElement, ...] = ()
+) -> ScoreGradient | None:
+    """Returns the texts of a spec's score function and its derivatives; None without a score function.
+
+    Args:
+        with_gathers: Whether to include the gradients of captured arrays, without those that `dense_gradient` has.
+        elements: The elements that the score function takes as parameters, instead of loading them.
+    """
+    dense = dense_loads(spec)
+    return _score_gradient(
+        spec, [each for each in gathers(spec) if each not in dense] if with_gathers else [], elements
+    )
+
+
+def dense_gradient(spec: AttentionSpec, load: Load, elements: tuple[RowElement, ...] = ()) -> ScoreGradient:
+    """Returns the texts for the kernel of the gradient of one of `dense_loads`."""
+    gradient = _score_gradient(spec, [load], elements)
+    assert gradient, "only a score function has dense loads"
+    return replace(gradient, by_tiles=True)
+
+
+def _score_gradient(
+    spec: AttentionSpec, loads: Iterable[Load], elements: tuple[RowElement, ...]
+) -> ScoreGradient | None:
     if spec.score is None:
         return None
     value, algebra = spec.score.expression, Algebra()
     slope = derivative(value, SCORE, algebra)
-    by_gather = {gather: derivative(value, gather, algebra) for gather in gathers(spec)} if with_gathers else {}
+    by_gather = {gather: derivative(value, gather, algebra) for gather in loads}
     factors = {gather: _factor(change, slope) for gather, change in by_gather.items() if change is not ZERO}
     indices = [index for gather in factors for index in gather.indices]
     products = folded_products(spec.scale, value, slope, *(factor for _, factor in factors.values()), *indices)
-    computed = (value,) if slope is ONE else (value, _float(slope))
-    declarations, texts = statements(*computed, products=products)
-    operand = "product" if products else "score"
+    computed, names = with_parameters((value,) if slope is ONE else (value, _float(slope)), elements)
+    declarations, texts = statements(*computed, products=products, names=names)
+    operand, parameters = "product" if products else "score", tuple((each.type, each.name) for each in elements)
     return ScoreGradient(
-        FunctionText(spec.score.name, tuple(declarations), texts[0], indices_in(*computed), operand),
+        FunctionText(spec.score.name, tuple(declarations), texts[0], indices_in(*computed), operand, parameters),
         texts[1] if slope is not ONE else None,
         tuple(_gather(i, gather, *factors[gather], slope, products) for i, gather in enumerate(factors)),
+        elements,
     )
 
 

@@ -7,17 +7,20 @@ lane holds read adjacent elements. A kernel loads these together, and computes t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 
+from flashgen.analysis.derivatives import gathers
 from flashgen.codegen.arguments import member_name
-from flashgen.codegen.expressions.function_text import Names
+from flashgen.codegen.expressions.function_text import DEVICE_NAMES, Names
 from flashgen.codegen.expressions.printer import C_TYPES, Printer
 from flashgen.dtypes import DTYPES
-from flashgen.language.operations import KEY, QUERY, SCORE, Capture, Load
+from flashgen.language.operations import BATCH, HEAD, KEY, QUERY, SCORE, Capture, Load
 from flashgen.language.spec import AttentionSpec
 
 _MAX_BYTES = 4  # of an element
+_TRANSPOSED_BYTES = 2  # of an element of matrices that warps transpose
 _NARROW = 128  # columns
 _PAIRS = {1: "unsigned short", 2: "unsigned"}  # types of two elements, by the bytes of one
 
@@ -58,6 +61,16 @@ class RowElement:
         return _PAIRS.get(self.bytes, f"{DTYPES[self.capture.dtype].c_type}2")
 
     @property
+    def element(self) -> str:
+        """The C++ type of the element in memory."""
+        return DTYPES[self.capture.dtype].c_type
+
+    @property
+    def unsigned_element(self) -> str:
+        """The unsigned C++ type of the bits of an element of one or two bytes."""
+        return "unsigned char" if self.bytes == 1 else "unsigned"
+
+    @property
     def of_pair(self) -> str:
         """The text of the element of score n, which was loaded with that of its neighbour."""
         return f"{self.capture.name}_of(pairs.{self.name}[n / 2], n % 2)"
@@ -71,10 +84,23 @@ class RowElement:
         return f"address_of_{self.loaded(names).removeprefix('load_')}"
 
 
-def with_parameters(expression: sympy.Basic, elements: tuple[RowElement, ...]) -> tuple[sympy.Basic, Names]:
-    """Returns the expression with a leaf in place of each element, and the names of these leaves."""
-    leaves = {each.load: Capture(each.name, each.capture.dtype, 0) for each in elements}
-    return expression.xreplace(leaves), {leaf: leaf.name for leaf in leaves.values()}
+def with_parameters(
+    expressions: tuple[sympy.Basic, ...], elements: tuple[RowElement, ...]
+) -> tuple[tuple[sympy.Basic, ...], Names]:
+    """Returns the expressions with a leaf in place of each element, and the names of these leaves."""
+    leaves: dict[sympy.Basic, Capture] = {each.load: Capture(each.name, each.capture.dtype, 0) for each in elements}
+    names = {leaf: leaf.name for leaf in leaves.values()}
+    replaced: dict[sympy.Basic, sympy.Basic] = dict(leaves)
+    return tuple(_replaced(each, replaced) for each in expressions) if elements else expressions, names
+
+
+def _replaced(node: sympy.Basic, known: dict[sympy.Basic, sympy.Basic]) -> sympy.Basic:
+    """Returns a node with its leaves replaced. Each node is visited once, as derivatives share subexpressions."""
+    if node not in known:
+        operands = [_replaced(operand, known) for operand in node.args]
+        same = all(new is old for new, old in zip(operands, node.args, strict=True))
+        known[node] = node if same else node.func(*operands)
+    return known[node]
 
 
 def row_elements(expression: sympy.Basic | None) -> tuple[RowElement, ...]:
@@ -96,6 +122,48 @@ def paired_elements(spec: AttentionSpec) -> tuple[RowElement, ...]:
     limit = _MAX_BYTES if spec.max_dim <= _NARROW else 2
     fits = len(elements) == 1 and elements[0].bytes <= limit
     return elements if fits and {elements[0].load} == spec.score.expression.atoms(Load) else ()
+
+
+def paired_mask_elements(spec: AttentionSpec) -> tuple[RowElement, ...]:
+    """Returns the elements of a mask that kernels load in pairs, before the products: of one array, or none.
+
+    They are those of an array of booleans or small integers by query and key, if nothing else is loaded or drawn for
+    each score.
+    """
+    if spec.dropout or (spec.score is not None and spec.score.expression.has(Load)):
+        return ()
+    elements, loads = row_elements(spec.mask.expression), spec.mask.expression.atoms(Load)
+    return elements if len(loads) == len(elements) == 1 and elements[0].bytes <= _TRANSPOSED_BYTES else ()
+
+
+def element_context(elements: tuple[RowElement, ...]) -> dict[str, Any]:
+    """Returns the template context of the loads of elements in backward kernels."""
+    return {"pair_elements": elements, "element_addresses": [each.address(DEVICE_NAMES) for each in elements]}
+
+
+def transposed_elements(spec: AttentionSpec) -> tuple[RowElement, ...]:
+    """Returns the elements that kernels with a row of scores for each key load in pairs: of 16 bits at most."""
+    elements = paired_elements(spec)
+    return elements if all(each.bytes <= _TRANSPOSED_BYTES for each in elements) else ()
+
+
+def dense_loads(spec: AttentionSpec) -> tuple[Load, ...]:
+    """Returns the loads of arrays with gradients from which each query and key reads an element of its own.
+
+    Their indices are the key, as the last one, the query, and possibly the head and the batch, each at most once. The
+    scores of one element are therefore those of a query and a key in several heads and sequences, and a kernel that
+    owns a tile of the array sums them without atomic additions.
+    """
+    if spec.is_varlen or spec.shared_kv:
+        return ()
+    loads = gathers(spec)
+    alone = [load for load in loads if sum(other.capture == load.capture for other in loads) == 1]
+    return tuple(load for load in alone if _is_dense(load.indices))
+
+
+def _is_dense(indices: tuple[sympy.Basic, ...]) -> bool:
+    distinct = len(set(indices)) == len(indices) and set(indices) <= {BATCH, HEAD, QUERY, KEY}
+    return distinct and QUERY in indices and indices[-1] == KEY
 
 
 def _is_by_rows(load: Load) -> bool:

@@ -52,7 +52,7 @@ from flashgen.codegen.hopper.wide_plans import HopperWidePlan, choose_hopper_wid
 from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import padded
-from flashgen.codegen.variant import layout_of
+from flashgen.codegen.variant import layout_of, with_transposed_pairs
 from flashgen.codegen.varlen import MAP_ROWS
 from flashgen.errors import UnsupportedError
 from flashgen.language.operations import QUERY
@@ -106,7 +106,7 @@ def render_hopper_backward(
             postprocess_dkv(spec, target, plan, array, width, padded_keys(plan))
             for array, width in _row_widths(spec, plan)
         ]
-    return (*kernels, *sink_kernels(spec, target, rows), *capture_kernels(spec, target, deterministic))
+    return (*kernels, *sink_kernels(spec, target, rows), *capture_kernels(spec, target, rows, deterministic))
 
 
 def _dkdv(
@@ -118,6 +118,8 @@ def _dkdv(
     layout = layout_of(spec, _dkdv_fields(spec, plan, dq_apart, deterministic), lists=tiles is None)
     context = _keys_context(spec, plan, layout, deterministic)
     context |= backward_scheduler.scheduler_context(spec, plan, dq_apart)
+    variant, of_pairs = with_transposed_pairs(spec)
+    context |= of_pairs
     context |= _pipeline_context(spec, plan, dq_apart)
     context |= _epilogue_context(spec, plan, dq_apart)
     context |= {"mask_alone": _mask_alone(spec, deterministic), "deterministic": deterministic}
@@ -132,7 +134,7 @@ def _dkdv(
         "shared_forms": list(dict.fromkeys([(plan.tile_q, "false"), *dq_forms])),
         "register_forms": [(width, "true") for width in widths],
     }
-    rendering = Rendering(template=_DKDV, primitives=primitives, optional=_OPTIONAL)
+    rendering = Rendering(variant, template=_DKDV, primitives=primitives, optional=_OPTIONAL)
     block = Block(plan.threads, plan.shared_memory(spec, dq_apart))
     return backward_kernel("dkdv", spec, target, layout, context, block, launch, rendering)
 

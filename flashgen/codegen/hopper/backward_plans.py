@@ -12,6 +12,7 @@ from flashgen.analysis.closed_forms.tile_ranges import query_range
 from flashgen.analysis.derivatives import gathers
 from flashgen.codegen.demand import Weight, demand_of, is_clipped
 from flashgen.codegen.expressions.derivative_text import score_gradient
+from flashgen.codegen.expressions.row_elements import paired_mask_elements, transposed_elements
 from flashgen.codegen.hopper.barriers import key_barriers
 from flashgen.codegen.hopper.batch_traits import batch_traits
 from flashgen.codegen.hopper.plans import WARPGROUP, swizzled_columns
@@ -56,9 +57,10 @@ def takes_two_steps(spec: AttentionSpec) -> bool:
 
 
 def depends_on_p_alone(spec: AttentionSpec) -> bool:
-    """Whether all gradients follow from P, without gradients of captured arrays."""
+    """Whether all gradients follow from P, without gradients of captured arrays or elements that are loaded in pairs."""
     gradient = score_gradient(spec)
-    return takes_two_steps(spec) and not (gradient and gradient.gathers)
+    in_pairs = transposed_elements(spec) or paired_mask_elements(spec)
+    return takes_two_steps(spec) and not (gradient and gradient.gathers) and not in_pairs
 
 
 def _two_panels(spec: AttentionSpec) -> int:
@@ -239,7 +241,7 @@ class HopperBackwardPlan(Checked):
         if self.adds_dq(spec) and not depends_on_p_alone(spec):
             return (
                 f"tile_q={self.tile_q} has registers for {self.tile_q} of {self.gradient_columns(spec)} columns of dQ, "
-                "and none for dropout, derivatives of the score function or gradients of captured arrays"
+                "and none for dropout, derivatives of the score function, gradients of captured arrays or dense arrays"
             )
         if self.registers(spec) > (_MAX_IN_CHUNKS if self.adds_dq(spec) else _MAX_ACCUMULATORS):
             return f"it takes {self.registers(spec)} registers of a thread for accumulators: take fewer queries"
@@ -270,6 +272,8 @@ _NARROW_DIM = 64
 # The fastest plans measured on an H200 with 16384 tokens in bfloat16. None of them spills.
 _NARROW = HopperBackwardPlan(128, early_scores=False)
 _HEAVY = HopperBackwardPlan(64, early_scores=False, finish_apart=True)
+_PAIRS = HopperBackwardPlan(64, finish_apart=True)  # for elements of captured arrays that are loaded in pairs
+_NARROW_PAIRS = 32  # columns beside which 128 queries leave registers for pairs
 _FULL, _MASKED = HopperBackwardPlan(64), HopperBackwardPlan(64, stages=3)
 
 
@@ -290,6 +294,8 @@ def choose_hopper_backward_plan(
     light = demand.weight != Weight.LOADING or demand.mask_axes == 1
     if _HEAVY.adds_dq(spec) and depends_on_p_alone(spec) and light and not loads and not deterministic:
         preferred = (*preferred, _HEAVY)
+    if transposed_elements(spec) or paired_mask_elements(spec):
+        preferred = (_NARROW, _PAIRS) if spec.max_dim <= _NARROW_PAIRS and takes_two_steps(spec) else (_PAIRS,)
     # These need every register: a short derivative of the score beside the most accumulators, or global positions of a
     # sharded call beside random bits and scores.
     crowded = has_slope(spec) and not demand.long_score and plain.registers(spec) > _CROWDED

@@ -39,7 +39,7 @@ from flashgen.codegen.mma_sync.backward_plans import (
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tiling import padded_output_gradient
-from flashgen.codegen.variant import layout_of
+from flashgen.codegen.variant import layout_of, with_transposed_pairs
 from flashgen.errors import UnsupportedError
 from flashgen.language.operations import QUERY
 from flashgen.language.spec import AttentionSpec
@@ -53,8 +53,7 @@ def render_mma_sync_backward(
 ) -> tuple[RenderedKernel, ...]:
     """Returns the backward kernels of a spec on a target, in launch order.
 
-    They are the kernels that codegen/backward_kernels.py lists, and for each captured array whose accumulator needs a
-    conversion to its gradient a kernel with the role "d_" plus the name of the array.
+    They are the kernels that codegen/backward_kernels.py lists, and those of the gradients of captured arrays.
 
     Args:
         plan: the plan of the kernel `keys`, which computes dK and dV; None for the default plan.
@@ -75,7 +74,7 @@ def render_mma_sync_backward(
         kernels.append(_queries(spec, target, choose_queries_plan(spec, target), rows, plan.tile_q))
     else:
         kernels.append(postprocess_dq(spec, target, plan, rows))
-    return (*kernels, *sink_kernels(spec, target, rows), *capture_kernels(spec, target, deterministic))
+    return (*kernels, *sink_kernels(spec, target, rows), *capture_kernels(spec, target, rows, deterministic))
 
 
 def _check_shared_scale(spec: AttentionSpec) -> None:
@@ -94,7 +93,8 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
     gradients = [f"d{name}" for name in spec.inputs if name != "q"]
     fields += [gradient_field(spec, name) for name in gradients]
     fields += strides(*spec.inputs, "d_o", *gradients)
-    gradient = score_gradient(spec)
+    variant, of_pairs = with_transposed_pairs(spec)
+    gradient = of_pairs["gradient"]
     gathers = gradient.gathers if gradient else ()
     sums = "long long*" if deterministic else "float*"
     fields += [Field(sums, f"d_{member}") for member in dict.fromkeys(gather.member for gather in gathers)]
@@ -109,16 +109,16 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
         "vector_reductions": target.vector_reductions,
         "divides_columns": divides_tiles(spec, plan.tile_q, QUERY),
         "uniform": uniform_text(spec),
-        "gradient": gradient,
         "gathers": gathers,
         "exact_sums": deterministic,
         "limbs": EXACT_LIMBS,
         "query_tiles": visited_tiles(spec, tiles, "BackwardDkdvArguments", queries=True),
+        **of_pairs,
     }
     context |= varlen_context(spec, "BackwardDkdvArguments", layout, plan.tile_q, "kTileK", of_keys=True)
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
     launch["grid"] = partial(batch_of(spec).key_grid, plan.tile_k)
-    block, rendering = Block(plan.threads, shared), Rendering(template=_KEYS)
+    block, rendering = Block(plan.threads, shared), Rendering(variant, template=_KEYS)
     return backward_kernel("dkdv", spec, target, layout, context, block, launch, rendering)
 
 

@@ -78,6 +78,14 @@ extern "C" __global__ void load_matrices(const __grid_constant__ Matrices argume
   }
 }
 
+struct Pairs {
+  unsigned* pairs;   // 8 x 8 elements of 16 bits
+};
+
+extern "C" __global__ void transpose(const __grid_constant__ Pairs arguments) {
+  arguments.pairs[threadIdx.x] = transpose_matrix(arguments.pairs[threadIdx.x]);
+}
+
 struct Copies {
   const uint4* in;
   uint4* out;      // by cp.async, then at once
