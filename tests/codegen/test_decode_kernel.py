@@ -282,7 +282,7 @@ def test_common_kernels_compile_without_spills_for_every_target(target: str) -> 
 
 @needs_nvrtc
 @pytest.mark.slow
-@pytest.mark.rotated(12)
+@pytest.mark.rotated(24)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: f"{VARIANTS[number].mask}-{number}")
 def test_every_variant_compiles_without_spills(number: int) -> None:
     for turn, dim in enumerate((64, 96, 128, 40)):

@@ -118,7 +118,7 @@ def test_numbers_of_tiles_beyond_int32() -> None:
 
 @needs_nvrtc
 @pytest.mark.slow
-@pytest.mark.rotated(8)
+@pytest.mark.rotated(16)
 @pytest.mark.parametrize("number", range(len(variants())))
 def test_no_spills(number: int) -> None:
     for target in ("sm_90", ("sm_80", "sm_86", "sm_120")[number % 3]):

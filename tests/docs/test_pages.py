@@ -81,6 +81,7 @@ def test_pictures_are_current(picture: Path, command: str) -> None:
     assert shown[0] and shown[0] == shown[1], "draw it anew: python docs/refresh.py"
 
 
+@pytest.mark.rotated(2)
 def test_a_stale_page_is_noticed() -> None:
     """A transcript and an excerpt of one page, both at once, because printing takes long."""
     page = DOCS / "papers.md"

@@ -43,6 +43,7 @@ def test_on_the_emulator(name: str) -> None:
     assert shown(name, "--emulate")
 
 
+@pytest.mark.rotated(3)
 def test_training_on_the_emulator(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     options = ("--emulate", "--folder", str(tmp_path))

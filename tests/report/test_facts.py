@@ -211,6 +211,7 @@ def test_kernels_without_a_timeline_are_refused(of: str) -> None:
 
 
 @needs_nvrtc
+@pytest.mark.rotated(2)
 def test_a_page_draws_the_layout_of_shared_memory(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     invoke(f'report "causal()" --head-dim 128 --target sm_90a --output {path}')

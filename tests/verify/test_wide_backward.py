@@ -53,7 +53,7 @@ def assert_agrees(case: Case, deterministic: bool = False, **engine: object) -> 
 
 
 @pytest.mark.parametrize(("case", "deterministic"), CASES, ids=str)
-@pytest.mark.rotated(8)
+@pytest.mark.rotated(16)
 def test_every_variant(case: Case, deterministic: bool) -> None:
     assert_agrees(case, deterministic, schedule_count=2)
 

@@ -57,7 +57,7 @@ def takes_two_steps(spec: AttentionSpec) -> bool:
 
 
 def depends_on_p_alone(spec: AttentionSpec) -> bool:
-    """Whether all gradients follow from P, without gradients of captured arrays or elements that are loaded in pairs."""
+    """Whether all gradients follow from P alone, and no array is read in pairs or has a gradient."""
     gradient = score_gradient(spec)
     in_pairs = transposed_elements(spec) or paired_mask_elements(spec)
     return takes_two_steps(spec) and not (gradient and gradient.gathers) and not in_pairs

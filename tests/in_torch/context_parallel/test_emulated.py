@@ -94,6 +94,7 @@ def test_a_layer_is_trained(two: Any, kind: str) -> None:
         ("Mistral", "ulysses", "zigzag", False),
     ],
 )
+@pytest.mark.rotated(2)
 def test_models_of_transformers(two: Any, name: str, scheme: str, shards: str, padded: bool) -> None:
     pytest.importorskip("transformers")
     for errors in two.run("models", name=name, scheme=scheme, shards=shards, padded=padded):
@@ -102,6 +103,7 @@ def test_models_of_transformers(two: Any, name: str, scheme: str, shards: str, p
 
 
 @pytest.mark.parametrize(("name", "halos"), [("Mistral", 2), ("Gemma2", 1)])
+@pytest.mark.rotated(2)
 def test_window_layers_of_models_have_halos(two: Any, name: str, halos: int) -> None:
     """With the sharding that suits the causal layers, which alternate with window layers in Gemma."""
     pytest.importorskip("transformers")
