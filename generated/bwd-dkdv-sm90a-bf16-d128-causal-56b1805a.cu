@@ -30,24 +30,24 @@ struct BackwardDkdvArguments {
   TensorMap d_o_map;
   TensorMap dk_map;
   TensorMap dv_map;
-  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE and D
+  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
   float* dq_accum;   // (batch, heads_q, rows, padded head_dim), in fragment order
-  unsigned* dq_semaphore;   // (batch, heads_q, rows / tile): the state of dQ tiles; see accumulate_dq
-  unsigned* dq_added;   // (batch, heads): work tiles whose dQ has been added
-  unsigned* dq_next;   // (1): the next group of dq rows to convert
+  unsigned* dq_semaphore;   // (batch, heads_q, rows / tile): 0, or which CTAs have added to a tile of dQ; see accumulate_dq
+  unsigned* dq_added;   // (batch, heads): work tiles whose dQ has been added; 0 before a launch
+  unsigned* dq_next;   // (1): the next group of dQ rows to convert; 0 before a launch
   Element* dq;
   unsigned* next_tile;   // the next work tile that no CTA has taken: 0 before and after a launch
   Strides dq_strides;
-  int tiles;   // work tiles of all heads and batches
+  int tiles;   // work tiles of all heads and batch entries
   int tiles_k;   // key tiles of a head
-  int heads;   // of a batch: KV heads, or query heads if each has its own CTA
+  int heads;   // KV heads of a batch entry, or query heads if each has its own CTA
   int heads_at_once;   // heads whose work tiles fill all multiprocessors
   int batch;
   int heads_q;
   int heads_per_kv;
   int len_q;
   int len_k;
-  int rows;   // len_q, rounded up
+  int rows;   // len_q, rounded up to whole tiles
 };
 
 // ---- The plan -------------------------------------------------------------------------------------------------------
@@ -62,8 +62,8 @@ constexpr int kTileQ = 64;   // queries of an iteration
 constexpr int kStages = 3;   // of the pipelines of Q and dO in shared memory
 constexpr int kDsStages = 2;   // of dS in shared memory: one is written while dQ is computed from the other
 constexpr float kScale = 0.0883883461f;
-constexpr float kScoreToLog2 = 0.127517432f;   // scale * log2(e): probabilities are powers of 2
-constexpr float kNoLse = 3.40282347e+38f;     // marks a row without allowed scores
+constexpr float kScoreToLog2 = 0.127517432f;   // scale * log2(e): exp(x) is computed as exp2(x * log2(e))
+constexpr float kNoLse = 3.40282347e+38f;     // marks a row whose scores are all masked
 constexpr float kLargeLse = 4096.0f;     // to the base 2; the rounding of larger ones is visible in P
 constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of an LSE and the products that it is compared with
 
@@ -432,7 +432,7 @@ __device__ __forceinline__ void quad_transpose(unsigned (&values)[4]) {
 }
 
 // A position in a pipeline, whose iterations use its stages in shared memory in turn. CUTLASS's class of this name holds a stage
-// and a phase. This one counts iterations: one register holds it, also where several pipelines advance together.
+// and a phase. This one counts iterations, so that one register serves pipelines with different numbers of stages.
 template <int kNumStages>
 struct PipelineState {
   int iteration;
@@ -448,8 +448,8 @@ struct PipelineState {
   __device__ __forceinline__ PipelineState operator++(int) { return {iteration++}; }
 };
 
-// The shared memory of a block. Its members return the addresses of buffers and mbarriers in the shared window, which have 32
-// bits, as TMA, wgmma and mbarriers take them. Pointers to arrays of a C++ struct would have 64, and take more instructions.
+// The shared memory of a CTA. Its members return addresses of buffers and mbarriers: addresses of 32 bits in the shared window,
+// as TMA, wgmma and mbarriers take them. Pointers to arrays of a C++ struct would have 64 bits, and take more instructions.
 struct SharedStorage {
   unsigned base, barriers;   // the addresses of the buffers, and of the mbarriers
 
@@ -463,7 +463,7 @@ struct SharedStorage {
   __device__ __forceinline__ unsigned dk() const { return base + kKeyGradientOffset; }
   __device__ __forceinline__ unsigned dv() const { return base + kValueGradientOffset; }
 
-  // queries_full: a tile of Q and its row statistics have landed. queries_empty: every consumer warp has finished reading them. The same for dO.
+  // queries_full: a tile of Q and its row statistics have landed, and K with the first of a work tile. queries_empty: every consumer warp has finished reading Q. The same for dO, and V with the first of it.
   __device__ __forceinline__ unsigned queries_full(int stage) const { return barriers + stage * 32; }
   __device__ __forceinline__ unsigned queries_empty(int stage) const { return barriers + 8 + stage * 32; }
   __device__ __forceinline__ unsigned d_outputs_full(int stage) const { return barriers + 16 + stage * 32; }
@@ -519,8 +519,8 @@ struct SharedStorage {
   }
 };
 
-// Lane 0 arrives at a barrier for its warp. All lanes have finished reading: a warp-wide instruction, such as __syncwarp or
-// the wait for a wgmma, comes before.
+// Lane 0 arrives at a barrier for its warp. Precondition: all lanes have finished their accesses, which a warp-wide instruction
+// ensures, such as __syncwarp or the wait for a wgmma.
 __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
@@ -611,10 +611,10 @@ __device__ __forceinline__ void store_fragments(const float (&rows)[kColumns / 2
   }
 }
 
-// A lane's fragment of an accumulator of wgmma with kColumns columns: an array of kElements floats. Of each group of 8 columns
-// it holds four elements, two adjacent columns in each of two rows that are 8 apart (PTX ISA, "Register Fragments for
-// wgmma.mma_async.m64nNk16"). Its first element is in row lane / 4 of the warp's 16 rows and in column lane % 4 * 2.
-// Coordinates are relative to that element.
+// The coordinates of a lane's fragment of a wgmma accumulator with kColumns columns; the fragment itself is an array of
+// kElements floats. Of each group of 8 columns it has four elements, two adjacent columns in each of two rows that are 8 apart
+// (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"). Its first element is in row lane / 4 of the warp's 16 rows and
+// in column lane % 4 * 2. Coordinates are relative to that element.
 template <int kColumns>
 struct Fragment {
   static constexpr int kRows = 2;                // rows that have elements
@@ -662,8 +662,8 @@ __device__ __forceinline__ WorkTile work_tile_at(unsigned index, const BackwardD
   return {tile * kTileK, head % arguments.heads, head / arguments.heads};
 }
 
-// Returns the slot in shared memory in which the producer publishes the work tiles of the CTA. There are two slots. A work
-// tile that begins before the first key is none: the CTA ends.
+// Returns the slot in shared memory in which the producer publishes the work tiles of the CTA. There are two slots. A negative
+// first_key tells the other warps that no work tile is left.
 __device__ __forceinline__ WorkTile& work_tile_slot(int stage) {
   return reinterpret_cast<WorkTile*>(shared_memory + kWorkTileOffset)[stage];
 }
@@ -713,7 +713,7 @@ struct QueryIterator {
     skip_empty_heads(work, arguments);
   }
 
-  // Moves to the next head that has iterations left.
+  // If the current head has no iterations left, moves to the next head that has some.
   __device__ __forceinline__ void skip_empty_heads(const WorkTile& work, const BackwardDkdvArguments& arguments) {
     while (step >= tiles.count && ++group_head < arguments.heads_per_kv) {
       tiles = query_tiles_of(work, head(work, arguments), arguments);
@@ -1115,7 +1115,7 @@ __device__ __forceinline__ void epilogue(const float (&d_keys)[kHeadDimPadded / 
   // Waits for dV, and for dK of the previous work tile if this one has no iterations.
   if (lane == 0) bulk_wait_read<0>();
   release(storage.values_empty());
-  if (has_iterations) mbarrier_wait(storage.dq_empty(), dq_state.phase() ^ 1);   // dQ of the last iteration is added
+  if (has_iterations) mbarrier_wait(storage.dq_empty(), dq_state.phase() ^ 1);   // the dQ writer has read dQ of the last iteration
   __syncwarp();
   store_rows<kHeadDimPadded, kHeadPanel, 16>(
       d_keys, kScale, storage.dk() + warp_part_of_dq(warpgroup) * kDqPartBytes, arguments.dk_map,
@@ -1136,14 +1136,14 @@ __device__ __forceinline__ void compute_work_tile(const WorkTile& work, Pipeline
 // Returns the value, and shows the compiler that a warp has one: uniform registers then hold it.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
-// A consumer warpgroup: computes 64 keys of each work tile.
+// A consumer warpgroup: computes dK and dV of 64 keys of each work tile, and a part of dQ.
 __device__ __forceinline__ void consumer(const SharedStorage& storage, const BackwardDkdvArguments& arguments) {
   PipelineState<kStages> state = {0};
   for (PipelineState<2> tile_state = {0};; ++tile_state) {
     mbarrier_wait(storage.work_tile_full(tile_state.stage()), tile_state.phase());
     const WorkTile& work = work_tile_slot(tile_state.stage());   // stays in shared memory, as registers are few
     if (uniform(work.first_key) < 0) break;
-    // Both are computed again for each work tile. Registers would otherwise hold values that are derived from them.
+    // Both are recomputed for each work tile. Registers would otherwise hold values that are derived from them.
     const int warpgroup = uniform(threadIdx.x / 128);
     state.iteration = uniform(state.iteration);
     compute_work_tile(work, state, warpgroup, storage, arguments);

@@ -26,12 +26,12 @@ struct BackwardDkdvArguments {
   TensorMap d_o_map;
   TensorMap dk_map;
   TensorMap dv_map;
-  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE and D
+  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
   int heads_q;
   int heads_per_kv;
   int len_q;
   int len_k;
-  int rows;   // len_q, rounded up
+  int rows;   // len_q, rounded up to whole tiles
 };
 
 // ---- The plan -------------------------------------------------------------------------------------------------------
@@ -45,8 +45,8 @@ constexpr int kTileQ = 64;   // queries of an iteration
 constexpr int kStages = 2;   // of the pipelines of Q and dO in shared memory
 constexpr int kExchangeStages = 2;   // of the pipeline by which one consumer warpgroup passes scores to the other
 constexpr float kScale = 0.0625f;
-constexpr float kScoreToLog2 = 0.0901684389f;   // scale * log2(e): probabilities are powers of 2
-constexpr float kNoLse = 3.40282347e+38f;     // marks a row without allowed scores
+constexpr float kScoreToLog2 = 0.0901684389f;   // scale * log2(e): exp(x) is computed as exp2(x * log2(e))
+constexpr float kNoLse = 3.40282347e+38f;     // marks a row whose scores are all masked
 constexpr float kLargeLse = 4096.0f;     // to the base 2; the rounding of larger ones is visible in P
 constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of an LSE and the products that it is compared with
 
@@ -324,7 +324,7 @@ __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address
 }
 
 // A position in a pipeline, whose iterations use its stages in shared memory in turn. CUTLASS's class of this name holds a stage
-// and a phase. This one counts iterations: one register holds it, also where several pipelines advance together.
+// and a phase. This one counts iterations, so that one register serves pipelines with different numbers of stages.
 template <int kNumStages>
 struct PipelineState {
   int iteration;
@@ -340,8 +340,8 @@ struct PipelineState {
   __device__ __forceinline__ PipelineState operator++(int) { return {iteration++}; }
 };
 
-// The shared memory of a block. Its members return the addresses of buffers and mbarriers in the shared window, which have 32
-// bits, as TMA, wgmma and mbarriers take them. Pointers to arrays of a C++ struct would have 64, and take more instructions.
+// The shared memory of a CTA. Its members return addresses of buffers and mbarriers: addresses of 32 bits in the shared window,
+// as TMA, wgmma and mbarriers take them. Pointers to arrays of a C++ struct would have 64 bits, and take more instructions.
 struct SharedStorage {
   unsigned base, barriers;   // the addresses of the buffers, and of the mbarriers
 
@@ -354,7 +354,7 @@ struct SharedStorage {
   __device__ __forceinline__ unsigned dk() const { return base; }
   __device__ __forceinline__ unsigned dv() const { return base + kValueGradientOffset; }
 
-  // queries_full: a tile of Q and its row statistics have landed. queries_empty: every consumer warp has finished reading them. The same for dO.
+  // queries_full: a tile of Q and its row statistics have landed, and K with the first of a work tile. queries_empty: every consumer warp has finished reading Q. The same for dO, and V with the first of it.
   __device__ __forceinline__ unsigned queries_full(int stage) const { return barriers + stage * 32; }
   __device__ __forceinline__ unsigned queries_empty(int stage) const { return barriers + 8 + stage * 32; }
   __device__ __forceinline__ unsigned d_outputs_full(int stage) const { return barriers + 16 + stage * 32; }
@@ -386,8 +386,8 @@ struct SharedStorage {
   }
 };
 
-// Lane 0 arrives at a barrier for its warp. All lanes have finished reading: a warp-wide instruction, such as __syncwarp or
-// the wait for a wgmma, comes before.
+// Lane 0 arrives at a barrier for its warp. Precondition: all lanes have finished their accesses, which a warp-wide instruction
+// ensures, such as __syncwarp or the wait for a wgmma.
 __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
@@ -468,10 +468,10 @@ __device__ __forceinline__ void await_product(float (&product)[kCount]) {
   order_registers(product);
 }
 
-// A lane's fragment of an accumulator of wgmma with kColumns columns: an array of kElements floats. Of each group of 8 columns
-// it holds four elements, two adjacent columns in each of two rows that are 8 apart (PTX ISA, "Register Fragments for
-// wgmma.mma_async.m64nNk16"). Its first element is in row lane / 4 of the warp's 16 rows and in column lane % 4 * 2.
-// Coordinates are relative to that element.
+// The coordinates of a lane's fragment of a wgmma accumulator with kColumns columns; the fragment itself is an array of
+// kElements floats. Of each group of 8 columns it has four elements, two adjacent columns in each of two rows that are 8 apart
+// (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"). Its first element is in row lane / 4 of the warp's 16 rows and
+// in column lane % 4 * 2. Coordinates are relative to that element.
 template <int kColumns>
 struct Fragment {
   static constexpr int kRows = 2;                // rows that have elements
@@ -551,7 +551,7 @@ struct QueryIterator {
     skip_empty_heads(work, arguments);
   }
 
-  // Moves to the next head that has iterations left.
+  // If the current head has no iterations left, moves to the next head that has some.
   __device__ __forceinline__ void skip_empty_heads(const WorkTile& work, const BackwardDkdvArguments& arguments) {
     while (step >= tiles.count && ++group_head < arguments.heads_per_kv) {
       tiles = query_tiles_of(work, head(work, arguments), arguments);

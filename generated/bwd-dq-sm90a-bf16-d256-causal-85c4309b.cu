@@ -25,11 +25,11 @@ struct BackwardDqArguments {
   TensorMap v_map;
   TensorMap d_o_map;
   TensorMap dq_map;
-  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE and D
+  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
   int heads_q;
   int len_q;
   int len_k;
-  int rows;   // len_q, rounded up
+  int rows;   // len_q, rounded up to whole tiles
   unsigned kv_reciprocal;   // 2^31 / (query heads per KV head), rounded up
 };
 
@@ -45,8 +45,8 @@ constexpr int kTileK = 64;   // keys of an iteration
 constexpr int kKeyStages = 2;     // of the pipeline of K in shared memory
 constexpr int kValueStages = 1;   // of the pipeline of V
 constexpr float kScale = 0.0625f;
-constexpr float kScoreToLog2 = 0.0901684389f;   // scale * log2(e): probabilities are powers of 2
-constexpr float kNoLse = 3.40282347e+38f;     // marks a row without allowed scores
+constexpr float kScoreToLog2 = 0.0901684389f;   // scale * log2(e): exp(x) is computed as exp2(x * log2(e))
+constexpr float kNoLse = 3.40282347e+38f;     // marks a row whose scores are all masked
 constexpr float kLargeLse = 4096.0f;     // to the base 2; the rounding of larger ones is visible in P
 constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of an LSE and the products that it is compared with
 
@@ -301,7 +301,7 @@ __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address
 }
 
 // A position in a pipeline, whose iterations use its stages in shared memory in turn. CUTLASS's class of this name holds a stage
-// and a phase. This one counts iterations: one register holds it, also where several pipelines advance together.
+// and a phase. This one counts iterations, so that one register serves pipelines with different numbers of stages.
 template <int kNumStages>
 struct PipelineState {
   int iteration;
@@ -317,8 +317,8 @@ struct PipelineState {
   __device__ __forceinline__ PipelineState operator++(int) { return {iteration++}; }
 };
 
-// The shared memory of a block. Its members return the addresses of buffers and mbarriers in the shared window, which have 32
-// bits, as TMA, wgmma and mbarriers take them. Pointers to arrays of a C++ struct would have 64, and take more instructions.
+// The shared memory of a CTA. Its members return addresses of buffers and mbarriers: addresses of 32 bits in the shared window,
+// as TMA, wgmma and mbarriers take them. Pointers to arrays of a C++ struct would have 64 bits, and take more instructions.
 struct SharedStorage {
   unsigned base, barriers;   // the addresses of the buffers, and of the mbarriers
 
@@ -354,8 +354,8 @@ struct SharedStorage {
   }
 };
 
-// Lane 0 arrives at a barrier for its warp. All lanes have finished reading: a warp-wide instruction, such as __syncwarp or
-// the wait for a wgmma, comes before.
+// Lane 0 arrives at a barrier for its warp. Precondition: all lanes have finished their accesses, which a warp-wide instruction
+// ensures, such as __syncwarp or the wait for a wgmma.
 __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
@@ -436,10 +436,10 @@ __device__ __forceinline__ void await_product(float (&product)[kCount]) {
   order_registers(product);
 }
 
-// A lane's fragment of an accumulator of wgmma with kColumns columns: an array of kElements floats. Of each group of 8 columns
-// it holds four elements, two adjacent columns in each of two rows that are 8 apart (PTX ISA, "Register Fragments for
-// wgmma.mma_async.m64nNk16"). Its first element is in row lane / 4 of the warp's 16 rows and in column lane % 4 * 2.
-// Coordinates are relative to that element.
+// The coordinates of a lane's fragment of a wgmma accumulator with kColumns columns; the fragment itself is an array of
+// kElements floats. Of each group of 8 columns it has four elements, two adjacent columns in each of two rows that are 8 apart
+// (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"). Its first element is in row lane / 4 of the warp's 16 rows and
+// in column lane % 4 * 2. Coordinates are relative to that element.
 template <int kColumns>
 struct Fragment {
   static constexpr int kRows = 2;                // rows that have elements

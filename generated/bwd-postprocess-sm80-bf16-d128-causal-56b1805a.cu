@@ -21,11 +21,11 @@ struct Strides {   // in elements
 
 struct BackwardPostprocessArguments {
   const float* dq_accum;
-  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE and D
+  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
   Element* dq;
   Strides dq_strides;
   int len_q;
-  int rows;   // len_q, rounded up
+  int rows;   // len_q, rounded up to whole tiles
 };
 
 // ---- The plan -------------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ constexpr int kHeadDimPadded = 128;
 constexpr int kTile = 64;       // queries of a tile of the kernel that accumulates
 constexpr int kThreads = 256;
 constexpr float kScale = 0.0883883461f;
-constexpr float kNoLse = 3.40282347e+38f;   // marks a row without allowed scores
+constexpr float kNoLse = 3.40282347e+38f;   // marks a row whose scores are all masked
 // The warps that divide a tile of dQ along its rows and columns, and the mma tiles of each of them.
 constexpr int kGradientRowWarps = 2;
 constexpr int kGradientColumnWarps = 4;
@@ -72,7 +72,7 @@ __device__ __forceinline__ int accum_index(int row, int column) {
   return ((warp * kGradientRowTiles + i) * kGradientColumnTiles + j) * 128 + accum_offset(lane, element);
 }
 
-// Converts a query tile of the accumulator to dQ, with the softmax scale as a factor. Rows without allowed scores are
+// Converts a query tile of the accumulator to dQ, with the softmax scale as a factor. Rows whose scores are all masked are
 // 0, whatever K holds.
 extern "C" __global__ void __launch_bounds__(kThreads)
 attention_backward_postprocess_bf16_d128_causal_56b1805a(const __grid_constant__ BackwardPostprocessArguments arguments) {

@@ -29,7 +29,7 @@ struct BackwardPreprocessArguments {
   Strides d_o_strides;
   int heads_q;
   int len_q;
-  int rows;   // len_q, rounded up
+  int rows;   // len_q, rounded up to whole tiles
 };
 
 // ---- The plan -------------------------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ constexpr int kRows = 64;            // per block
 constexpr int kLanes = 16;           // per row, with 8 elements each
 constexpr int kRowsAtOnce = kThreads / kLanes;
 constexpr float kLog2E = 1.44269504f;
-constexpr float kNoLse = 3.40282347e+38f;   // marks a row without allowed scores: it makes every P of the row 0
+constexpr float kNoLse = 3.40282347e+38f;   // marks a row whose scores are all masked: it makes every P of the row 0
 static_assert(kLanes * 8 >= kValueDim && kRows % kRowsAtOnce == 0, "a block covers all elements of its rows");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
 }
 
 // Writes the statistics of each row: its log-sum-exp (LSE) to the base 2, and D = rowsum(dO * O), less the gradient of
-// the LSE if there is one. Rows beyond the last query, and rows without allowed scores, get kNoLse and a D of 0.
+// the LSE if there is one. Rows beyond the last query, and rows whose scores are all masked, get kNoLse and a D of 0.
 // Also zeroes the dQ accumulator.
 extern "C" __global__ void __launch_bounds__(kThreads)
 attention_backward_preprocess_bf16_d128_causal_56b1805a(const __grid_constant__ BackwardPreprocessArguments arguments) {

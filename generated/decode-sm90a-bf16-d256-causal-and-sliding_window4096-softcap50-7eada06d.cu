@@ -58,7 +58,7 @@ constexpr int kRowTiles = kTileQ / 16;   // 16-row mma tiles; each warp has all 
 constexpr int kKeyTiles = kTileK / 8;    // 8-column mma tiles of scores
 constexpr int kValueTiles = kValueDimPadded / 8;
 constexpr float kScale = 0.0625f;
-constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): probabilities are powers of 2
+constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): exp(x) is computed as exp2(x * log2(e))
 constexpr float kMaxFoldedRowMax = 11629080.0f;   // its product with kScoreToLog2 is below 2^24
 constexpr float kRescaleThreshold = 8.0f;      // in log2: by how much a row maximum may lag
 

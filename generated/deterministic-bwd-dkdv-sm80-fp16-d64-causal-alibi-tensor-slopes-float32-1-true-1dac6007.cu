@@ -24,7 +24,7 @@ struct BackwardDkdvArguments {
   const Element* k;
   const Element* v;
   const Element* d_o;
-  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE and D
+  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
   Element* dk;
   Element* dv;
   long long* d_slopes;
@@ -40,7 +40,7 @@ struct BackwardDkdvArguments {
   int heads_per_kv;
   int len_q;
   int len_k;
-  int rows;   // len_q, rounded up
+  int rows;   // len_q, rounded up to whole tiles
   int slopes_size[1];
 };
 
@@ -63,8 +63,8 @@ constexpr int kQueryTiles = kQueriesPerWarp / 8;   // a warp's 8-column mma tile
 constexpr int kHeadTiles = kHeadDimPadded / 8 / kSplit;     // a warp's 8-column mma tiles of dK
 constexpr int kValueTiles = kValueDimPadded / 8 / kSplit;   // a warp's 8-column mma tiles of dV
 constexpr float kScale = 0.125f;
-constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): probabilities are powers of 2
-constexpr float kNoLse = 3.40282347e+38f;     // marks a row without allowed scores
+constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): exp(x) is computed as exp2(x * log2(e))
+constexpr float kNoLse = 3.40282347e+38f;     // marks a row whose scores are all masked
 constexpr float kLargeLse = 4096.0f;     // to the base 2; the rounding of larger ones is visible in P
 constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of an LSE and the products that it is compared with
 

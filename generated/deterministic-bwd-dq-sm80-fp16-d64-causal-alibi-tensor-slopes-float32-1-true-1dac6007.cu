@@ -24,7 +24,7 @@ struct BackwardDqArguments {
   const Element* k;
   const Element* v;
   const Element* d_o;
-  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE and D
+  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
   Element* dq;
   const float* slopes;
   Strides q_strides;
@@ -36,7 +36,7 @@ struct BackwardDqArguments {
   int heads_q;
   int len_q;
   int len_k;
-  int rows;   // len_q, rounded up
+  int rows;   // len_q, rounded up to whole tiles
   unsigned kv_reciprocal;   // 2^31 / (query heads per KV head), rounded up
   int slopes_size[1];
 };
@@ -59,8 +59,8 @@ constexpr int kKeysPerWarp = kTileK / kSplit;
 constexpr int kKeyTiles = kKeysPerWarp / 8;    // a warp's 8-column mma tiles of scores
 constexpr int kHeadTiles = kHeadDimPadded / 8 / kSplit;   // a warp's 8-column mma tiles of dQ
 constexpr float kScale = 0.125f;
-constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): probabilities are powers of 2
-constexpr float kNoLse = 3.40282347e+38f;     // marks a row without allowed scores
+constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): exp(x) is computed as exp2(x * log2(e))
+constexpr float kNoLse = 3.40282347e+38f;     // marks a row whose scores are all masked
 constexpr float kLargeLse = 4096.0f;     // to the base 2; the rounding of larger ones is visible in P
 constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of an LSE and the products that it is compared with
 

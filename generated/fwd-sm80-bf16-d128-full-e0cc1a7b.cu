@@ -50,7 +50,7 @@ constexpr int kRowsPerWarp = kTileQ / kWarps;
 constexpr int kRowTiles = kRowsPerWarp / 16;   // a warp's 16-row mma tiles
 constexpr int kKeyTiles = kTileK / 8;          // 8-column mma tiles of scores
 constexpr int kValueTiles = kValueDimPadded / 8;
-constexpr float kScoreToLog2 = 0.127517432f;   // scale * log2(e): probabilities are powers of 2
+constexpr float kScoreToLog2 = 0.127517432f;   // scale * log2(e): exp(x) is computed as exp2(x * log2(e))
 constexpr float kMaxFoldedRowMax = 131568024.0f;   // its product with kScoreToLog2 is below 2^24
 constexpr float kRescaleThreshold = 8.0f;      // in log2: by how much a row maximum may lag
 

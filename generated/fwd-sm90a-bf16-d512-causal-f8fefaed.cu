@@ -26,10 +26,10 @@ struct ForwardArguments {
   TensorMap v_map;
   TensorMap o_map;
   float* lse;   // (batch, heads_q, len_q), or null
-  unsigned* next_tile;   // 0 before and after a launch; null if each block has one work tile
+  unsigned* next_tile;   // fetched work tiles: 0 before and after a launch; null if each CTA has one
   int tiles;   // query tiles of all heads and batches
   int tiles_q;   // query tiles of each head
-  int heads;   // query heads of all batches
+  int heads;   // query heads of all batch entries
   int section;   // heads that are scheduled together: their K and V stay in L2
   int heads_q;
   int len_q;
@@ -52,11 +52,12 @@ constexpr int kTileQ = kRowGroups * kPartQ;
 constexpr int kTileK = 64;   // keys per step
 constexpr int kStages = 1;   // of the pipelines of K and V tiles in shared memory
 constexpr int kPassedStages = 2;   // of the pipeline of P tiles between consumer warpgroups
-constexpr float kScoreToLog2 = 0.063758716f;   // scale * log2(e): probabilities are powers of 2
+constexpr float kScoreToLog2 = 0.063758716f;   // scale * log2(e): exp(x) is computed as exp2(x * log2(e))
 constexpr float kMaxFoldedRowMax = 263136048.0f;   // its product with kScoreToLog2 is below 2^24
 constexpr float kRescaleThreshold = 8.0f;   // in log2: by how much a row maximum may lag
 
-// A tile is panels of columns side by side, as wide as TMA swizzles them: 16-byte chunks of a row exchanged within a panel.
+// A tile consists of panels of columns, one after the other. A panel is as wide as the TMA swizzle, which exchanges the 16-byte
+// chunks of a row.
 constexpr int kHeadPanel = 64;    // columns of Q and K
 constexpr int kValuePanel = 64;   // columns of V and the output
 constexpr int kPassedPanel = 64;   // columns of P
@@ -375,10 +376,10 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// A lane's fragment of an accumulator of wgmma with kColumns columns: an array of kElements floats. Of each group of 8 columns
-// it holds four elements, two adjacent columns in each of two rows that are 8 apart (PTX ISA, "Register Fragments for
-// wgmma.mma_async.m64nNk16"). Its first element is in row lane / 4 of the warp's 16 rows and in column lane % 4 * 2.
-// Coordinates are relative to that element.
+// The coordinates of a lane's fragment of a wgmma accumulator with kColumns columns; the fragment itself is an array of
+// kElements floats. Of each group of 8 columns it has four elements, two adjacent columns in each of two rows that are 8 apart
+// (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"). Its first element is in row lane / 4 of the warp's 16 rows and
+// in column lane % 4 * 2. Coordinates are relative to that element.
 template <int kColumns>
 struct Fragment {
   static constexpr int kRows = 2;                // rows that have elements
@@ -399,7 +400,7 @@ using Scores = Fragment<kTileK>;
 using Output = Fragment<kOutputColumns>;
 
 // A position in a pipeline, whose iterations use its stages in shared memory in turn. CUTLASS's class of this name holds a stage
-// and a phase. This one counts iterations: one register holds it, also where several pipelines advance together.
+// and a phase. This one counts iterations, so that one register serves pipelines with different numbers of stages.
 template <int kNumStages>
 struct PipelineState {
   int iteration;
@@ -415,8 +416,8 @@ struct PipelineState {
   __device__ __forceinline__ PipelineState operator++(int) { return {iteration++}; }
 };
 
-// The shared memory of a block. Its members return the addresses of buffers and mbarriers in the shared window, which have 32
-// bits, as TMA, wgmma and mbarriers take them. Pointers to arrays of a C++ struct would have 64, and take more instructions.
+// The shared memory of a CTA. Its members return addresses of buffers and mbarriers: addresses of 32 bits in the shared window,
+// as TMA, wgmma and mbarriers take them. Pointers to arrays of a C++ struct would have 64 bits, and take more instructions.
 struct SharedStorage {
   unsigned base, barriers;   // the addresses of the buffers, and of the mbarriers
 
@@ -468,8 +469,8 @@ struct SharedStorage {
   }
 };
 
-// Lane 0 arrives at a barrier for its warp. All lanes have finished reading: a warp-wide instruction, such as __syncwarp or
-// the wait for a wgmma, comes before.
+// Lane 0 arrives at a barrier for its warp. Precondition: all lanes have finished their accesses, which a warp-wide instruction
+// ensures, such as __syncwarp or the wait for a wgmma.
 __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from flashgen.attention.aliasing import AliasCheck
 from flashgen.attention.outputs import check_no_overlap, check_writable
 from flashgen.attention.problem import WANTED, check_aligned, check_table
-from flashgen.attention.sharing import Sharing
 from flashgen.codegen.append_kernel import render_append
 from flashgen.codegen.families import emulated_target, target_of_gpu
 from flashgen.codegen.sizes import Sizes
@@ -67,7 +67,7 @@ def append_kv(
         check_writable(name, arrays[name])
     key, addresses = _cache_key(engine, arrays)
     prepared = _PREPARED.get(key) or _PREPARED.get_or_make(key, partial(_prepare, engine, arrays))
-    prepared.sharing.check(addresses)
+    prepared.alias_check.check(addresses)
     if prepared.launch is None:
         return
     runner, launch = prepared.launch
@@ -108,7 +108,7 @@ class _Prepared:
     """The state that calls of one cache key share. launch: None if there is nothing to write."""
 
     device: int
-    sharing: Sharing
+    alias_check: AliasCheck
     launch: tuple[Runner, Launch] | None
 
 
@@ -132,7 +132,7 @@ def _prepare(engine: Engine, arrays: dict[str, Any]) -> _Prepared:
     _check(views)
     device = views["k"].device or 0
     with engine.on(device):
-        return _Prepared(device, Sharing(views, _written(views), str), _prepare_launch(engine, views))
+        return _Prepared(device, AliasCheck(views, _written(views), str), _prepare_launch(engine, views))
 
 
 def _prepare_launch(engine: Engine, views: dict[str, View]) -> tuple[Runner, Launch] | None:

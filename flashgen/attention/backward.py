@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flashgen.attention.aliasing import AliasCheck
 from flashgen.attention.backward_dispatch import BackwardDispatch
 from flashgen.attention.backward_tile_lists import BackwardListers
 from flashgen.attention.call import Call, Splits
@@ -21,7 +22,6 @@ from flashgen.attention.gradients import (
 )
 from flashgen.attention.outputs import check_lse, output_strides
 from flashgen.attention.problem import Bounds, Problem, problem_of
-from flashgen.attention.sharing import Sharing
 from flashgen.attention.stages import NO_LISTS, BuiltStages, PreparedStages
 from flashgen.attention.tile_lists import ListsLaunch
 from flashgen.attention.tuned_plans import TunedPlans, subscribe
@@ -51,7 +51,7 @@ class _Prepared:
     of_jax: tuple[str, ...]
     stages: PreparedStages | None
     lists: Mapping[str, ListsLaunch]
-    sharing: Sharing
+    alias_check: AliasCheck
 
 
 class BackwardPass(Pass[_Prepared]):
@@ -156,13 +156,13 @@ class BackwardPass(Pass[_Prepared]):
         }
         zeroed = tuple(name for name, each in memory.items() if each.zeroed)
         of_jax = tuple(name for name, library in owners.items() if library is JAX)
-        sharing = self._sharing(views, [gradient_argument(name) for name in given])
+        alias_check = self._alias_check(views, [gradient_argument(name) for name in given])
         if not self._runs(problem):
-            return _Prepared(problem, device, makers, zeroed, of_jax, None, {}, sharing)
+            return _Prepared(problem, device, makers, zeroed, of_jax, None, {}, alias_check)
         own = captured, libraries["q"], device
         lists = self.listers.prepare(problem, *own) if self.listers else {}
         stages = self.dispatch.choose(problem, device).prepare(problem, *own)
-        return _Prepared(problem, device, makers, zeroed, of_jax, stages, lists, sharing)
+        return _Prepared(problem, device, makers, zeroed, of_jax, stages, lists, alias_check)
 
     def _runs(self, problem: Problem) -> bool:
         """Whether kernels must run. A call without keys still has gradients of sinks."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
+from flashgen.attention.aliasing import AliasCheck, check_on_host
 from flashgen.attention.call import Call, Splits
 from flashgen.attention.captures import (
     captured_distances,
@@ -19,7 +20,6 @@ from flashgen.attention.captures import (
 )
 from flashgen.attention.problem import NO_BOUNDS, Bounds, Problem
 from flashgen.attention.replay import Replay
-from flashgen.attention.sharing import Sharing, check_on_host
 from flashgen.attention.stages import PreparedStages
 from flashgen.attention.varlen import refuse_varlen
 from flashgen.codegen.arguments import member_name
@@ -52,7 +52,7 @@ class Prepared(Protocol):
     def device(self) -> int: ...
 
     @property
-    def sharing(self) -> Sharing: ...
+    def alias_check(self) -> AliasCheck: ...
 
     @property
     def problem(self) -> Problem: ...
@@ -122,7 +122,7 @@ class Pass(Generic[AnyPrepared]):
         if prepared is None:
             prepared = self._check_and_prepare(key, given, call.bounds, call.splits)
         if call.results:
-            prepared.sharing.check(addresses)
+            prepared.alias_check.check(addresses)
         if self._distances:
             self._check_distances(captures)
         if self.spec.sharded:
@@ -196,7 +196,7 @@ class Pass(Generic[AnyPrepared]):
         if not self.engine.is_current(prepared.device):
             return None
         if call.results:
-            prepared.sharing.check(addresses)
+            prepared.alias_check.check(addresses)
         return self._run(prepared, call, stream, addresses, numbers)
 
     def create_replay(
@@ -320,8 +320,8 @@ class Pass(Generic[AnyPrepared]):
         """Returns the library of an array. Raises ArgumentError if the engine does not take arrays of its type."""
         return self.engine.library(array, _argument(name))
 
-    def _sharing(self, views: Mapping[str, View], written: Collection[str]) -> Sharing:
-        return Sharing(views, written, self._argument_name)
+    def _alias_check(self, views: Mapping[str, View], written: Collection[str]) -> AliasCheck:
+        return AliasCheck(views, written, self._argument_name)
 
     def _check_sharing_on_host(
         self, arrays: Mapping[str, Any], captures: Mapping[str, Any], written: Collection[str]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from flashgen.attention.aliasing import AliasCheck
 from flashgen.attention.call import Call, Splits
 from flashgen.attention.call_pass import Makers, Pass, common_device
 from flashgen.attention.captures import check_array
@@ -13,7 +14,6 @@ from flashgen.attention.decode_schedule import ScheduledSizes
 from flashgen.attention.forward_dispatch import ForwardDispatch, ForwardKernels, num_splits_of
 from flashgen.attention.outputs import check_outputs, result_strides
 from flashgen.attention.problem import Bounds, Problem, check_table, problem_of
-from flashgen.attention.sharing import Sharing
 from flashgen.attention.stages import NO_LISTS, PreparedStages
 from flashgen.attention.swapped_axes import warn_if_swapped
 from flashgen.attention.tile_lists import ListsLaunch
@@ -35,7 +35,7 @@ class _Prepared:
     built: ForwardKernels
     stages: PreparedStages | None
     lists: ListsLaunch | None
-    sharing: Sharing
+    alias_check: AliasCheck
 
 
 _RESULTS = ("o", "lse")
@@ -122,7 +122,7 @@ class ForwardPass(Pass[_Prepared]):
             "o": library.maker(problem.output_shape(self.spec), self.spec.out_element.name, device, strides),
             "lse": library.maker(problem.lse_shape, "float32", device),
         }
-        return _Prepared(problem, library, makers, device, built, stages, lists, self._sharing(views, _RESULTS))
+        return _Prepared(problem, library, makers, device, built, stages, lists, self._alias_check(views, _RESULTS))
 
     def built_for(self, problem: Problem, device: int) -> ForwardKernels:
         """Returns the kernel that calls of these sizes run on a device."""

@@ -6,7 +6,7 @@ dispatch             the plan for the sizes of a call, and the kernels that a pl
 plan                 the interface of forward plans: tiles, registers, shared memory, checks against a target
 shared_memory        the shared-memory layout of a CTA, from which byte counts, constants and drawings are derived
 demand               registers and instructions that a variant needs per thread
-tiling, workload     sizes that plans are made of; the workloads that plans are compared for
+padding, workload    padded head dims and limits of plans; the workloads that plans are compared for
 candidates           the forward plans worth timing, ranked by a cost model; for tuning only
 decode_candidates    the decode plans worth timing; backward_candidates: those of the backward
 sizes                the sizes of a call, and formulas: numbers at a launch, expression trees of named sizes

@@ -15,9 +15,9 @@ from flashgen.codegen.batches import batch_of
 from flashgen.codegen.environment import environment, primitives_for, tidy
 from flashgen.codegen.expressions.derivative_text import ScoreGradient
 from flashgen.codegen.expressions.printer import statements
+from flashgen.codegen.padding import padded_head_dim, padded_value_dim
 from flashgen.codegen.shared_memory import SharedMemoryLayout
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import padded_head, padded_value
 from flashgen.codegen.variant import Variant
 from flashgen.dtypes import DTYPES
 from flashgen.errors import UnsupportedError
@@ -93,8 +93,8 @@ def common_context(
         "struct": struct,
         "types": types.strip(),
         "variant": declared.strip(),
-        "head_padded": padded_head(spec),
-        "value_padded": padded_value(spec),
+        "head_padded": padded_head_dim(spec),
+        "value_padded": padded_value_dim(spec),
         "scale_log2": spec.scale * LOG2_E,
         "most_reference": min(_MAX_OFFSET / (LOG2_E if spec.score else spec.scale * LOG2_E), FLOAT32_MAX),
         "keep_threshold": spec.keep_threshold,

@@ -34,11 +34,11 @@ from flashgen.codegen.assembly import assemble, common_context, is_masked
 from flashgen.codegen.batches import batch_of
 from flashgen.codegen.costs import backward_cost
 from flashgen.codegen.header import backward_header
+from flashgen.codegen.padding import WARP
 from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace, entry_name, kernel_name
 from flashgen.codegen.shared_memory import NO_SHARED_MEMORY, SharedMemoryLayout
 from flashgen.codegen.sizes import Grid, Sizes
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import WARP
 from flashgen.codegen.variant import Variant, variant_of
 from flashgen.language.spec import AttentionSpec
 from flashgen.language.well_formed import FLOAT32_MAX
@@ -120,15 +120,19 @@ def rows_shape(spec: AttentionSpec, rows: Rows, *columns: int) -> Callable[[Size
     return lambda sizes: batch.workspace_shape(sizes, rows(sizes), *columns)
 
 
-STATISTICS = Field("const float*", "statistics", comment="(batch, heads_q, rows, 2): base-2 LSE and D")
+STATISTICS = Field(
+    "const float*", "statistics", comment="(batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)"
+)
 DQ_ACCUM = Field("float*", "dq_accum", comment="(batch, heads_q, rows, padded head_dim), in fragment order")
-_STATES = "(batch, heads_q, rows / tile): the state of dQ tiles; see accumulate_dq"
+_STATES = "(batch, heads_q, rows / tile): 0, or which CTAs have added to a tile of dQ; see accumulate_dq"
 DQ_SEMAPHORE = Field("unsigned*", "dq_semaphore", comment=_STATES)
-DQ_NEXT = Field("unsigned*", "dq_next", comment="(1): the next group of dq rows to convert")
-DQ_ADDED = Field("unsigned*", "dq_added", comment="(batch, heads): work tiles whose dQ has been added")
+DQ_NEXT = Field("unsigned*", "dq_next", comment="(1): the next group of dQ rows to convert; 0 before a launch")
+DQ_ADDED = Field(
+    "unsigned*", "dq_added", comment="(batch, heads): work tiles whose dQ has been added; 0 before a launch"
+)
 PART_SEMAPHORE = Field("unsigned*", "part_semaphore", comment="(split key tile, warp): the split that adds next")
-ROWS = Field("int", "rows", comment="len_q, rounded up")
-KEYS = Field("int", "keys", comment="len_k, rounded up")
+ROWS = Field("int", "rows", comment="len_q, rounded up to whole tiles")
+KEYS = Field("int", "keys", comment="len_k, rounded up to whole tiles")
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ from flashgen.codegen.assembly import check_spec
 from flashgen.codegen.demand import demand_of, is_power_of_2
 from flashgen.codegen.dispatch import default_plan
 from flashgen.codegen.families import forward_family
+from flashgen.codegen.padding import padded
 from flashgen.codegen.plan import Plan
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import padded
 from flashgen.codegen.workload import Workload, steps_of
 from flashgen.language.spec import AttentionSpec
 

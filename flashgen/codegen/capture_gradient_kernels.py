@@ -29,11 +29,11 @@ from flashgen.codegen.backward_kernels import (
 from flashgen.codegen.batches import batch_of
 from flashgen.codegen.expressions.row_elements import dense_loads
 from flashgen.codegen.mma_sync.dense_gradient import dense_gradient_kernel, gradient_parts, parts_of_gradient
+from flashgen.codegen.padding import WARP
 from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace
 from flashgen.codegen.shared_memory import slot_per_warp
 from flashgen.codegen.sizes import ceil_div, minimum
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import WARP
 from flashgen.codegen.variant import variant_of
 from flashgen.dtypes import DTYPES
 from flashgen.language.operations import Capture, Load

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from flashgen.codegen.formula_text import english
+from flashgen.codegen.padding import padded
 from flashgen.codegen.sizes import Sizes, named
-from flashgen.codegen.tiling import padded
 from flashgen.dtypes import DTYPES
 from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec

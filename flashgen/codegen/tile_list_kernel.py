@@ -17,11 +17,11 @@ from flashgen.codegen.batches import batch_of
 from flashgen.codegen.environment import environment
 from flashgen.codegen.expressions.interval_text import interval_text
 from flashgen.codegen.expressions.printer import statements
+from flashgen.codegen.padding import WARP
 from flashgen.codegen.rendered_kernel import Direction, RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.shared_memory import slot_per_warp
 from flashgen.codegen.sizes import Grid, Sizes, ceil_div, maximum
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import WARP
 from flashgen.codegen.variant import Variant, captures_read, variant_of
 from flashgen.language.operations import BATCH, HEAD, KEY, QUERY, And, Load
 from flashgen.language.spec import AttentionSpec

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from flashgen.codegen.padding import WARP
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import WARP
 from flashgen.errors import LaunchError
 from flashgen.runtime.timeline import Array, Did
 

@@ -47,70 +47,74 @@ def varlen_attention(
     sinks: Tensor | None = None,
     emulate: bool | None = None,
 ) -> Any:
-    """Computes attention of packed sequences, each over its own keys, with the arguments of flash-attn.
+    """Computes attention of packed sequences, each over its own keys.
 
-    Sequence lengths never cause a compilation. A new window, softcap or scale (as a number) does.
+    The positional arguments are those of flash_attn_varlen_func, with `return_lse` in place of return_attn_probs.
+    Sequence lengths never cause a compilation. Other numbers, dims, dtypes and combinations of tensors do.
 
     Args:
-        q: (tokens of queries, heads, dim).
-        k, v: (tokens of keys, heads of keys, dim). A dim that is not a multiple of 8 is padded by a copy; over pages
-            it is refused.
+        q: (total_q, heads, head_dim), the query tokens of all sequences.
+        k: (total_k, heads_kv, head_dim), the key tokens of all sequences. A head_dim that is not a multiple of 8 is
+            padded by a copy, except in a paged KV cache, where it is refused.
+        v: (total_k, heads_kv, value_dim), likewise.
         cu_seqlens_q: integers (sequences + 1,) on the device of q. Sequence i has the tokens from cu_seqlens_q[i] to
-            cu_seqlens_q[i + 1] - 1. Only kernels read it, so that replays of a CUDA graph follow its values. Tokens
-            behind the last sequence attend to nothing.
-        cu_seqlens_k: the same for keys. Over pages it may be None, and its differences are the lengths of the keys.
+            cu_seqlens_q[i + 1] - 1. The host never reads it, so that a replay of a CUDA graph uses its current values.
+            Tokens after the last sequence attend to nothing.
+        cu_seqlens_k: the same for keys. With a paged KV cache, give either seqused_k or cu_seqlens_k, whose
+            differences are then the numbers of keys.
         max_seqlen_q, max_seqlen_k: accepted as by flash-attn. Kernels do not need these bounds.
-        dropout_p: the probability of dropping a weight, rounded to steps of 1/256. 1 gives zeros.
+        dropout_p: the probability of dropping an attention probability, rounded to steps of 1/256. 1 gives zeros.
         softmax_scale: the factor of the scores; None is 1/sqrt(dim). A tensor with one number is read when kernels
             run, and gets a gradient if it requires one.
-        causal: let a query attend only to keys up to its own position. The last query of a sequence is aligned with
-            its last key.
-        window_size: (left, right), the numbers of keys before and behind a query's position; -1 is no bound.
-        softcap: the cap of the scores; 0 is none.
+        causal: let a query attend only to keys up to its own position: it sets the right bound of the window to 0. The
+            last query of a sequence is aligned with its last key (bottom-right alignment).
+        window_size: (left, right), the numbers of keys before and after a query's position; a negative number is no
+            bound.
+        softcap: replaces scores by softcap * tanh(score / softcap); 0 leaves them.
         alibi_slopes: float32 (heads,) or (sequences, heads); adds -slope·|distance| to the scores.
         deterministic: compute gradients that are bitwise equal from run to run. None takes the setting of
             torch.use_deterministic_algorithms.
-        return_lse: also return the LSE, float32 (heads, tokens of queries).
+        return_lse: also return the LSE (natural logarithm), float32 (heads, total_q).
         block_table: int32 (sequences, pages of a sequence), the pages of each sequence. k and v are then pages, (pages,
-            page_size, heads of keys, dim). Prefill and decode may be mixed in one call. There are no gradients.
-        seqused_q: integers (sequences,), how many of its first queries each sequence uses. The last of them is aligned
-            with the last key, and the others attend to nothing. None is all.
-        seqused_k: integers (sequences,), how many of its first keys each sequence uses. None is all.
-        sinks: floats (heads,), one extra score of each row that takes probability but has no value. It gets a gradient
-            if it requires one.
+            page_size, heads_kv, dim). Prefill and decode may be mixed in one call. There are no gradients.
+        seqused_q: integers (sequences,), the number of valid queries at the start of each sequence. The last of them
+            is aligned with the last key, and the queries after it attend to nothing. None is all.
+        seqused_k: integers (sequences,), the number of valid keys at the start of each sequence. None is all.
+        sinks: floats (heads,), attention-sink logits: one more logit of each row in the denominator of the softmax. It
+            gets a gradient if it requires one.
         emulate: run CPU tensors on the emulator. None takes the setting of `flashgen.torch.emulated()`.
 
     Returns:
-        The output, (tokens of queries, heads, dim of v), or the pair (output, LSE).
+        The output, (total_q, heads, value_dim), or the pair (output, LSE).
 
     Raises:
         ArgumentError: arguments do not fit, or dropout_p would be rounded to 0 or 1 and is neither.
-        UnsupportedError: a gradient is required of a call over pages.
+        UnsupportedError: a gradient is required of a call with a paged KV cache.
     """
     _check_bounds(max_seqlen_q, max_seqlen_k)
     check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q)
-    check_tensors(**{"cu_seqlens_k": cu_seqlens_k} if cu_seqlens_k is not None else {})
+    if cu_seqlens_k is not None:
+        check_tensors(cu_seqlens_k=cu_seqlens_k)
     if block_table is None:
         _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
-        page_size, where = None, {"cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
+        page_size, key_arrays = None, {"cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
     else:
         page_size = _page_size(q, k, v)
-        where = {"page_table": block_table, "seqused_k": _used_keys(cu_seqlens_k, seqused_k)}
+        key_arrays = {"page_table": block_table, "seqused_k": _used_keys(cu_seqlens_k, seqused_k)}
     q, k, v = (*converted(q), k, v) if page_size else converted(q, k, v)
-    dropout_p, v = _dropped(fixed(dropout_p), v, page_size)
+    dropout_p, v = _replace_full_dropout(fixed(dropout_p), v, page_size)
     factor = scale_of_call("softmax_scale", softmax_scale, q) if isinstance(softmax_scale, torch.Tensor) else None
     scale = softmax_scale if factor is None else 1.0
     value_dim = v.shape[-1]
     if not page_size and (q.shape[-1] % 8 or k.shape[-1] % 8 or value_dim % 8):
         padded = padded_heads(q, k, v)
         q, k, v, scale = padded.q, padded.k, padded.v, padded.scale if scale is None else scale
-    captures: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, **where}
+    captures: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, **key_arrays}
     declared = _NONE
-    if not alibi_slopes is sinks is factor is seqused_q is None:
-        given = {"slopes": alibi_slopes, "sinks": sinks, "scale": factor, "seqused_q": seqused_q}
-        known = {name: tensor for name, tensor in given.items() if tensor is not None}
-        captures, declared = captures | known, tuple([_declared(name, tensor) for name, tensor in known.items()])
-    numbers = [fixed(each) for each in (scale, dropout_p, softcap, *_sides(window_size, causal))]
+    optional = {"slopes": alibi_slopes, "sinks": sinks, "scale": factor, "seqused_q": seqused_q}
+    if given := {name: tensor for name, tensor in optional.items() if tensor is not None}:
+        captures, declared = captures | given, tuple([_declared(name, tensor) for name, tensor in given.items()])
+    numbers = [fixed(each) for each in (scale, dropout_p, softcap, *_window_bounds(window_size, causal))]
     options = (emulate, is_deterministic(deterministic))
     sizes = (fixed(q.shape[-1]), fixed(v.shape[-1]), dtype_of(q))
     entry = _entry(options, *sizes, *numbers, declared, fixed(page_size))
@@ -120,16 +124,16 @@ def varlen_attention(
     return (cut_heads(result[0], value_dim), result[1]) if return_lse else cut_heads(result, value_dim)
 
 
-def _dropped(probability: Any, v: Tensor, page_size: int | None) -> tuple[float, Tensor]:
-    """Returns the dropout of the spec and the values: with a probability of 1 no dropout, and zeros."""
+def _replace_full_dropout(probability: Any, v: Tensor, page_size: int | None) -> tuple[float, Tensor]:
+    """Returns (dropout, v). A dropout of 1 becomes no dropout with a v of zeros."""
     if not probability or checked_dropout("dropout_p", probability) < 1:
         return probability, v
     if page_size:
-        raise ArgumentError("dropout_p=1 is not supported with block_table: the output would be zeros")
+        raise ArgumentError("dropout_p=1 is not supported with block_table; the output is zeros: leave the call out")
     return 0.0, zeros_of(v)
 
 
-def _sides(size: Any, causal: bool) -> tuple[int, int]:
+def _window_bounds(size: Any, causal: bool) -> tuple[int, int]:
     """Returns the bounds of a window, -1 for none. Raises ArgumentError if `size` is not a pair."""
     if not isinstance(size, (tuple, list)) or len(size) != 2:
         raise ArgumentError(f"window_size={size!r} must be (left, right), each -1 for no bound, such as (1023, 0)")

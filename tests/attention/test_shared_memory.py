@@ -10,8 +10,8 @@ import pytest
 
 import flashgen.language as fg
 from flashgen import attention
-from flashgen.attention import sharing
-from flashgen.attention.sharing import Sharing, check_on_host
+from flashgen.attention import aliasing
+from flashgen.attention.aliasing import AliasCheck, check_on_host
 from flashgen.errors import ArgumentError
 from flashgen.runtime.arrays import view_numpy
 from flashgen.verify import Shape, random_inputs
@@ -190,7 +190,7 @@ def slices(random: np.random.Generator, memory: Array) -> Array:
 def check_by_addresses(arrays: dict[str, Array], written: list[str], named: Any) -> None:
     """Uses the check of calls."""
     views = {name: view_numpy(array, name) for name, array in arrays.items()}
-    Sharing(views, written, named).check({name: view.pointer for name, view in views.items()})
+    AliasCheck(views, written, named).check({name: view.pointer for name, view in views.items()})
 
 
 def test_overlap_detection_is_exact() -> None:
@@ -223,7 +223,7 @@ def test_overlaps_of_one_byte(backwards: bool) -> None:
 
 
 def test_arrays_that_are_too_complex_to_compare_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "_MAX_WORK", 1)
+    monkeypatch.setattr(aliasing, "_MAX_WORK", 1)
     memory, strided = np.zeros(2**20, np.uint8), np.lib.stride_tricks.as_strided
     one, other = (
         strided(memory[at:], (7, 2, 9), strides) for at, strides in ((0, (1388, 4079, 3355)), (2188, (15, 1971, 4287)))
@@ -240,7 +240,7 @@ def test_no_memory_is_kept_alive() -> None:
 
     array = np.zeros(8, np.float16)
     alive = weakref.ref(array)
-    kept = Sharing({"out": view_numpy(array, "out"), "k": view_numpy(np.ones(8), "k")}, ["out"], str)
+    kept = AliasCheck({"out": view_numpy(array, "out"), "k": view_numpy(np.ones(8), "k")}, ["out"], str)
     del array
     assert alive() is None and kept
 

@@ -17,9 +17,9 @@ from flashgen.codegen.mma_sync.backward_plans import (
     choose_backward_plan,
     choose_queries_plan,
 )
+from flashgen.codegen.padding import padded
 from flashgen.codegen.sizes import Sizes
 from flashgen.codegen.targets import TARGETS, Target
-from flashgen.codegen.tiling import padded
 from flashgen.errors import UnsupportedError
 from flashgen.language import AttentionSpec
 from flashgen.verify import spec_of, variants

@@ -8,8 +8,8 @@ import pytest
 
 import flashgen.language as fg
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, choose_forward_plan
+from flashgen.codegen.padding import padded
 from flashgen.codegen.targets import TARGETS, target_named, target_of_capability
-from flashgen.codegen.tiling import padded
 from flashgen.errors import UnsupportedError
 from flashgen.language import AttentionSpec
 from flashgen.verify import variants

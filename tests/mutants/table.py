@@ -327,8 +327,8 @@ MUTANTS = (
     Mutant(
         "overlaps of an append are not checked in each call",
         "flashgen/attention/appending.py",
-        "prepared.sharing.check(addresses)",
-        "prepared.sharing",
+        "prepared.alias_check.check(addresses)",
+        "prepared.alias_check",
         ("tests/attention/test_append_kv.py::test_every_call_of_the_same_sizes_is_checked",),
     ),
     Mutant(

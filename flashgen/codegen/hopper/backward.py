@@ -49,9 +49,9 @@ from flashgen.codegen.hopper.batch_traits import batch_traits
 from flashgen.codegen.hopper.plans import panel_columns
 from flashgen.codegen.hopper.queries_plans import HopperQueriesPlan, choose_hopper_queries_plan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan, choose_hopper_wide_plan, exchanged
+from flashgen.codegen.padding import padded
 from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import padded
 from flashgen.codegen.variant import layout_of, with_transposed_pairs
 from flashgen.codegen.varlen import MAP_ROWS
 from flashgen.errors import UnsupportedError

@@ -16,6 +16,7 @@ from flashgen.codegen.expressions.row_elements import paired_mask_elements, tran
 from flashgen.codegen.hopper.barriers import key_barriers
 from flashgen.codegen.hopper.batch_traits import batch_traits
 from flashgen.codegen.hopper.plans import WARPGROUP, swizzled_columns
+from flashgen.codegen.padding import element_sizes, padded, value_extent
 from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.shared_memory import (
     BYTE,
@@ -28,7 +29,6 @@ from flashgen.codegen.shared_memory import (
     mbarriers,
 )
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import element_sizes, padded, value_extent
 from flashgen.language.spec import AttentionSpec
 
 _ROWS = 64  # of a wgmma

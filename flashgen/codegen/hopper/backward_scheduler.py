@@ -24,17 +24,17 @@ from flashgen.codegen.batches import batch_of
 from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
 from flashgen.codegen.hopper.batch_traits import batch_traits
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan
+from flashgen.codegen.padding import padded
 from flashgen.codegen.rendered_kernel import Workspace
 from flashgen.codegen.sizes import Grid, Sizes, ceil_div, maximum, minimum
-from flashgen.codegen.tiling import padded
 from flashgen.language.spec import AttentionSpec
 
 _NEXT_TILE = Field(
     "unsigned*", "next_tile", comment="the next work tile that no CTA has taken: 0 before and after a launch"
 )
-_TILES = Field("int", "tiles", comment="work tiles of all heads and batches")
+_TILES = Field("int", "tiles", comment="work tiles of all heads and batch entries")
 _TILES_OF_HEAD = Field("int", "tiles_k", comment="key tiles of a head")
-_HEADS = Field("int", "heads", comment="of a batch: KV heads, or query heads if each has its own CTA")
+_HEADS = Field("int", "heads", comment="KV heads of a batch entry, or query heads if each has its own CTA")
 _HEADS_AT_ONCE = Field("int", "heads_at_once", comment="heads whose work tiles fill all multiprocessors")
 _PARTS = (
     Field("float*", "part_sums", comment="dK and dV of split key tiles, summed over the splits so far"),

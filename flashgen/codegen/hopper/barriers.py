@@ -87,8 +87,8 @@ def _staged(stages: Extent, shared_kv: bool, split: bool) -> tuple[BarrierGroup,
 
 def _queries_and_d_outputs(stages: Extent) -> BarrierGroup:
     comment = (
-        "queries_full: a tile of Q and its row statistics have landed. queries_empty: every consumer warp has finished "
-        "reading them. The same for dO."
+        "queries_full: a tile of Q and its row statistics have landed, and K with the first of a work tile. "
+        "queries_empty: every consumer warp has finished reading Q. The same for dO, and V with the first of it."
     )
     return _pipeline(comment, "queries", "d_outputs", stages=stages)
 

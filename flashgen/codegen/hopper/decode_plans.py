@@ -17,10 +17,10 @@ from flashgen.codegen.hopper.measured_plans import wide_tiles
 from flashgen.codegen.hopper.pages import cache_problem
 from flashgen.codegen.hopper.plans import MAX_PASSED, ROWS, HopperPlan, passed_buffer, staged_buffers
 from flashgen.codegen.mma_sync.decode_plans import WORK_UNIT_BYTES, search_buffers
+from flashgen.codegen.padding import MMA_K, WARP, element_sizes, head_extent, is_wide, padded_value_dim
 from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.shared_memory import Buffer, Extent, SharedMemoryLayout, mbarriers
 from flashgen.codegen.targets import TARGETS, Target
-from flashgen.codegen.tiling import MMA_DEPTH, WARP, element_sizes, head_extent, is_wide, padded_value
 from flashgen.language.spec import AttentionSpec
 
 _CONSUMERS = 2
@@ -136,7 +136,7 @@ class HopperDecodePlan(Checked):
             return f"it is a plan of the family hopper, and {target.name} is of {target.family}"
         if self.stages < 1 + spec.shared_kv:
             return f"stages={self.stages} must be positive, and at least 2 with shared_kv=True"
-        if not MMA_DEPTH <= self.tile_k <= _MAX_COLUMNS or self.tile_k % MMA_DEPTH:
+        if not MMA_K <= self.tile_k <= _MAX_COLUMNS or self.tile_k % MMA_K:
             return f"tile_k={self.tile_k} must be a multiple of 16 up to {_MAX_COLUMNS}"
         if self.scheduled and not spec.page_size:
             return "scheduled=True needs a paged KV cache, whose lengths the device knows: declare page_size=..."
@@ -149,7 +149,7 @@ def variant_problem(spec: AttentionSpec) -> str | None:
     """Returns why Hopper's decode kernel cannot run a spec; None if it can."""
     if not is_wide(spec):
         return f"it is for rows of more than {_MAX_COLUMNS} columns; others take the decode kernel of mma.sync"
-    if padded_value(spec) // _CONSUMERS < _MIN_HALF or padded_value(spec) > _CONSUMERS * _MAX_COLUMNS:
+    if padded_value_dim(spec) // _CONSUMERS < _MIN_HALF or padded_value_dim(spec) > _CONSUMERS * _MAX_COLUMNS:
         return f"value_dim={spec.value_dim} leaves a warpgroup no panel of columns"
     if spec.dropout:
         return "dropout is for the decode kernel of mma.sync; here it is drawn for rows of one head"

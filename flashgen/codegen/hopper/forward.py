@@ -52,7 +52,11 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
     fields += [output_field(spec), Field("Strides", "o_strides")] if spec.out_dtype else []
     fields.append(batch_of(spec).lse)
     fields.append(
-        Field("unsigned*", "next_tile", comment="0 before and after a launch; null if each block has one work tile")
+        Field(
+            "unsigned*",
+            "next_tile",
+            comment="fetched work tiles: 0 before and after a launch; null if each CTA has one",
+        )
     )
     fields += batch_of(spec).search_fields(keys=not spec.page_size)
     fields += page_fields(spec, strides=False)
@@ -62,7 +66,7 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
         if _joined(spec, name) > 1
     ]
     fields += forward_tiles(spec).fields(spec, heads[:-1])
-    fields.append(Field("int", "heads", comment=f"{heads if packed else 'query heads'} of all batches"))
+    fields.append(Field("int", "heads", comment=f"{heads if packed else 'query heads'} of all batch entries"))
     fields.append(Field("int", "section", comment=f"{heads} that are scheduled together: their K and V stay in L2"))
     fields += batch_of(spec).size_fields("len_q", "len_k")
     fields.append(Field("unsigned", "kv_reciprocal", comment=f"2^31 / ({heads} per KV head), rounded up"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashgen.codegen.hopper.pages import cache_problem
-from flashgen.codegen.tiling import MAX_UNSPLIT, is_wide
+from flashgen.codegen.padding import MAX_UNSPLIT, is_wide
 from flashgen.language.spec import AttentionSpec
 
 

@@ -9,8 +9,8 @@ from flashgen.codegen.demand import Demand, Weight, demand_of, is_clipped
 from flashgen.codegen.expressions.row_elements import paired_elements
 from flashgen.codegen.hopper.pages import has_small_pages
 from flashgen.codegen.hopper.plans import HopperPlan
+from flashgen.codegen.padding import MAX_UNSPLIT, is_wide, padded, padded_value_dim
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import MAX_UNSPLIT, is_wide, padded, padded_value
 from flashgen.language.spec import AttentionSpec
 
 Kind = Literal[
@@ -105,6 +105,6 @@ def wide_tiles(spec: AttentionSpec) -> list[tuple[int, int]]:
 
 def _wide_plan(spec: AttentionSpec, target: Target) -> HopperPlan:
     """Returns the default plan for rows of more than 256 columns: the first that fits shared memory."""
-    split = 2 if padded_value(spec) > MAX_UNSPLIT else 1
+    split = 2 if padded_value_dim(spec) > MAX_UNSPLIT else 1
     plans = [HopperPlan(2, tile_k, stages, split=split) for tile_k, stages in wide_tiles(spec)]
     return next((plan for plan in plans if not plan.problem(spec, target)), plans[-1])

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 
-from flashgen.codegen.tiling import is_wide
+from flashgen.codegen.padding import is_wide
 from flashgen.language.spec import AttentionSpec
 
 GROUP_ROWS = 8

@@ -11,6 +11,17 @@ from flashgen.codegen.demand import demand_of
 from flashgen.codegen.hopper.barriers import forward_barriers
 from flashgen.codegen.hopper.batch_traits import batch_traits
 from flashgen.codegen.hopper.left_to_mma_sync import forward_problem
+from flashgen.codegen.padding import (
+    DROPOUT_COLUMNS,
+    WARP,
+    element_sizes,
+    head_extent,
+    is_wide,
+    padded,
+    padded_head_dim,
+    padded_value_dim,
+    value_extent,
+)
 from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.shared_memory import (
     BYTE,
@@ -24,17 +35,6 @@ from flashgen.codegen.shared_memory import (
     mbarriers,
 )
 from flashgen.codegen.targets import TARGETS, Target
-from flashgen.codegen.tiling import (
-    DROPOUT_COLUMNS,
-    WARP,
-    element_sizes,
-    head_extent,
-    is_wide,
-    padded,
-    padded_head,
-    padded_value,
-    value_extent,
-)
 from flashgen.dtypes import DType
 from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
@@ -150,13 +150,13 @@ class HopperPlan(Checked):
 
     def output_columns(self, spec: AttentionSpec) -> int:
         """Returns the columns of the output that a consumer warpgroup holds."""
-        return padded_value(spec) // self.split
+        return padded_value_dim(spec) // self.split
 
     def head_panel(self, spec: AttentionSpec) -> int:
         """Returns the columns of a panel of Q and of K. Where V is a part of K, panels of both have the same width."""
         if spec.shared_kv:
-            return _widest_panel(spec.element, padded_head(spec), self.output_columns(spec))
-        return _widest_panel(spec.element, padded_head(spec))
+            return _widest_panel(spec.element, padded_head_dim(spec), self.output_columns(spec))
+        return _widest_panel(spec.element, padded_head_dim(spec))
 
     def value_panel(self, spec: AttentionSpec) -> int:
         """Returns the columns of a panel of V and of the output."""

@@ -8,10 +8,10 @@ from typing import ClassVar
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.hopper.barriers import query_barriers
 from flashgen.codegen.hopper.plans import WARPGROUP, panel_columns
+from flashgen.codegen.padding import DROPOUT_COLUMNS, element_sizes, head_extent, padded, value_extent
 from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.shared_memory import Buffer, Extent, SharedMemoryLayout, mbarriers
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import DROPOUT_COLUMNS, element_sizes, head_extent, padded, value_extent
 from flashgen.language.spec import AttentionSpec
 
 _ROWS = 64  # of a wgmma

@@ -10,10 +10,10 @@ from flashgen.codegen.expressions.derivative_text import score_gradient
 from flashgen.codegen.hopper.backward_plans import takes_two_steps
 from flashgen.codegen.hopper.barriers import wide_key_barriers
 from flashgen.codegen.hopper.plans import WARPGROUP, panel_columns
+from flashgen.codegen.padding import element_sizes, head_extent, padded, value_extent
 from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.shared_memory import FLOAT, FLOAT2, Buffer, Extent, SharedMemoryLayout, mbarriers
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import element_sizes, head_extent, padded, value_extent
 from flashgen.language.spec import AttentionSpec
 
 _EXCHANGE_STAGES = 2  # stages of the buffer by which one warpgroup passes scores to the other

@@ -36,9 +36,9 @@ from flashgen.codegen.mma_sync.backward_plans import (
     choose_backward_plan,
     choose_queries_plan,
 )
+from flashgen.codegen.padding import padded_output_gradient
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import padded_output_gradient
 from flashgen.codegen.variant import layout_of, with_transposed_pairs
 from flashgen.errors import UnsupportedError
 from flashgen.language.operations import QUERY

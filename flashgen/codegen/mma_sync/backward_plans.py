@@ -12,22 +12,22 @@ from flashgen.analysis.closed_forms.tile_ranges import query_range
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.expressions.derivative_text import score_gradient
 from flashgen.codegen.mma_sync.forward_plans import MMA_ROWS
-from flashgen.codegen.plan import Checked, shared_memory_problem, too_wide
-from flashgen.codegen.shared_memory import FLOAT2, Buffer, Extent, SharedMemoryLayout
-from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import (
+from flashgen.codegen.padding import (
     DROPOUT_COLUMNS,
     MAX_THREADS,
-    MMA_DEPTH,
+    MMA_K,
     RESERVED_SHARED,
     WARP,
     element_sizes,
     head_extent,
     is_wide,
     output_gradient_extent,
-    padded_head,
+    padded_head_dim,
     padded_output_gradient,
 )
+from flashgen.codegen.plan import Checked, shared_memory_problem, too_wide
+from flashgen.codegen.shared_memory import FLOAT2, Buffer, Extent, SharedMemoryLayout
+from flashgen.codegen.targets import Target
 from flashgen.language.spec import AttentionSpec
 
 AnyPlan = TypeVar("AnyPlan", "BackwardPlan", "QueriesPlan")
@@ -70,7 +70,7 @@ class _LoopPlan:
     @property
     def reads_all_scores(self) -> bool:
         """Whether a warp reads all of P and dS from shared memory, because its own part is not as deep as an mma."""
-        return self.score_columns // self.split < MMA_DEPTH
+        return self.score_columns // self.split < MMA_K
 
     def summary(self, shared_bytes: int) -> str:
         """Returns the line that the kernel's header has about the plan."""
@@ -92,7 +92,7 @@ class BackwardPlan(Checked, _LoopPlan):
 
     def head_columns(self, spec: AttentionSpec) -> int:
         """Returns the columns of a row of the dQ accumulator."""
-        return padded_head(spec)
+        return padded_head_dim(spec)
 
     def gradient_warps(self, spec: AttentionSpec) -> tuple[int, int]:
         """Returns how many warps divide a tile of dQ along its rows and along its columns.
@@ -100,7 +100,7 @@ class BackwardPlan(Checked, _LoopPlan):
         As many warps take part as get equal numbers of mma tiles. Among equal counts the parts closest to square win,
         because they read the least shared memory.
         """
-        rows, columns = self.tile_q // MMA_ROWS, padded_head(spec) // MMA_DEPTH
+        rows, columns = self.tile_q // MMA_ROWS, padded_head_dim(spec) // MMA_K
         found = [
             (r, c)
             for r in range(1, self.warps + 1)
@@ -117,7 +117,7 @@ class BackwardPlan(Checked, _LoopPlan):
         if not is_wide(spec):
             return 0
         row_warps, column_warps = self.gradient_warps(spec)
-        own_rows, own_columns = self.tile_q // MMA_ROWS // row_warps, padded_head(spec) // 8 // column_warps
+        own_rows, own_columns = self.tile_q // MMA_ROWS // row_warps, padded_head_dim(spec) // 8 // column_warps
         limit = max(_WIDE_DQ_ACCUMULATORS // (4 * own_rows), 2)
         return max(count for count in range(2, limit + 1, 2) if own_columns % count == 0)
 
@@ -217,10 +217,10 @@ def _problem(
         return f"{rows[0]}={rows[1]} must be a multiple of 16 x warps={warps} / split={split}"
     if split > 1 and rows[1] // (warps // split) % split:
         return f"{rows[0]}={rows[1]} must be a multiple of warps={warps}, which divide its rows to write them"
-    depth = MMA_DEPTH // 2 if is_wide(spec) and split > 1 and not spec.dropout else MMA_DEPTH
-    if columns[1] % (depth * split) or columns[1] % MMA_DEPTH:
+    depth = MMA_K // 2 if is_wide(spec) and split > 1 and not spec.dropout else MMA_K
+    if columns[1] % (depth * split) or columns[1] % MMA_K:
         return f"{columns[0]}={columns[1]} must be a multiple of {depth} x split={split}"
-    if padded_head(spec) % (MMA_DEPTH * split) or padded_output_gradient(spec) % (MMA_DEPTH * split):
+    if padded_head_dim(spec) % (MMA_K * split) or padded_output_gradient(spec) % (MMA_K * split):
         return f"split={split} must divide head and value dims into multiples of 16"
     if plan.stages not in (1, 2):
         return f"stages={plan.stages} must be 1 or 2"
@@ -293,7 +293,7 @@ _OTHER_REGISTERS, _OTHER_REGISTERS_WITH_LOADS, _OTHER_REGISTERS_HEAVY_DROPOUT = 
 
 def _accumulators(plan: BackwardPlan | QueriesPlan, spec: AttentionSpec) -> int:
     """Returns the registers of a thread that hold gradients, and the scores and score gradients of one iteration."""
-    head, value = padded_head(spec), 0 if spec.shared_kv else padded_output_gradient(spec)
+    head, value = padded_head_dim(spec), 0 if spec.shared_kv else padded_output_gradient(spec)
     if isinstance(plan, QueriesPlan):
         return plan.tile_q // plan.warps * (head + 2 * plan.tile_k) // WARP  # independent of split
     rows = plan.tile_k * plan.split // plan.warps

@@ -24,10 +24,10 @@ from flashgen.codegen.mma_sync.stream_k import (
     work_unit_fields,
     work_unit_values,
 )
+from flashgen.codegen.padding import is_wide
 from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace, entry_name, kernel_name
 from flashgen.codegen.sizes import Grid, Sizes, minimum
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import is_wide
 from flashgen.codegen.variant import layout_of, variant_of
 from flashgen.errors import UnsupportedError
 from flashgen.language.operations import HEAD

@@ -18,6 +18,20 @@ from typing import Any, ClassVar
 
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.mma_sync.forward_plans import MMA_ROWS, ForwardPlan
+from flashgen.codegen.padding import (
+    DROPOUT_COLUMNS,
+    MAX_SPLIT,
+    MAX_THREADS,
+    MAX_UNSPLIT,
+    MMA_K,
+    RESERVED_SHARED,
+    WARP,
+    element_sizes,
+    head_extent,
+    is_wide,
+    padded,
+    value_extent,
+)
 from flashgen.codegen.plan import Checked, Plan, shared_memory_problem, too_wide
 from flashgen.codegen.shared_memory import (
     BYTE,
@@ -31,20 +45,6 @@ from flashgen.codegen.shared_memory import (
 )
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tile_list_kernel import depends_on_head
-from flashgen.codegen.tiling import (
-    DROPOUT_COLUMNS,
-    MAX_SPLIT,
-    MAX_THREADS,
-    MAX_UNSPLIT,
-    MMA_DEPTH,
-    RESERVED_SHARED,
-    WARP,
-    element_sizes,
-    head_extent,
-    is_wide,
-    padded,
-    value_extent,
-)
 from flashgen.codegen.workload import Workload, steps_of
 from flashgen.language.spec import AttentionSpec
 
@@ -241,7 +241,7 @@ class DecodePlan(Checked):
             return f"its numbers must be positive, and its warps at most {MAX_THREADS // WARP}"
         if self.tile_q % MMA_ROWS:
             return f"tile_q={self.tile_q} must be a multiple of {MMA_ROWS}"
-        if self.tile_k % MMA_DEPTH or (spec.dropout and self.tile_k % DROPOUT_COLUMNS):
+        if self.tile_k % MMA_K or (spec.dropout and self.tile_k % DROPOUT_COLUMNS):
             return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout"
         if (self.split > 1) != (is_wide(spec)) or self.split not in (1, self.warps) or self.split > MAX_SPLIT:
             return (
@@ -350,7 +350,7 @@ def _tile_k(spec: AttentionSpec) -> int:
     """Returns the keys of a tile: a power of 2, so that it does not straddle the blocks of block masks."""
     columns = padded(spec.head_dim) + (0 if spec.shared_kv else padded(spec.value_dim))
     keys = _STAGE_BYTES // (spec.kv_element.bytes * columns)
-    fewest = DROPOUT_COLUMNS if spec.dropout else MMA_DEPTH
+    fewest = DROPOUT_COLUMNS if spec.dropout else MMA_K
     return min(max(1 << keys.bit_length() - 1, fewest), _MAX_KEYS)
 
 
@@ -358,7 +358,7 @@ def _stream_k_tile_k(spec: AttentionSpec, rows: int) -> int:
     """Returns the keys of a tile of stream-K plans: half as many if the scores leave too few registers."""
     keys = _tile_k(spec)
     heavy = DecodePlan(rows, keys, 1, 2).registers(spec) > _MAX_STREAM_K_REGISTERS
-    return keys // 2 if heavy and keys > (DROPOUT_COLUMNS if spec.dropout else MMA_DEPTH) else keys
+    return keys // 2 if heavy and keys > (DROPOUT_COLUMNS if spec.dropout else MMA_K) else keys
 
 
 def _with_blocks(plan: DecodePlan, spec: AttentionSpec, target: Target) -> DecodePlan:

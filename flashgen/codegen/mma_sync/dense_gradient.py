@@ -28,12 +28,12 @@ from flashgen.codegen.backward_kernels import (
 from flashgen.codegen.demand import divides_tiles
 from flashgen.codegen.expressions.derivative_text import dense_gradient
 from flashgen.codegen.expressions.row_elements import element_context, paired_elements
+from flashgen.codegen.padding import RESERVED_SHARED, WARP, element_sizes, head_extent, value_extent
 from flashgen.codegen.plan import Checked, shared_memory_problem, too_wide
 from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace
 from flashgen.codegen.shared_memory import FLOAT, Buffer, Extent, SharedMemoryLayout
 from flashgen.codegen.sizes import Sizes, ceil_div, maximum, minimum
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import RESERVED_SHARED, WARP, element_sizes, head_extent, value_extent
 from flashgen.codegen.variant import layout_of, with_pairs
 from flashgen.dtypes import DTYPES
 from flashgen.language.operations import BATCH, HEAD, KEY, QUERY, Capture, Load

@@ -13,8 +13,8 @@ from flashgen.codegen.mma_sync.decode_plans import (
     fitting_blocks,
     other_few_row_plans,
 )
+from flashgen.codegen.padding import padded
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import padded
 from flashgen.language.spec import AttentionSpec
 
 _WARPS, _STAGES, _KEYS = (1, 2, 3, 4, 5, 6, 8), (2, 3, 4, 5), (16, 32, 64)

@@ -8,24 +8,24 @@ from itertools import product
 from typing import ClassVar, NamedTuple
 
 from flashgen.codegen.demand import Weight, demand_of, divides_tiles, is_power_of_2
-from flashgen.codegen.plan import Checked, shared_memory_problem, too_wide
-from flashgen.codegen.shared_memory import FLOAT, Buffer, Extent, SharedMemoryLayout
-from flashgen.codegen.targets import TARGETS, Target
-from flashgen.codegen.tiling import (
+from flashgen.codegen.padding import (
     DROPOUT_COLUMNS,
     MAX_SPLIT,
     MAX_THREADS,
     MAX_UNSPLIT,
-    MMA_DEPTH,
+    MMA_K,
     RESERVED_SHARED,
     WARP,
     element_sizes,
     head_extent,
     is_wide,
-    padded_head,
-    padded_value,
+    padded_head_dim,
+    padded_value_dim,
     value_extent,
 )
+from flashgen.codegen.plan import Checked, shared_memory_problem, too_wide
+from flashgen.codegen.shared_memory import FLOAT, Buffer, Extent, SharedMemoryLayout
+from flashgen.codegen.targets import TARGETS, Target
 from flashgen.language.spec import AttentionSpec
 
 MMA_ROWS = 16
@@ -70,11 +70,11 @@ class ForwardPlan(Checked):
     def registers(self, spec: AttentionSpec) -> int:
         """Estimates the registers of a thread: its float32 scores and output, and what the variant needs."""
         rows = self.tile_q // self.warps
-        return rows * (self.tile_k + padded_value(spec)) // WARP + _REGISTER_LIMITS[demand_of(spec).weight].others
+        return rows * (self.tile_k + padded_value_dim(spec)) // WARP + _REGISTER_LIMITS[demand_of(spec).weight].others
 
     def matrix_cycles(self, spec: AttentionSpec) -> float:
         """Estimates the cycles of a tile's products by an A100's tensor cores, or by shared memory reads if slower."""
-        width = padded_head(spec) + padded_value(spec)
+        width = padded_head_dim(spec) + padded_value_dim(spec)
         shared_reads = self.warps * self.tile_k * width * spec.element.bytes / 128
         return max(self.tile_q * self.tile_k * width / _MODEL.multiply_adds_per_cycle, shared_reads)
 
@@ -132,7 +132,7 @@ class ForwardPlan(Checked):
             return f"its numbers must be positive, and its warps at most {MAX_THREADS // WARP}"
         if self.warps % self.split or self.tile_q % (MMA_ROWS * self.warps // self.split):
             return f"tile_q={self.tile_q} must be a multiple of 16 x warps={self.warps} / split={self.split}"
-        columns = (DROPOUT_COLUMNS if spec.dropout else MMA_DEPTH) * self.split
+        columns = (DROPOUT_COLUMNS if spec.dropout else MMA_K) * self.split
         if self.tile_k % columns:
             each = f", for each of split={self.split} parts" if self.split > 1 else ""
             return f"tile_k={self.tile_k} must be a multiple of 16, of 32 with dropout{each}"
@@ -212,9 +212,9 @@ def _accumulators(plan: ForwardPlan, spec: AttentionSpec) -> tuple[int, int]:
 
     Narrow queries count too: the compiler keeps them in registers, because every iteration reads them again.
     """
-    rows, head = plan.tile_q // plan.warps, padded_head(spec)
+    rows, head = plan.tile_q // plan.warps, padded_head_dim(spec)
     query = head if head < _REGISTER_HEAD_DIM else 0
-    return rows * plan.tile_k // WARP, rows * (plan.tile_k + padded_value(spec) + query) // WARP
+    return rows * plan.tile_k // WARP, rows * (plan.tile_k + padded_value_dim(spec) + query) // WARP
 
 
 def fitting_plans(spec: AttentionSpec, target: Target, warps: int = 0) -> list[ForwardPlan]:
@@ -275,7 +275,9 @@ def leaves_registers(plan: ForwardPlan, spec: AttentionSpec, target: Target, mor
     """
     demand, (scores, accumulators) = demand_of(spec), _accumulators(plan, spec)
     limits = _REGISTER_LIMITS[demand.weight]
-    same_rows = padded_head(spec) == padded_value(spec) and not spec.shared_kv  # otherwise there are more addresses
+    same_rows = (
+        padded_head_dim(spec) == padded_value_dim(spec) and not spec.shared_kv
+    )  # otherwise there are more addresses
     reads = demand.weight == Weight.PLAIN and demand.mask_axes  # a thread holds an array element through the mainloop
     lean = target.register_pressure == "low" and same_rows and not reads
     allowance = limits.lean if lean else limits.accumulators

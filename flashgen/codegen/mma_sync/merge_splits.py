@@ -23,11 +23,11 @@ from flashgen.codegen.mma_sync.decode import (
 )
 from flashgen.codegen.mma_sync.splits import SplitPlan, head_groups, row_tiles
 from flashgen.codegen.mma_sync.stream_k import LAST_QUERY, visited_bounds, work_unit_context
+from flashgen.codegen.padding import WARP
 from flashgen.codegen.rendered_kernel import RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.shared_memory import BYTE, INT, NO_SHARED_MEMORY, Buffer, Extent, SharedMemoryLayout, literal
 from flashgen.codegen.sizes import Grid, Sizes, minimum
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import WARP
 from flashgen.codegen.variant import Variant, arrays_of
 from flashgen.language.spec import AttentionSpec
 

@@ -15,10 +15,10 @@ from typing import ClassVar
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.mma_sync.decode_plans import FEW_ROWS, DecodePlan, decode_rings, refuse, search_buffers
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, fitting_plans, leaves_registers
+from flashgen.codegen.padding import MMA_K, RESERVED_SHARED, is_wide, padded
 from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.shared_memory import NO_SHARED_MEMORY, SharedMemoryLayout
 from flashgen.codegen.targets import Target
-from flashgen.codegen.tiling import MMA_DEPTH, RESERVED_SHARED, is_wide, padded
 from flashgen.language.spec import AttentionSpec
 
 MIXED_WORK_UNIT_BYTES = 32  # shared memory of the current work unit
@@ -176,7 +176,7 @@ def _candidates(spec: AttentionSpec, target: Target) -> Iterator[MixedPlan]:
     rings = decode_rings(spec, target, FEW_ROWS, scheduled=True)
     wide = is_wide(spec)
     if not wide:
-        rings += [replace(few, tile_k=few.tile_k // 2) for few in rings if few.tile_k > MMA_DEPTH]
+        rings += [replace(few, tile_k=few.tile_k // 2) for few in rings if few.tile_k > MMA_K]
     if spec.kv_dtype:
         yield from map(MixedPlan, rings if wide else sorted(rings, key=lambda few: -few.keys_in_flight))
         return
