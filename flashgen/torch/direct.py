@@ -48,11 +48,10 @@ Tensors = tuple[Tensor, ...]
 
 
 class _Kind(NamedTuple):
-    """What identifies a call beside its tensors: their names, the results, the misalignment in bytes, and numbers."""
+    """What identifies a call beside its tensors: their names, the results, and numbers."""
 
     names: Names
     call: Call
-    misaligned: int
     numbers: Numbers
 
 
@@ -86,7 +85,7 @@ def forward(
     names, tensors = _forward_tensors(q, k, v, into)
     if sequences:
         names, tensors = names + _SEQUENCES[: len(sequences)], (*tensors, *_distinct(sequences))
-    results = _replay(attention.forward, names, tensors, call, into, numbers, bool(sequences))
+    results = _replay(attention.forward, names, tensors, call, into, numbers)
     if results is None:
         return None
     return tuple(results) if with_lse else results[0]
@@ -108,7 +107,7 @@ def backward(
     None on a miss, or if another device is current. sequences: as for `forward`.
     """
     names, tensors = _backward_tensors(read, into, sequences)
-    results = _replay(attention.backward_pass, names, tensors, _GRADIENTS, into, numbers, bool(sequences))
+    results = _replay(attention.backward_pass, names, tensors, _GRADIENTS, into, numbers)
     return None if results is None else (results[0], results[1], results[2])
 
 
@@ -168,17 +167,15 @@ def _replay(
     call: Call,
     into: Tensors | None,
     numbers: Numbers,
-    aligned: bool = False,
 ) -> Sequence[Tensor] | None:
     """Returns the results of a call that hits the launch cache; None on a miss or on another device.
 
-    aligned: also return None if a tensor is misaligned. The key of the launch cache has the alignment of each array
-    that is not read in rows.
+    Also None if a tensor is misaligned, because which tensors may be is a matter of each of them.
     """
     addresses = [*map(_address, tensors)]
-    kind = _Kind(names, call, reduce(or_, addresses) % _ALIGNMENT, numbers)
-    if aligned and kind.misaligned:
+    if reduce(or_, addresses) % _ALIGNMENT:
         return None
+    kind = _Kind(names, call, numbers)
     for each in pass_.recent_launches:
         if each.kind == kind and each.fits(*tensors):
             shared, replay = each.shared, each.replay
@@ -204,10 +201,10 @@ def _remember(
     """Lets torch recognise calls like this one. Returns a replay of its launches, or None if it does more than launch.
 
     torch compares tensors by the guards of compiled graphs, which are not documented. If they are missing, each call
-    looks its arrays up in the launch cache.
+    looks its arrays up in the launch cache. So does a call in which a tensor has two roles, which guards never accept.
     """
     guards = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
-    if guards is None:
+    if guards is None or len({*map(id, tensors)}) < len(tensors):
         return None
     sizes = [list(tensor.shape) for tensor in tensors]
     strides = [list(tensor.stride()) for tensor in tensors]

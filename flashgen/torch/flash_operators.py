@@ -22,7 +22,7 @@ from flashgen.torch.fitting import checked_dropout
 from flashgen.torch.functional import SEEDS
 from flashgen.torch.operators import run_backward, run_forward
 from flashgen.torch.table import Registered, registered
-from flashgen.torch.tensors import Tensor
+from flashgen.torch.tensors import Tensor, check_call
 from flashgen.torch.varlen import window_mask
 
 REFUSALS = (ArgumentError, SpecError, UnsupportedError)
@@ -41,7 +41,7 @@ def scaled_dot_product_forward(
 ) -> Any:
     """Computes aten::_scaled_dot_product_flash_attention, of tensors (batch, heads, length, dim)."""
     if return_debug_mask:
-        _refuse(return_debug_mask=True)
+        _refuse(dropout_p, return_debug_mask=True)
     entry = _entry_of(query, value, "bhsd", None, dropout_p, -1, 0 if is_causal else -1, scale)
     out, lse, *auxiliary = _forward(entry, query, key, value)
     return out, lse, None, None, query.shape[2], key.shape[2], *auxiliary
@@ -188,6 +188,7 @@ def _backward(
     except REFUSALS as error:
         if seed is None:
             raise
+        check_call(entry, q, k, v, arrays, seed)  # what this refuses, the forward refused too, and torch computed it
         message = "the backward of a forward with flashgen's dropout, which torch's own kernel would not repeat"
         raise LaunchError(f"{message}: {error}") from error
 
@@ -228,22 +229,32 @@ def _entry_and_arrays(
 
     others: alibi_slopes, and what later versions of torch add. They must be None.
     """
-    _refuse(return_debug_mask=return_debug_mask, **{name: value is not None for name, value in others.items()})
+    _refuse(dropout, return_debug_mask=return_debug_mask, **{name: value is not None for name, value in others.items()})
     window = _window(is_causal, window_size_left, window_size_right)
     layout = "bshd" if starts_q is None else "thd"
     if block_table is None:
+        _refuse(dropout, num_splits=bool(num_splits) and layout == "bshd")
         entry = _entry_of(q, v, layout, None, dropout, *window, scale)
         return entry, _sequences(starts_q, starts_k, seqused_k), ()
-    _refuse(num_splits=bool(num_splits), dropout_p=bool(dropout))  # over pages the lengths decide the splits
+    _refuse(0.0, num_splits=bool(num_splits), dropout_p=bool(dropout))  # over pages the lengths decide the splits
     if starts_q is None or seqused_k is None:
         raise ArgumentError("block_table is given without cum_seq_q or seqused_k")
     entry = _entry_of(q, v, layout, k.shape[1], 0.0, *window, scale)
     return entry, [starts_q, block_table, seqused_k], (1, -1) if max_q == 1 else ()
 
 
-def _refuse(**given: bool) -> None:
-    """Raises ArgumentError if an argument is given that flashgen does not take."""
+def _refuse(dropout: float, **given: bool) -> None:
+    """Raises ArgumentError if an argument is given that flashgen does not take.
+
+    With dropout it is a LaunchError, because torch's own kernel would compute the forward, and flashgen the backward,
+    which is not told of the argument, with other dropped probabilities.
+    """
     for name, is_given in given.items():
+        if is_given and dropout:
+            raise LaunchError(
+                f"{name} with dropout_p={dropout} is not supported while flashgen is active: leave out one of them, or "
+                "call torch.nn.attention.restore_flash_attention_impl() before"
+            )
         if is_given:
             raise ArgumentError(f"{name} is given, which flashgen does not take here")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 from collections import Counter
@@ -183,6 +184,7 @@ def _implementation(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _count_refusal(reason: str) -> None:
+    reason = re.sub(r"0x[0-9a-f]+", "0x...", reason)  # addresses differ from call to call
     with _LOCK:
         known = reason in _REASONS or len(_REASONS) < _MAX_REASONS
         _REASONS[reason if known else _OTHER] += 1

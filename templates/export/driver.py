@@ -7,7 +7,7 @@ import ctypes
 import functools
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -63,12 +63,30 @@ def on(device: torch.device) -> Any:
 
 
 _AS_IT_IS = contextlib.nullcontext()
+_LEGACY, _PER_THREAD = (0, 1), 2  # handles of the default stream, and of cudaStreamPerThread
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_thread = threading.local()
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # as below, without creating an object
 
 
 def current_stream(device: torch.device) -> int:
     """Returns the handle of torch's current stream on a device."""
     return _raw_stream(device.index) if _raw_stream else int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def identity(stream: int) -> Hashable:
+    """Returns a value that two launches share only if they are on the same stream, so that one follows the other.
+
+    A handle is no identity: that of a destroyed stream may be reused while its work still runs. The default stream has
+    two handles, which are never reused, and cudaStreamPerThread is a stream of each thread.
+    """
+    if stream in _LEGACY:
+        return _LEGACY
+    if stream != _PER_THREAD:
+        number = ctypes.c_uint64()
+        call("cuStreamGetId", ctypes.c_void_p(stream), ctypes.byref(number))
+        return number.value
+    return _thread.__dict__.setdefault("stream", object())  # ids of threads are reused, too
 
 
 def is_capturing() -> bool:
@@ -86,9 +104,6 @@ def capability(device: torch.device) -> tuple[int, int]:
 def multiprocessors(device: torch.device) -> int:
     """Returns the number of multiprocessors of a device."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-_thread = threading.local()
 
 
 @functools.lru_cache(maxsize=None)
@@ -110,9 +125,13 @@ def _make_current(index: int) -> None:
 def allocate_zeros(count: int, device: torch.device, stream: int) -> int:
     """Returns the address of `count` 32-bit zeros that later launches on the stream may use. They are never freed."""
     _make_current(device.index)
-    address = ctypes.c_uint64()
-    call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(4 * count))
-    call("cuMemsetD32Async", address, 0, ctypes.c_size_t(count), ctypes.c_void_p(stream))
+    address, mode = ctypes.c_uint64(), ctypes.c_int(_RELAXED)
+    call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))  # another thread may be capturing a CUDA graph
+    try:
+        call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(4 * count))
+        call("cuMemsetD32Async", address, 0, ctypes.c_size_t(count), ctypes.c_void_p(stream))
+    finally:
+        call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
     return address.value
 
 

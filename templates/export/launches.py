@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -168,7 +168,7 @@ class Prepared:
                 launch.run(addresses, numbers, device.index, stream)
 
 
-_counters_by_stream: dict[tuple[torch.device, int], tuple[int, int]] = {}
+_counters_by_stream: dict[tuple[torch.device, Hashable], tuple[int, int]] = {}
 
 
 def _counters(device: torch.device, stream: int, count: int) -> tuple[torch.Tensor | None, int]:
@@ -180,11 +180,12 @@ def _counters(device: torch.device, stream: int, count: int) -> tuple[torch.Tens
     if driver.is_capturing():
         owner = torch.zeros(count, dtype=torch.int32, device=device)
         return owner, owner.data_ptr()
-    address, size = _counters_by_stream.get((device, stream), (0, 0))
+    key = device, driver.identity(stream)
+    address, size = _counters_by_stream.get(key, (0, 0))
     if size < count:
-        size = max(count, _MIN_COUNTERS)
+        size = max(_MIN_COUNTERS, 1 << (count - 1).bit_length())  # calls of growing sizes allocate a few times only
         address = driver.allocate_zeros(size, device, stream)
-        _counters_by_stream[device, stream] = address, size
+        _counters_by_stream[key] = address, size
     return None, address
 
 

@@ -5,6 +5,7 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Opt
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import driver
 from ._ops import NAMESPACE, add_op_namespace_prefix, ops
@@ -51,6 +52,7 @@ def attention(
     if seed is None and chosen.dropout:
         seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=q.device)
     arrays, numbers = chosen.split(captures or {})
+    _check_derivatives(chosen, q, k, v, arrays)
     others = (seed, cu_seqlens_q, cu_seqlens_k, seqused_k)
     longest = (max_seqlen_q, max_seqlen_k)
     if _is_plain(q, k, v, *arrays):
@@ -60,6 +62,19 @@ def attention(
     else:
         out, lse = ops.forward(q, k, v, chosen.name, arrays, numbers, *others, *longest)
     return (out, lse) if return_lse else out
+
+
+def _check_derivatives(spec: Spec, q: Tensor, k: Tensor, v: Tensor, arrays: Sequence[Tensor]) -> None:
+    """Raises RuntimeError for derivatives that the kernels do not compute, which would be missing without an error."""
+    tensors = (q, k, v, *arrays) if forward_ad._current_level >= 0 else ()
+    if any(forward_ad.unpack_dual(each).tangent is not None for each in tensors):
+        raise RuntimeError("attention has no forward-mode derivative: use gradients, such as torch.func.vjp")
+    for capture, array in zip(spec.arrays, arrays):
+        if array.requires_grad and not capture.grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"capture {capture.name!r} requires a gradient, and {spec.name} declares none: detach it, or declare "
+                "it with grad=True and export the spec again"
+            )
 
 
 def _is_plain(*tensors: Tensor) -> bool:
@@ -122,6 +137,7 @@ def _described(tensors: Iterable[Optional[Tensor]]) -> Tuple[Any, ...]:
 def _run(part: str, given: _Given) -> List[Tensor]:
     """Runs a pass, "forward" or "backward". Returns its results."""
     spec, rows, others, arrays, numbers, longest = given
+    _check_seed(spec, rows["q"], others["seed"])
     key = (part, spec.name, longest, _described(rows.values()), _described(others.values()), _described(arrays))
     call = _calls.get(key)
     if call is None:
@@ -270,6 +286,8 @@ def _check_seed(spec: Spec, q: Tensor, seed: Optional[Tensor]) -> None:
         raise ValueError(
             f"{spec.name} has dropout {spec.dropout:g}: {'give a seed' if seed is None else 'leave out seed'}"
         )
+    if seed is not None and not isinstance(seed, Tensor):
+        raise ValueError(f"seed is {seed!r}: give a tensor of one int64 on {q.device}")
     if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != q.device):
         raise ValueError(f"seed is {seed.dtype} {tuple(seed.shape)} on {seed.device}: give one int64 on {q.device}")
 

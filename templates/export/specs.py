@@ -192,7 +192,7 @@ class Spec:
     def check_numbers(self, arrays: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:
         """Raises ValueError if captured numbers do not fit their declarations, or the sizes of captured arrays."""
         for capture, number in zip(self.numbers, numbers):
-            if capture.is_integer and not (int(number) == number and -(2**31) <= number < 2**31):
+            if capture.is_integer and not (float(number).is_integer() and -(2**31) <= number < 2**31):
                 raise ValueError(f"capture {capture.name!r} is {number}: give an integer of 32 bits")
         by_name = {capture.name: number for capture, number in zip(self.numbers, numbers)}
         for capture, array in zip(self.arrays, arrays):

@@ -79,6 +79,7 @@ class Driver:
     emulate: bool = False
     launches: list[Launched] = field(default_factory=list)
     shared_limits: dict[int, int] = field(default_factory=dict)
+    capture_mode: int = 0
     _memory: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -110,7 +111,16 @@ class Driver:
         self.shared_limits[function.value] = value
         return 0
 
+    def cuStreamGetId(self, stream: Any, number: Any) -> int:
+        number._obj.value = stream.value
+        return 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        self.capture_mode, mode._obj.value = mode._obj.value, self.capture_mode
+        return 0
+
     def cuMemAlloc_v2(self, address: Any, size: Any) -> int:
+        assert self.capture_mode == 2, "an allocation could end another thread's capture"
         self._memory.append(ctypes.create_string_buffer(b"\xff" * size.value, size.value))
         address._obj.value = ctypes.addressof(self._memory[-1])
         return 0

@@ -144,6 +144,36 @@ def test_replayed_launches_where_v_is_a_part_of_k(target: str, launched: Launche
         launched.clear()
 
 
+def _moved(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns a copy that begins `count` elements after a multiple of 16 bytes."""
+    buffer = torch.zeros(tensor.numel() + 16, dtype=tensor.dtype)
+    first = -buffer.data_ptr() % 16 // buffer.element_size() + count
+    return buffer[first : first + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_misaligned_tensors_are_not_launched_as_others_that_may_be(target: str, launched: Launched) -> None:
+    """An LSE may begin at any multiple of 4 bytes, and q may not."""
+    spec = AttentionSpec(64, "float16", mask=fg.causal(), scale=1 / next(_SCALES))
+    attention, (q, k, v, d_out) = fg.compile(spec, target=target), (_moved(each, 0) for each in _tensors(4))
+    out, lse = attention(q, k, v, return_lse=True)
+    out, lse = _moved(out, 0), _moved(lse, 0)
+    attention.backward(d_out, q, k, v, out, _moved(lse, 1))
+    direct.backward(attention, (d_out, None, q, k, v, out, _moved(lse, 1)))
+    launched.clear()
+    assert direct.backward(attention, (d_out, None, _moved(q, 2), k, v, out, lse)) is None and not launched
+
+
+def test_a_tensor_with_two_roles_leaves_other_launches_recognised(launched: Launched) -> None:
+    spec = AttentionSpec(64, "float16", scale=1 / next(_SCALES))
+    attention, (q, k, v) = fg.compile(spec, target="sm_80"), _tensors(3)
+    attention(q, k, v)
+    direct.forward(attention, q, k, v, False)
+    recent = list(attention.forward.recent_launches)
+    assert recent and direct.forward(attention, q, q, q, False) is not None, "the launch cache has it"
+    assert list(attention.forward.recent_launches) == recent, "torch's guards never accept it"
+
+
 def test_one_array_for_both_offsets_is_recognised_by_torch(launched: Launched) -> None:
     """Self-attention passes it twice, and torch's guards refuse that."""
     spec = AttentionSpec(64, "float16", layout="thd", scale=1 / next(_SCALES))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 pytest.importorskip("torch", reason="exported packages need torch: pip install 'flashgen[torch]'")
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import exported
@@ -296,6 +298,25 @@ def test_wrong_captures_are_refused(package: ModuleType, on_a_gpu: Driver) -> No
     for name, (value, message) in wrong.items():
         with pytest.raises(ValueError, match=message):
             package.attention(q, q, q, captures=captures | {name: value})
+
+
+def test_derivatives_that_would_be_missing_are_refused(
+    package: ModuleType, on_a_gpu: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = rows(DENSE, 5, 2)
+    run = partial(package.attention, spec=DENSE.name)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        run(forward_ad.make_dual(q, q), q, q)
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda x: run(x, q, q), (q,), (q,))
+    spec = package.SPECS[LEARNED.name]
+    monkeypatch.setattr(spec, "arrays", [capture._replace(grad=False) for capture in spec.arrays])
+    captures: dict[str, Any] = {"ids": torch.zeros(2, 5, dtype=torch.int32), "table": torch.zeros(2, 3).half()}
+    captures |= {"reach": 1, "sinks": torch.zeros(2, requires_grad=True)}
+    q = rows(LEARNED, 5, 2)
+    with pytest.raises(RuntimeError, match=r"'sinks' requires a gradient, and .* declares none: detach it"):
+        package.attention(q, q, q, captures=captures)
+    assert not on_a_gpu.launches
 
 
 WRONG: dict[str, tuple[Any, str]] = {

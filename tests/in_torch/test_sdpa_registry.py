@@ -253,6 +253,26 @@ def test_a_backward_with_dropout_is_not_passed_on(monkeypatch: pytest.MonkeyPatc
         out.sum().backward()
 
 
+def test_a_forward_that_only_torch_would_compute_has_no_dropout() -> None:
+    """The backward, which is not told of the argument, would be flashgen's, and drop other probabilities."""
+    q, k, v = rows(1, 2, 40, 32)
+    with pytest.raises(LaunchError, match=r"return_debug_mask with dropout_p=0\.5 .*restore_flash_attention_impl"):
+        aten._scaled_dot_product_flash_attention(q, k, v, 0.5, False, True)
+    q, k, v = (x.mT.contiguous() for x in (q, k, v))
+    with pytest.raises(LaunchError, match=r"alibi_slopes with dropout_p=0\.5"):
+        aten._flash_attention_forward(
+            q, k, v, None, None, 2, 2, 0.5, False, False, scale=1.0, alibi_slopes=torch.ones(40)
+        )
+
+
+@pytest.mark.filterwarnings("ignore:torch's own kernel")
+def test_what_both_passes_refuse_with_dropout_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashgen.attention.problem.MAX_HEADS", 1)
+    q, k, v = rows(2, 1, 4, 32)
+    sdpa(q, k, v, dropout_p=0.5).sum().backward()
+    assert [reason.partition(":")[0] for reason in sdpa_calls().torch] == ["forward", "backward"]
+
+
 def test_torchs_own_kernel_may_call_another_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, the operator of scaled_dot_product_attention calls `_flash_attention_forward`."""
     inner: list[str] = []

@@ -301,5 +301,8 @@ def choose_hopper_backward_plan(
     crowded = has_slope(spec) and not demand.long_score and plain.registers(spec) > _CROWDED
     if crowded or (spec.sharded and spec.dropout):
         preferred = tuple(replace(plan, finish_apart=True) for plan in preferred)
+    loads_early = demand.weight == Weight.HEAVY and takes_two_steps(spec)
+    if deterministic and loads_early and spec.max_dim > _NARROW_DIM:  # with semaphores the loaded elements would spill
+        preferred, deterministic = (_HEAVY,), False
     plans = [replace(plan, in_turns=True) for plan in preferred] if deterministic else []
     return next((plan for plan in (*plans, *preferred) if plan.problem(spec, target) is None), None)

@@ -77,6 +77,8 @@ class FlashgenMetadataBuilder(AttentionMetadataBuilder[FlashgenMetadata]):
         # The bound holds for all batches that a graph replays, if vLLM captures one with this batch.
         # Where drafts are verified, vLLM may change the lengths of queries on the device, up to those of a decode step.
         longest = max(batch.max_query_len, self._decode_length)
+        # In each step, because one of single tokens may replay a graph that was captured with ranges.
+        ranges = None if self._ranges is None else self._update_ranges(batch)
         return FlashgenMetadata(
             num_actual_tokens=batch.num_actual_tokens,
             query_start_loc=batch.query_start_loc,
@@ -86,7 +88,7 @@ class FlashgenMetadataBuilder(AttentionMetadataBuilder[FlashgenMetadata]):
             causal=batch.causal,
             is_single=longest == 1 and batch.num_actual_tokens == batch.num_reqs,
             is_short=longest <= SHORT,
-            ranges=self._update_ranges(batch) if self._ranges is not None and longest > 1 else None,
+            ranges=ranges if longest > 1 else None,
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> FlashgenMetadata:

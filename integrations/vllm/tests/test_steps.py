@@ -30,6 +30,16 @@ def test_metadata_refers_to_the_arrays_of_the_engine(device: torch.device) -> No
     assert changed == replace(metadata, block_table=other) and metadata.block_table is not other
 
 
+def test_a_step_of_single_tokens_clears_the_ranges_of_the_step_before(device: torch.device) -> None:
+    """It may replay a graph that was captured with ranges."""
+    prompt, decode = Setup([9, 5], [20, 33], ranges=RANGES), Setup([1, 1], [21, 34], ranges={})
+    builder, _ = built(prompt, device)
+    captured = builder.build(0, make(prompt, device).common)
+    assert (captured.ranges[1] >= 0).any(), "the prompt has ranges"
+    assert builder.build(0, make(decode, device).common).ranges is None
+    assert (captured.ranges[1][:2] < 0).all(), "no token of the step has a range"
+
+
 def test_steps_without_metadata_give_zeros(device: torch.device) -> None:
     setup = Setup([3], [3])
     made = make(setup, device)
