@@ -16,7 +16,7 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.torch import varlen_attention
 from flashgen.torch.functional import call, is_deterministic
 from flashgen.torch.table import Registered, constant, fixed, registered
-from flashgen.torch.tensors import Tensor, check_mask, dtype_of
+from flashgen.torch.tensors import Tensor, check_mask, dtype_of, values_of_call
 from flashgen.transformers.context import current_context, refuse_under_context_parallel
 from flashgen.transformers.mask import ModelMask, model_score
 
@@ -25,6 +25,7 @@ _REFUSED = {
     "head_mask": "head_mask",
     "layer_head_mask": "layer_head_mask",
     "block_table": "paged keys (block_table)",
+    "block_indices": "a choice of blocks of keys for each query (block_indices, as of MiniMax-M3)",
 }
 
 
@@ -41,6 +42,7 @@ def attention_forward(
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
     emulate: bool | None = None,
     deterministic: bool | None = None,
     **rest: Any,
@@ -51,16 +53,20 @@ def attention_forward(
 
     attention_mask: a result of `attention_mask` of mask.py, or a 4-dimensional tensor of booleans or numbers. If it is
     None, `is_causal` or the attribute of the module determines the mask. s_aux: sinks, (heads,).
+    indices: the keys that each query attends to, (batch, queries, selected), as far as attention_mask allows them.
+    If `value` is the same object as `key`, as in DeepSeek-V4, the kernels load each tile once for both.
     Raises UnsupportedError that names an unsupported feature.
     """
     _refuse(rest)
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    context = current_context()
+    shares_kv = value is key and context is None
+    query, key, value = _cast_under_autocast(query, key, value)
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
+    if indices is not None:
+        attention_mask = _with_selected_keys(attention_mask, indices, key.shape[2])
     if rest.get("cu_seq_lens_q") is not None:
-        refuse_under_context_parallel(current_context(), "packed sequences by cu_seq_lens")
+        refuse_under_context_parallel(context, "packed sequences by cu_seq_lens")
         _check_packed(attention_mask, position_bias)
         options = {"dropout_p": dropout, "softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
         options |= {"emulate": emulate, "deterministic": deterministic}
@@ -71,18 +77,36 @@ def attention_forward(
     window = None if attention_mask is not None else sliding_window
     causal = is_causal and attention_mask is None
     run_options = (emulate, is_deterministic(deterministic))
-    sizes = (fixed(query.shape[-1]), fixed(value.shape[-1]), dtype_of(query), fixed(scaling), fixed(dropout))
+    sizes = (fixed(query.shape[-1]), fixed(value.shape[-1]), dtype_of(query), fixed(scaling), fixed(dropout), shares_kv)
     sinks = None if s_aux is None else (dtype_of(s_aux), s_aux.requires_grad)
     captures |= {} if s_aux is None else {"s_aux": s_aux}
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    context = current_context()
     if context is not None:
         refuse_under_context_parallel(added, "an attention mask of 4 dimensions")
         refuse_under_context_parallel(bias, "position_bias")
         spec = _spec(mask, causal, window, softcap, None, None, sinks, *sizes)
         return _context_parallel_output(spec, q, k, v, captures, context.options(), *run_options), None
     entry = _entry(run_options, mask, causal, window, softcap, added, bias, sinks, *sizes)
-    return call(entry, {}, q, k, v, captures), None
+    return call(entry, {}, q, k, values_of_call(entry, k, None) if shares_kv else v, captures), None
+
+
+def _cast_under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def _with_selected_keys(attention_mask: Any, indices: Tensor, keys: int) -> Tensor:
+    """Returns a mask of 4 dimensions that also excludes the keys that are not among the indices of a query."""
+    if not isinstance(attention_mask, torch.Tensor):
+        raise UnsupportedError("indices of selected keys (indices) without an attention_mask of 4 dimensions")
+    selected = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=indices.device)
+    selected = selected.scatter(-1, indices.long(), True)[:, None]
+    if attention_mask.dtype == torch.bool:
+        return attention_mask & selected
+    return attention_mask.masked_fill(~selected, torch.finfo(attention_mask.dtype).min)
 
 
 def _mask_operands(
@@ -192,6 +216,7 @@ def _spec(
     dtype: str,
     scaling: float | None,
     dropout: float,
+    shared_kv: bool,
 ) -> AttentionSpec:
     if dtype not in ELEMENTS:
         raise ArgumentError(
@@ -208,4 +233,5 @@ def _spec(
         spec_mask, added = (lambda b, h, q, k: booleans[b, h, q, k]), None
     score = model_score(softcap, added, bias)
     sink = Captured("s_aux", sinks[0], 1, grad=sinks[1]) if sinks else None
-    return AttentionSpec(head_dim, dtype, value_dim, scaling, "bshd", dropout, score, spec_mask, sink=sink)
+    rest: Any = {"sink": sink, "shared_kv": shared_kv}
+    return AttentionSpec(head_dim, dtype, value_dim, scaling, "bshd", dropout, score, spec_mask, **rest)

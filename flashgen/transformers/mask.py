@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from flashgen.errors import UnsupportedError
 from flashgen.language import functions as f
@@ -21,6 +21,7 @@ from flashgen.torch.traced_functions import trace_mask_function
 from flashgen.transformers.context import current_context, full_mask
 
 _MAX_CACHED_MASKS = 256
+_ALL = slice(None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +51,20 @@ class ModelMask:
     def __torch_function__(cls, function: Any, *given: Any) -> Any:
         raise _not_a_tensor(getattr(function, "__name__", str(function)))
 
-    def __getitem__(self, index: Any) -> Any:
-        raise _not_a_tensor("an index")
+    def __getitem__(self, index: Any) -> ModelMask:
+        """Returns the mask of the last queries, `mask[:, :, begin:, :]`; other indices raise UnsupportedError.
+
+        Gemma 4 computes only the queries with requested logits in its last layers, which attend to K and V of others.
+        """
+        rows = index[2] if isinstance(index, tuple) and len(index) == 4 else None
+        if not isinstance(rows, slice) or index != (_ALL, _ALL, slice(rows.start, None), _ALL):
+            raise _not_a_tensor("an index")
+        length, keys = self.lengths
+        begin = rows.indices(length)[0]
+        captures = dict(self.captures)
+        if "q_offset" in captures:
+            captures["q_offset"] = captures["q_offset"] + begin
+        return ModelMask(self.mask, captures, (length - begin, keys))
 
     def __getattr__(self, name: str) -> Any:
         raise _NoAttribute(str(_not_a_tensor(f".{name}")))
@@ -88,15 +101,20 @@ def attention_mask(
 
     Under torch.compile the mask function cannot be traced. The result is then None for a plain causal mask, and
     otherwise the boolean tensor for scaled_dot_product_attention.
+
+    A model that computes with the values of its mask gets the tensor of attn_implementation="eager".
     """
     if isinstance(attention_mask, ModelMask):  # created earlier by `generate`
         return attention_mask
+    arguments: Any = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+    dense_mask: Any = eager_mask
+    if _needs_dense_mask(rest.get("config")):
+        return dense_mask(*arguments, device=device, **rest)
     if torch.compiler.is_compiling():
         plain = mask_function is causal_mask_function and attention_mask is None and allow_is_causal_skip
         if plain and (q_length == kv_length or (q_length == 1 and not isinstance(q_offset, torch.Tensor))):
             return None
-        arguments: Any = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
-        dense_mask: Any = sdpa_mask
+        dense_mask = sdpa_mask
         return dense_mask(*arguments, allow_is_causal_skip=False, device=device, **rest)
     captures: dict[str, Any] = {}
     shift = _shift(q_length, kv_length, q_offset, kv_offset, captures)
@@ -109,6 +127,16 @@ def attention_mask(
     mask, arrays = _traced_mask(mask_function, shift, padding_kind)
     captures |= zip(arrays, operands([*arrays.values()], torch.device(device)), strict=True)
     return ModelMask(mask, _copy_captures(captures), (q_length, kv_length))
+
+
+def _needs_dense_mask(config: Any) -> bool:
+    """Returns whether a model computes with the values of its mask.
+
+    An indexer selects the keys of a query among those that the mask allows; Doge combines the mask with learned scores.
+    """
+    if getattr(config, "model_type", None) == "doge" or getattr(config, "index_topk", None) is not None:
+        return True
+    return "indexed_attention" in (getattr(config, "layer_types", None) or ())
 
 
 def _copy_captures(captures: Mapping[str, Any]) -> dict[str, Any]:

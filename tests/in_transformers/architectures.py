@@ -57,6 +57,29 @@ LATENT = SIZES | {
     "moe_intermediate_size": 24, "first_k_dense_replace": 2, "initializer_range": 0.1,
 }  # fmt: skip
 
+# The heads of the released models in one layer: 192 columns of Q and K, 128 of V; an indexer of keys that selects all.
+DEEPSEEK: dict[str, Any] = LATENT | {
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 1, "topk_method": "greedy",
+    "index_topk": 64, "index_n_heads": 2, "index_head_dim": 80,
+}  # fmt: skip
+# K = V of 512 columns. The layers differ in what they attend to besides a window: nothing, and compressed keys.
+DEEPSEEK_4: dict[str, Any] = DECODER | {
+    "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 512, "sliding_window": 5,
+    "partial_rotary_factor": 0.125, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8, "hc_mult": 2,
+    "n_routed_experts": 2, "index_topk": 64, "index_n_heads": 2, "index_head_dim": 64, "mlp_layer_types": ["moe"] * 3,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+}  # fmt: skip
+# Windows with heads of 256 columns, then a global layer of 512 whose V is the same projection as K, then layers that
+# attend to the K and V of these two.
+GEMMA_4: dict[str, Any] = WINDOW | {
+    "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 256,
+    "global_head_dim": 512, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": 99,
+    "hidden_size_per_layer_input": 8,
+}  # fmt: skip
+
 # Every second layer has no attention but a cache of its own.
 JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "use_mamba_kernels": False}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2, "linear_num_key_heads": 2}
@@ -95,9 +118,12 @@ DECODERS = {
     **_decoders("OPT GPTNeoX", ALL_HEADS),
     **_decoders("Mixtral Qwen2Moe Qwen3Moe Olmoe"),
     **_decoders("Mistral Ministral Phi3 Starcoder2 Cohere2 Olmo3 Exaone4", WINDOW),
+    "Doge": Architecture("ForCausalLM", WINDOW | {"is_moe": False}),
     "Gemma2": Architecture("ForCausalLM", WINDOW | {"attn_logit_softcapping": 5.0}),
     "GptOss": Architecture("ForCausalLM", WINDOW),
-    "DeepseekV3": Architecture("ForCausalLM", LATENT),
+    **_decoders("DeepseekV2 DeepseekV3 DeepseekV32 GlmMoeDsa", DEEPSEEK),
+    "DeepseekV4": Architecture("ForCausalLM", DEEPSEEK_4),
+    "Gemma4Text": Architecture("ForCausalLM", GEMMA_4),
     "Jamba": Architecture("ForCausalLM", DECODER | JAMBA),
     "Lfm2": Architecture("ForCausalLM", DECODER | {"layer_types": ["conv", "full_attention"]}),
     "Qwen3Next": Architecture("ForCausalLM", DECODER | LINEAR),
@@ -120,6 +146,7 @@ VISION = _encoders("ViT DeiT Beit Dinov2 SiglipVision CLIPVision DPT", "Model", 
 AST = VIT | {"max_length": 32, "num_mel_bins": 16, "frequency_stride": 8, "time_stride": 8}
 AUDIO = _encoders("Wav2Vec2 Hubert", "Model", SOUND, "wave") | _encoders("AST", "Model", AST, "spectrogram")
 PICTURE = VIT | {"image_size": 16}
+TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 SIGLIP = PICTURE | {"model_type": "siglip_vision_model", "projection_dim": 32}
 OF_SEVERAL_PARTS = {
     "Llava": Architecture(
@@ -152,6 +179,15 @@ OF_SEVERAL_PARTS = {
             "mm_tokens_per_image": 4,
         },
         "typed picture",
+    ),
+    "Gemma4": Architecture(
+        "ForConditionalGeneration",
+        {
+            "vision_config": PICTURE | {"num_key_value_heads": 4, "head_dim": 16, "pooling_kernel_size": 2},
+            "text_config": GEMMA_4 | {"use_bidirectional_attention": "vision", "num_kv_shared_layers": 0} | TWO_LAYERS,
+            "image_token_id": 98,
+        },
+        "patches",
     ),
 }
 ARCHITECTURES = DECODERS | ENCODER_DECODERS | ENCODERS | VISION | AUDIO | OF_SEVERAL_PARTS
@@ -202,6 +238,14 @@ def _typed_picture(ids: Any, mask: Any, random: Any) -> dict[str, Any]:
     return given | {"token_type_ids": (given["input_ids"] == 98).long()}
 
 
+def _patches(ids: Any, mask: Any, random: Any) -> dict[str, Any]:
+    """An image as 16 patches, which are pooled to 4 tokens, before text."""
+    given = _typed_picture(ids, mask, random)
+    positions = torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(-1).expand(2, -1, -1)
+    given |= {"pixel_values": torch.rand(2, 16, 3 * 8 * 8, generator=random), "image_position_ids": positions}
+    return given | {"mm_token_type_ids": given.pop("token_type_ids")}
+
+
 INPUTS: dict[str, Callable[[Any, Any, Any], dict[str, Any]]] = {
     "tokens": _tokens,
     "both": _both,
@@ -209,18 +253,23 @@ INPUTS: dict[str, Callable[[Any, Any, Any], dict[str, Any]]] = {
     "speech": _speech,
     "picture": _picture,
     "typed picture": _typed_picture,
+    "patches": _patches,
     "pictures": lambda ids, mask, random: {"pixel_values": torch.randn(2, 3, 32, 32, generator=random)},
     "wave": lambda ids, mask, random: {"input_values": torch.randn(2, 400, generator=random)},
     "spectrogram": lambda ids, mask, random: {"input_values": torch.randn(2, 32, 16, generator=random)},
 }
-PADDED = ("tokens", "both", "picture", "typed picture")  # kinds of inputs with a mask
+PADDED = ("tokens", "both", "picture", "typed picture", "patches")  # kinds of inputs with a mask
 
 
 def model_of(name: str, device: str) -> Any:
     """Returns a model with reproducible random weights."""
     torch.manual_seed(0)
     kind, options, *_ = ARCHITECTURES[name]
-    model = getattr(transformers, f"{name}{kind}")(getattr(transformers, f"{name}Config")(**options)).eval().to(device)
+    config = getattr(transformers, f"{name}Config")(**options)
+    model = getattr(transformers, f"{name.removesuffix('Text')}{kind}")(config).eval().to(device)
+    for part in model.modules():
+        if getattr(part, "scaling", None) == 1 and hasattr(part, "q_norm"):  # its weights are the scale of the scores
+            torch.nn.init.constant_(part.q_norm.weight, part.head_dim**-0.5)
     if not _has_interface(model):
         pytest.skip(f"{name} of transformers {transformers.__version__} has its own attention alone")
     return model

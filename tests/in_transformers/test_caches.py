@@ -33,6 +33,8 @@ CASES = [
     for mode in MODES
     # For a decoder behind an encoder, transformers cuts the encoder's mask to the decoder's chunk.
     if each.generates and not (name in ENCODER_DECODERS and "chunks" in mode)
+    # transformers has no StaticCache for compressed keys.
+    if not (name == "DeepseekV4" and "static" in mode)
 ]
 STEPS = [(LENGTH,), (5, 1, 1, 7), (8, 6), (1,) * LENGTH]
 QUANTIZED = ("fp8", "quanto", "hqq")  # models without windows

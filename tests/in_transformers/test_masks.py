@@ -111,6 +111,17 @@ def assert_keeps(mask: Any, expected: Any) -> None:
     assert (got.transpose(1, 2).float() - wanted).abs().max() <= 0.02 * wanted.abs().max()
 
 
+@pytest.mark.parametrize("make", [offset_of_queries, holes], ids=lambda make: make.__name__)
+def test_masks_of_the_last_queries(make: Callable[[], Asked]) -> None:
+    from flashgen.transformers.mask import attention_mask
+
+    arguments = {"batch_size": BATCH, "q_length": QUERIES, "kv_length": KEYS} | make().arguments
+    mask = attention_mask(**arguments)
+    expected = hf.sdpa_mask(**arguments, allow_is_causal_skip=False).expand(BATCH, -1, -1, -1)
+    for begin in (-2, 1, 0, None):
+        assert_keeps(mask[:, :, begin:, :], expected[:, :, begin:, :])
+
+
 def test_per_sequence_offsets_are_refused() -> None:
     from flashgen.errors import UnsupportedError
     from flashgen.transformers.mask import attention_mask
