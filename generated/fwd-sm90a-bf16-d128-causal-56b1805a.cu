@@ -53,8 +53,7 @@ constexpr float kScoreToLog2 = 0.127517432f;   // scale * log2(e): exp(x) is com
 constexpr float kMaxFoldedRowMax = 131568024.0f;   // its product with kScoreToLog2 is below 2^24
 constexpr float kMaxLaneSum = 256.0f;   // the row maximum may lag while a lane's sum of a tile is at most this
 
-// A tile consists of panels of columns, one after the other. A panel is as wide as the TMA swizzle, which exchanges the 16-byte
-// chunks of a row.
+// A tile is panels of columns, one after the other, as wide as the TMA swizzle, which exchanges 16-byte chunks of a row.
 constexpr int kHeadPanel = 64;    // columns of Q and K
 constexpr int kValuePanel = 64;   // columns of V and the output
 constexpr int kElementBytes = sizeof(Element);

@@ -54,8 +54,7 @@ constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): exp(x) is computed as 
 constexpr float kMaxFoldedRowMax = 11629080.0f;   // its product with kScoreToLog2 is below 2^24
 constexpr float kRescaleThreshold = 8.0f;   // in log2: by how much a row maximum may lag
 
-// A tile consists of panels of columns, one after the other. A panel is as wide as the TMA swizzle, which exchanges the 16-byte
-// chunks of a row.
+// A tile is panels of columns, one after the other, as wide as the TMA swizzle, which exchanges 16-byte chunks of a row.
 constexpr int kHeadPanel = 64;    // columns of Q and K
 constexpr int kValuePanel = 64;   // columns of V and the output
 constexpr int kElementBytes = sizeof(Element);

@@ -56,8 +56,7 @@ constexpr float kScoreToLog2 = 0.063758716f;   // scale * log2(e): exp(x) is com
 constexpr float kMaxFoldedRowMax = 263136048.0f;   // its product with kScoreToLog2 is below 2^24
 constexpr float kRescaleThreshold = 8.0f;   // in log2: by how much a row maximum may lag
 
-// A tile consists of panels of columns, one after the other. A panel is as wide as the TMA swizzle, which exchanges the 16-byte
-// chunks of a row.
+// A tile is panels of columns, one after the other, as wide as the TMA swizzle, which exchanges 16-byte chunks of a row.
 constexpr int kHeadPanel = 64;    // columns of Q and K
 constexpr int kValuePanel = 64;   // columns of V and the output
 constexpr int kPassedPanel = 64;   // columns of P

@@ -110,7 +110,7 @@ def test_specs(spec: fg.AttentionSpec, len_q: int, heads: tuple[int, int]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(6)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: f"{VARIANTS[number].mask}-{number}")
 def test_every_variant(number: int) -> None:
     """Random lengths with pages of every size; rows that are no keys are NaN; also with dropout."""

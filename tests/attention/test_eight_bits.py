@@ -45,7 +45,7 @@ def assert_right(
 
 
 @pytest.mark.slow
-@pytest.mark.rotated(16)
+@pytest.mark.rotated(24)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
 def test_every_variant(number: int) -> None:
     """Contiguous and paged; more rows than a tile has; tile lists."""
@@ -245,7 +245,7 @@ def test_unsupported_uses_of_8_bits() -> None:
 
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "sm_120"])
-@pytest.mark.rotated(16)
+@pytest.mark.rotated(24)
 def test_no_spills(target: str) -> None:
     dtype = "float16" if target == "sm_75" else "bfloat16"
     for number, spec in enumerate((fg.AttentionSpec(128, dtype, mask=fg.causal()), fg.AttentionSpec(64, dtype))):

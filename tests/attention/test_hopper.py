@@ -36,7 +36,7 @@ def assert_right(spec: fg.AttentionSpec, shape: Shape, captures: Any = None, **h
     assert verdict.ok, verdict
 
 
-@pytest.mark.rotated(16)
+@pytest.mark.rotated(24)
 @pytest.mark.parametrize("case", named_cases(1), ids=str)
 def test_every_variant(case: Case) -> None:
     assert_right(case.spec, case.shape, case.captures, schedule=Schedule("random", "late", seed=1))

@@ -35,7 +35,7 @@ VARIANTS = [variant for variant in variants() if not variant.equal]
 DIMS = (64, 128, 40, 96, 32, 256, 80, 192, 8, 160)
 
 
-@pytest.mark.rotated(16)
+@pytest.mark.rotated(24)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("plan", [PLAN, HopperPlan(1, 80, 3), HopperPlan(3, 128), HopperPlan(1, 256, 1)], ids=str)
 def test_prompts_over_pages_of_every_size(size: int, plan: HopperPlan) -> None:
@@ -55,7 +55,7 @@ def test_lengths_around_page_and_tile_borders(len_k: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotated(16)
+@pytest.mark.rotated(24)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
 def test_every_variant(number: int) -> None:
     """With the default plan; masks without a closed form visit all tiles over pages."""

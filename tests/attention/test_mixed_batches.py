@@ -92,7 +92,7 @@ def assert_right(spec: fg.AttentionSpec, inputs: Inputs, **how: Any) -> None:
 
 @pytest.mark.parametrize("lengths", MIXTURES.values(), ids=list(MIXTURES))
 @pytest.mark.parametrize(("order", "copies"), [("reverse", "early"), ("greedy_warp", "late"), ("random", "random")])
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(6)
 def test_mixtures_and_thread_orders(lengths: Lengths, order: Any, copies: Any) -> None:
     """With the default plan, and with small tiles, so that there are many blocks of both kinds."""
     inputs, schedule = inputs_of(CAUSAL, lengths), Schedule(order, copies, seed=len(order))
@@ -101,7 +101,7 @@ def test_mixtures_and_thread_orders(lengths: Lengths, order: Any, copies: Any) -
 
 
 @pytest.mark.parametrize(
-    "size", [1, 16, 128, *(pytest.param(size, marks=pytest.mark.rotated(3)) for size in (2, 4, 8, 32, 64, 256))]
+    "size", [1, 16, 128, *(pytest.param(size, marks=pytest.mark.rotated(5)) for size in (2, 4, 8, 32, 64, 256))]
 )
 def test_page_sizes(size: int) -> None:
     """Lengths at and around page borders."""
@@ -165,7 +165,7 @@ def case_of(number: int, len_q: int, len_k: int) -> tuple[fg.AttentionSpec, Inpu
 
 
 @pytest.mark.slow
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(6)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
 def test_every_variant(number: int) -> None:
     """Rows that are no keys are NaN; includes dropout and masks without a closed form."""
@@ -176,7 +176,7 @@ def test_every_variant(number: int) -> None:
 
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 @pytest.mark.parametrize("plan", [None, *PLANS], ids=["default", "small tiles", "two kernels"])
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(6)
 def test_under_sanitizers(sanitize: Any, plan: MixedPlan | HopperMixedPlan | None) -> None:
     for number, name in enumerate(("a prompt among single queries", "sequences without queries")):
         schedule = Schedule("random", "late", seed=number)

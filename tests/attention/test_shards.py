@@ -65,7 +65,7 @@ def test_the_sharded_reference_equals_the_full_one(name: str) -> None:
         np.testing.assert_allclose(got, wanted, atol=1e-12)
 
 
-@pytest.mark.rotated(16)
+@pytest.mark.rotated(24)
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90a"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_kernels_equal_the_reference(name: str, target: str) -> None:

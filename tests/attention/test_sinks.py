@@ -35,7 +35,7 @@ def arrays(len_q: int, len_k: int, heads: int = 4, batch: int = 2) -> tuple[Any,
 
 @pytest.mark.parametrize("case", sink_cases(), ids=str)
 @targets
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_every_family_on_the_emulator(case: Case, target: str) -> None:
     for deterministic in (False, True):
         options: dict[str, Any] = {"emulate": True, "target": target, "deterministic": deterministic}
@@ -46,7 +46,7 @@ def test_every_family_on_the_emulator(case: Case, target: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 @pytest.mark.parametrize("case", sink_cases()[::3], ids=str)
-@pytest.mark.rotated(16)
+@pytest.mark.rotated(24)
 def test_sanitizers_find_nothing(case: Case, sanitize: Any) -> None:
     """One problem, where `verify` uses several because a sink has few elements: each costs as many launches."""
     target = TARGETS[sink_cases().index(case) // 3 % len(TARGETS)]

@@ -67,7 +67,7 @@ def test_backward(name: str, target: str, deterministic: bool) -> None:
         assert result.ok, (result.problem, result.verdicts)
 
 
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(6)
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_races_and_overflows(direction: Any, sanitize: Any) -> None:
@@ -114,7 +114,7 @@ def test_hopper_plans_and_thread_orders(plan: HopperPlan, order: Any, copies: An
         assert_hopper_is_right(spec, shape, plan, schedule=schedule, sanitize=sanitize)
 
 
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(6)
 @pytest.mark.parametrize("mask", [fg.full(), fg.causal()], ids=str)
 def test_hopper_holds_narrow_outputs_of_wide_heads_in_one_warpgroup(mask: fg.Mask) -> None:
     spec = fg.AttentionSpec(512, value_dim=136, mask=mask)
@@ -143,7 +143,7 @@ def test_on_a_gpu(name: str, direction: Any) -> None:
         assert result.ok, (result.problem, result.verdicts)
 
 
-@pytest.mark.rotated(16)
+@pytest.mark.rotated(24)
 @pytest.mark.parametrize("name", SPECS)
 def test_default_plans_spill_no_registers(name: str) -> None:
     for target in TARGETS:
@@ -151,7 +151,7 @@ def test_default_plans_spill_no_registers(name: str) -> None:
             assert not fg.compile(fg.AttentionSpec(**SPECS[name]), target=target).resources.spills, target
 
 
-@pytest.mark.rotated(16)
+@pytest.mark.rotated(24)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", TRAINED)
 def test_default_backward_plans_spill_few_registers(name: str, deterministic: bool) -> None:
@@ -204,7 +204,7 @@ def fits(spec: fg.AttentionSpec, target: str) -> bool:
     return True
 
 
-@pytest.mark.rotated(16)
+@pytest.mark.rotated(24)
 @pytest.mark.parametrize("target", DECODE_TARGETS)
 @pytest.mark.parametrize("name", DECODED)
 def test_decode(name: str, target: str) -> None:
@@ -232,7 +232,7 @@ def test_decode_plans_and_thread_orders(plan: tuple[int, int, int, int], order: 
         assert_decode_is_right(spec, Shape(3, 140, 1, 4, 2), splits, target="sm_80", plan=given, schedule=schedule)
 
 
-@pytest.mark.rotated(16)
+@pytest.mark.rotated(24)
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 @pytest.mark.parametrize("name", ["512", "sink", "dropout", "pages", "int8", "int8, 288", "float8 pages"])
 def test_races_and_overflows_of_decode(name: str, sanitize: Any) -> None:
@@ -252,7 +252,7 @@ def test_few_queries_of_wide_heads_are_decoded() -> None:
             assert isinstance(compiled.plan_for(1, 4096, 8, 8, 4), DecodePlan)
 
 
-@pytest.mark.rotated(16)
+@pytest.mark.rotated(24)
 @pytest.mark.parametrize("name", DECODED)
 def test_default_decode_plans_spill_no_registers(name: str) -> None:
     spec = fg.AttentionSpec(**DECODED[name])

@@ -50,7 +50,7 @@ COVERING = [
 
 
 @pytest.mark.parametrize(("variant", "target", "dim", "deterministic", "number"), COVERING)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_every_variant_compiles(variant: Variant, target: str, dim: int, deterministic: bool, number: int) -> None:
     spec = spec_of(variant, dim, dtype_of(target, number))
     for part, kernel in parts(spec, target, deterministic).items():
@@ -60,7 +60,7 @@ def test_every_variant_compiles(variant: Variant, target: str, dim: int, determi
 
 @pytest.mark.parametrize("target", ISSUE_TARGETS)
 @pytest.mark.parametrize("mask", [fg.full(), fg.causal()], ids=str)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_common_kernels_compile_for_every_target(mask: fg.Mask, target: str) -> None:
     spec = AttentionSpec(128, dtype_of(target, 0), mask=mask)
     for deterministic in MODES:
@@ -92,7 +92,7 @@ def test_small_heads_on_tuned_targets_hardly_spill(mask: fg.Mask) -> None:
 
 
 @pytest.mark.parametrize(("dim", "target"), list(zip((256, 192, 160, 256, 160, 256, 192), ISSUE_TARGETS, strict=True)))
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_the_largest_head_dims_compile(dim: int, target: str) -> None:
     spec = AttentionSpec(dim, dtype_of(target, 1), mask=fg.causal())
     for deterministic in MODES:

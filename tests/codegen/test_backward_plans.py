@@ -126,7 +126,7 @@ def test_default_plans_fit(target: Target, deterministic: bool) -> None:
 
 
 @every_target
-@pytest.mark.rotated(3)
+@pytest.mark.rotated(5)
 def test_default_plans_fit_every_variant(target: Target) -> None:
     for variant, dim in product(variants(), (8, 64, 128, 160, 256)):
         spec = spec_of(variant, dim, "float16")

@@ -74,7 +74,7 @@ def met_by(number: int) -> list[tuple[int, str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(GIVEN)), ids=lambda number: GIVEN[number].name)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_every_variant_compiles_without_spills(number: int) -> None:
     variant = GIVEN[number]
     for dim, target, dtype in met_by(number):
@@ -125,7 +125,7 @@ BESIDE_DROPOUT = (
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", range(2))
 @pytest.mark.parametrize("target", ISSUE_TARGETS)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_dropout_with_masks_and_scores_does_not_spill(target: str, turn: int) -> None:
     for number, options in enumerate(BESIDE_DROPOUT, ISSUE_TARGETS.index(target)):
         dim = (96, 64, 128, 80, 112)[(number + 2 * turn) % 5]
@@ -135,7 +135,7 @@ def test_dropout_with_masks_and_scores_does_not_spill(target: str, turn: int) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ISSUE_TARGETS)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_unequal_value_dims_compile_without_spills(target: str) -> None:
     for head_dim, value_dim in ((8, 128), (128, 8), (64, 128), (128, 64), (96, 40)):
         for mask in (fg.full(), fg.causal()):

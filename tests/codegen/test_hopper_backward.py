@@ -81,7 +81,7 @@ def compiled(kernel: RenderedKernel, most_spilled: int = 0) -> nvrtc.Compiled:
 @needs_nvrtc
 @modes
 @pytest.mark.parametrize(("variant", "dim", "dtype"), CASES)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_every_variant_compiles_without_spills_or_serialized_products(
     variant: Variant, dim: int, dtype: str, deterministic: bool
 ) -> None:
@@ -93,7 +93,7 @@ def test_every_variant_compiles_without_spills_or_serialized_products(
 @needs_nvrtc
 @modes
 @pytest.mark.parametrize("dim", range(8, 257, 8))
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_every_dim_compiles_without_spills_or_serialized_products(dim: int, deterministic: bool) -> None:
     for mask in (fg.full(), fg.causal(), *([fg.document("ids")] if deterministic else [])):
         kernels = own_kernels(AttentionSpec(dim, "bfloat16", mask=mask), deterministic)
@@ -106,7 +106,7 @@ def test_every_dim_compiles_without_spills_or_serialized_products(dim: int, dete
 @needs_nvrtc
 @modes
 @pytest.mark.parametrize(("variant", "dim", "dtype"), WIDE_CASES)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_large_heads_of_variants_that_need_more_than_p(
     variant: Variant, dim: int, dtype: str, deterministic: bool
 ) -> None:
@@ -137,7 +137,7 @@ IN_CHUNKS_CASES = [
 
 @needs_nvrtc
 @pytest.mark.parametrize("spec", IN_CHUNKS_CASES, ids=lambda spec: spec.name)
-@pytest.mark.rotated(16)
+@pytest.mark.rotated(24)
 def test_dq_in_chunks_compiles_without_spills_or_serialized_products(spec: AttentionSpec) -> None:
     kernel = own_kernels(spec, False)["dkdv"]
     light = demand_of(spec).weight not in (Weight.LOADING, Weight.HEAVY) or demand_of(spec).mask_axes == 1
@@ -171,7 +171,7 @@ def kernels_of_variant(number: int, mode: str) -> list[RenderedKernel]:
 
 @pytest.mark.parametrize("mode", ["default", "deterministic", "in turns"])
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: f"{VARIANTS[number].name}-{number}")
-@pytest.mark.rotated(16)
+@pytest.mark.rotated(24)
 def test_text_is_tidy_short_and_fully_used(number: int, mode: str) -> None:
     for kernel in kernels_of_variant(number, mode):
         assert_tidy_small_and_all_used(kernel)

@@ -51,7 +51,7 @@ CASES = list(zip(variants(), cycle(DIMS), cycle(("float16", "bfloat16"))))
 
 @needs_nvrtc
 @pytest.mark.parametrize(("variant", "dim", "dtype"), CASES)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_every_variant_compiles_without_spills_or_serialized_products(variant: Variant, dim: int, dtype: str) -> None:
     compiled(render_forward(spec_of(variant, dim, dtype), SM_90A))
 
@@ -61,7 +61,7 @@ WIDE_CASES = list(zip(variants(), cycle((512, 264, 448, 384)), cycle(("float16",
 
 @needs_nvrtc
 @pytest.mark.parametrize(("variant", "dim", "dtype"), WIDE_CASES)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_every_variant_of_wide_heads_compiles(variant: Variant, dim: int, dtype: str) -> None:
     compiled(render_forward(spec_of(variant, dim, dtype), SM_90A))
 
@@ -70,7 +70,7 @@ def test_every_variant_of_wide_heads_compiles(variant: Variant, dim: int, dtype:
 @pytest.mark.parametrize(
     "plan", [HopperPlan(2, 64, 1, split=2), HopperPlan(2, 48, 1, split=2), HopperPlan(2, 32, 2, split=2)]
 )
-@pytest.mark.rotated(3)
+@pytest.mark.rotated(5)
 def test_wide_plans_compile_with_packed_heads(plan: HopperPlan) -> None:
     for heads in (1, 8, 64):
         for options in ({"mask": fg.causal()}, {"score": fg.alibi("slopes")}):
@@ -81,7 +81,7 @@ def test_wide_plans_compile_with_packed_heads(plan: HopperPlan) -> None:
 @needs_nvrtc
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", range(16, 257, 16))
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_every_dim_compiles_without_spills_with_some_variant(dim: int) -> None:
     every = variants()
     compiled(render_forward(spec_of(every[dim // 16 * 7 % len(every)], dim, "bfloat16"), SM_90A))
@@ -89,7 +89,7 @@ def test_every_dim_compiles_without_spills_with_some_variant(dim: int) -> None:
 
 @needs_nvrtc
 @pytest.mark.parametrize("dims", [(8, 128), (128, 8), (64, 128), (192, 128), (96, 40), (40, 256)], ids=str)
-@pytest.mark.rotated(16)
+@pytest.mark.rotated(24)
 def test_unequal_value_dims_compile(dims: tuple[int, int]) -> None:
     for mask in (fg.full(), fg.causal()):
         compiled(render_forward(AttentionSpec(dims[0], "bfloat16", value_dim=dims[1], mask=mask), SM_90A))

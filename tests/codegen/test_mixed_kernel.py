@@ -118,7 +118,7 @@ def test_numbers_of_tiles_beyond_int32() -> None:
 
 @needs_nvrtc
 @pytest.mark.slow
-@pytest.mark.rotated(16)
+@pytest.mark.rotated(24)
 @pytest.mark.parametrize("number", range(len(variants())))
 def test_no_spills(number: int) -> None:
     for target in ("sm_90", ("sm_80", "sm_86", "sm_120")[number % 3]):
@@ -126,7 +126,7 @@ def test_no_spills(number: int) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(6)
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90", "sm_120"])
 def test_masks_scores_and_8_bit_keys_do_not_spill(target: str) -> None:
     dtype = "float16" if target == "sm_75" else "bfloat16"

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(variants())))
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_a_forward_compiles_without_spills(number: int) -> None:
     for target, dims in (("sm_90a", HOPPER_DIMS), ("sm_80", MMA_SYNC_DIMS)):
         spec = spec_of(variants()[number], dims[number % len(dims)], "bfloat16", "thd")
@@ -33,7 +33,7 @@ def test_a_forward_compiles_without_spills(number: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(0, len(variants()), 2))
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_hoppers_backward_compiles_without_spills(number: int) -> None:
     dim = (64, 128)[number // 2 % 2]
     spec = spec_of(variants()[number], dim, "bfloat16", "thd")

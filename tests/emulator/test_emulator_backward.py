@@ -67,14 +67,14 @@ def check(plan: BackwardPlan, found: dict[str, Any]) -> None:
 
 
 @every_plan
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_gradients_are_right_in_every_thread_order(plan: BackwardPlan) -> None:
     for schedule in schedules(12):
         check(plan, gradients(plan, False, schedule))
 
 
 @every_plan
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_deterministic_gradients_have_the_same_bits_in_every_thread_order(plan: BackwardPlan) -> None:
     first = gradients(plan, True, Schedule())
     check(plan, first)

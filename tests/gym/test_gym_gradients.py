@@ -39,7 +39,7 @@ def test_on_the_emulator(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", COVERED, ids=lambda number: SMALL[number].name)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_the_deterministic_backward_on_the_emulator(number: int) -> None:
     options: dict[str, Any] = {"emulate": True, "deterministic": True, "schedule_count": 2}
     assert_agrees(SMALL[number], EMULATED_SHAPES[:1], 16, DTYPES[(number + 1) % 2], **options)
@@ -47,7 +47,7 @@ def test_the_deterministic_backward_on_the_emulator(number: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", [SMALL[number] for number in COVERED], ids=named)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_address_and_undefined_behaviour_sanitizers_find_nothing(entry: Entry) -> None:
     """In both modes of the backward, at one shape each."""
     for deterministic, shape in enumerate(EMULATED_SHAPES[1:]):

@@ -37,7 +37,7 @@ def test_on_the_emulator(entry: Entry, dtype: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", [entry for entry in SMALL if entry.name in COVERING], ids=named)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_address_and_undefined_behaviour_sanitizers_find_nothing(entry: Entry) -> None:
     assert_agrees(entry, EMULATED_SHAPES[1:], 40, "float16", emulate=True, sanitize="address")
 

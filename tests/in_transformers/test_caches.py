@@ -94,7 +94,7 @@ def generate(name: str, mode: str, device: str) -> None:
     compare(name, device, lambda model: torch.stack(model.generate(**given_to(model, inputs), **options).logits))
 
 
-@pytest.mark.rotated(16)
+@pytest.mark.rotated(24)
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_generation(name: str, mode: str, device: str) -> None:
     generate(name, mode, device)
@@ -128,7 +128,7 @@ def in_steps(name: str, make: Callable[[Any], Any], sizes: tuple[int, ...], padd
     compare(name, device, call)
 
 
-@pytest.mark.rotated(16)
+@pytest.mark.rotated(24)
 @pytest.mark.parametrize("padding", ["whole", "left"])
 @pytest.mark.parametrize("sizes", STEPS, ids=lambda sizes: f"{len(sizes)}-steps")
 @pytest.mark.parametrize(

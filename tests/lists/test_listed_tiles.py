@@ -304,7 +304,7 @@ CASES: dict[str, Listed] = {
 }  # fmt: skip
 
 
-@pytest.mark.rotated(16)
+@pytest.mark.rotated(24)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_lists_equal_the_classes(name: str, direction: Direction, check: Callable[..., Any]) -> None:

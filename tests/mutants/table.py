@@ -448,11 +448,14 @@ MUTANTS = (
         ("tests/in_torch/test_direct.py::test_only_calls_with_the_same_key_are_replayed",),
     ),
     Mutant(
-        "packed sequences with misaligned offsets replay other launches",
+        "calls with misaligned tensors replay other launches",
         "flashgen/torch/direct.py",
-        "if aligned and kind.misaligned:",
+        "if reduce(or_, addresses) % _ALIGNMENT:",
         "if False:",
-        ("tests/in_torch/test_direct.py::test_replayed_launches_of_packed_sequences",),
+        (
+            "tests/in_torch/test_direct.py::test_replayed_launches_of_packed_sequences",
+            "tests/in_torch/test_direct.py::test_misaligned_tensors_are_not_launched_as_others_that_may_be",
+        ),
     ),
     Mutant(
         "torch's flash operator ignores is_causal",

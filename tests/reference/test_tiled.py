@@ -83,7 +83,7 @@ def test_every_mask(mask, on_chip):
     assert_all_agree(spec, *inputs(batch=1), on_chip, **captures)
 
 
-@pytest.mark.rotated(16)
+@pytest.mark.rotated(24)
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("mask", ["full", "causal", "rows with nothing"])
 def test_every_score_with_dropout_in_the_other_layout(score, mask):

@@ -45,7 +45,7 @@ def assert_agrees(case: Case, **engine: object) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.rotated(16)
+@pytest.mark.rotated(24)
 def test_every_variant(case: Case) -> None:
     assert_agrees(case, schedule_count=2)
 

@@ -21,7 +21,7 @@ def assert_agrees(case: Case, **engine: object) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_on_the_emulator(case: Case, target: str) -> None:
     number = CASES.index(case)
     assert_agrees(case, emulate=True, target=target, deterministic=number % 4 in (1, 2), schedule_count=2)
@@ -30,7 +30,7 @@ def test_on_the_emulator(case: Case, target: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES[::3], ids=name_of)
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_address_and_undefined_behaviour_sanitizers_find_nothing(case: Case, target: str) -> None:
     assert_agrees(case, emulate=True, target=target, sanitize="address")
 
@@ -38,7 +38,7 @@ def test_address_and_undefined_behaviour_sanitizers_find_nothing(case: Case, tar
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES[1::3], ids=name_of)
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_thread_sanitizer_finds_nothing(case: Case, target: str) -> None:
     assert_agrees(case, emulate=True, target=target, sanitize="thread")
 

@@ -43,52 +43,52 @@ def assert_agrees(cases: tuple[Case, ...], **engine: object) -> None:
 
 
 @pytest.mark.parametrize("cases", grouped(named_cases()), ids=name_of)
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_on_the_emulator(cases: tuple[Case, ...]) -> None:
     assert_agrees(cases, emulate=True, schedule_count=2)
 
 
 @pytest.mark.parametrize("cases", grouped(stepping_cases()), ids=name_of)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_with_every_thread_order(cases: tuple[Case, ...]) -> None:
     assert_agrees(cases, emulate=True, schedule_count=8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", grouped(named_cases(2)), ids=name_of)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_address_and_undefined_behaviour_sanitizers_find_nothing(cases: tuple[Case, ...]) -> None:
     assert_agrees(cases, emulate=True, sanitize="address")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", grouped(stepping_cases()), ids=name_of)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_thread_sanitizer_finds_nothing(cases: tuple[Case, ...]) -> None:
     assert_agrees(cases, emulate=True, sanitize="thread")
 
 
 @pytest.mark.parametrize("cases", grouped(named_cases()), ids=name_of)
-@pytest.mark.rotated(3)
+@pytest.mark.rotated(5)
 def test_gradients_on_the_emulator(cases: tuple[Case, ...]) -> None:
     assert_agrees(cases, passes=BACKWARD, emulate=True)
 
 
 @pytest.mark.parametrize("cases", grouped(stepping_cases()), ids=name_of)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_gradients_with_every_thread_order(cases: tuple[Case, ...]) -> None:
     assert_agrees(cases, passes=BACKWARD, emulate=True, schedule_count=4)
 
 
 @pytest.mark.parametrize("cases", grouped(stepping_cases()), ids=name_of)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_deterministic_gradients_have_the_same_bits_in_every_thread_order(cases: tuple[Case, ...]) -> None:
     assert_agrees(cases, passes=BACKWARD, deterministic=True, emulate=True, schedule_count=4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("cases", "deterministic"), in_turn(named_cases(1)), ids=name_in_turn)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_address_and_undefined_behaviour_sanitizers_find_nothing_in_the_backward(
     cases: tuple[Case, ...], deterministic: bool
 ) -> None:
@@ -97,7 +97,7 @@ def test_address_and_undefined_behaviour_sanitizers_find_nothing_in_the_backward
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("cases", "deterministic"), in_turn(stepping_cases()), ids=name_in_turn)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_thread_sanitizer_finds_nothing_in_the_backward(cases: tuple[Case, ...], deterministic: bool) -> None:
     assert_agrees(cases, passes=BACKWARD, deterministic=deterministic, emulate=True, sanitize="thread")
 

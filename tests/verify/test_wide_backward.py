@@ -53,7 +53,7 @@ def assert_agrees(case: Case, deterministic: bool = False, **engine: object) -> 
 
 
 @pytest.mark.parametrize(("case", "deterministic"), CASES, ids=str)
-@pytest.mark.rotated(16)
+@pytest.mark.rotated(24)
 def test_every_variant(case: Case, deterministic: bool) -> None:
     assert_agrees(case, deterministic, schedule_count=2)
 
@@ -91,6 +91,6 @@ def test_plans(tile_q: int, stages: int) -> None:
 
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 @pytest.mark.parametrize("spec", [DROPPED, LEARNED], ids=["factors", "products"])
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(4)
 def test_sanitizers_find_nothing(spec: fg.AttentionSpec, sanitize: str) -> None:
     assert_agrees(Case(spec, Shape(70, 70, 1, 2, 1)), sanitize=sanitize)
