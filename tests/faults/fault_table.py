@@ -440,8 +440,6 @@ FAULTS = [
     ]),
     *caught_by(FORWARD, [EARLY_RACE_OR_REPORT], [
         ("no barrier after the loads of Q", "hopper decode", r"named_barrier_sync\(2, 256\);", "", UNREAD),
-        ("second part of K not waited for by its warpgroup", "hopper, V in K",
-         r"mbarrier_wait\(storage\.rest_full\(state\.stage\(\)\), [^;]*;(\s+start_passed)", r"\1", UNREAD),
     ]),
     *caught_by(FORWARD, [WRONG], [
         ("rows of the first warp", "hopper decode", r"threadIdx\.x\) / 32 % 4 \* 16 \+ Scores",
