@@ -113,7 +113,7 @@ def variant_of(
         score: Whether to include the score function, and the arrays that only it reads.
         sink: Whether to include the array of sinks, which the softmax normalisation reads.
         elements: The elements that the score function takes as parameters, instead of loading them.
-        mask_elements: The same of the mask.
+        mask_elements: The elements that the mask function takes as parameters.
     """
     score_text = _score(spec.score.name, spec.score.expression, spec.scale, elements) if spec.score and score else None
     masked = spec.mask.expression != sympy.true

@@ -52,7 +52,7 @@ def dot_product_attention(
         is_causal: let query i attend to keys 0 to i.
         query_seq_lengths: int32 (batch,), the numbers of queries in use. The output of the others is 0.
         key_value_seq_lengths: int32 (batch,), the numbers of keys in use.
-        local_window_size: (left, right), the numbers of keys before and behind a query's position; or one number for
+        local_window_size: (left, right), the numbers of keys before and after a query's position; or one number for
             both.
         implementation: None or "flashgen". jax.nn's own have other names.
         return_residual: also return the LSE, (batch, length, heads), in the dtype of key and without a gradient.

@@ -39,7 +39,7 @@ _WITH_RESULTS = {
     _READ_BACK: (*_READ_BACK, *_GRADIENTS.wanted),
     _READ_BACK_WITH_LSE: (*_READ_BACK_WITH_LSE, *_GRADIENTS.wanted),
 }
-_SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")  # of a varlen batch: behind the inputs, but before d_lse
+_SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")  # of a varlen batch: after the inputs, and before d_lse
 _stream = TORCH.stream
 _address = torch.Tensor.data_ptr
 NO_NUMBERS: Numbers = {}

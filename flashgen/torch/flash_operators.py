@@ -246,8 +246,8 @@ def _entry_and_arrays(
 def _refuse(dropout: float, **given: bool) -> None:
     """Raises ArgumentError if an argument is given that flashgen does not take.
 
-    With dropout it is a LaunchError, because torch's own kernel would compute the forward, and flashgen the backward,
-    which is not told of the argument, with other dropped probabilities.
+    With dropout it is a LaunchError: torch's own kernel would compute the forward. flashgen would compute the backward,
+    because it does not see the argument there, and would drop other probabilities.
     """
     for name, is_given in given.items():
         if is_given and dropout:

@@ -56,7 +56,7 @@ def varlen_attention(
         q: (total_q, heads, head_dim), the query tokens of all sequences.
         k: (total_k, heads_kv, head_dim), the key tokens of all sequences. A head_dim that is not a multiple of 8 is
             padded by a copy, except in a paged KV cache, where it is refused.
-        v: (total_k, heads_kv, value_dim), likewise.
+        v: (total_k, heads_kv, value_dim), padded in the same way.
         cu_seqlens_q: integers (sequences + 1,) on the device of q. Sequence i has the tokens from cu_seqlens_q[i] to
             cu_seqlens_q[i + 1] - 1. The host never reads it, so that a replay of a CUDA graph uses its current values.
             Tokens after the last sequence attend to nothing.

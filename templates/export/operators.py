@@ -91,7 +91,7 @@ _current_transform = getattr(torch._C._functorch, "peek_interpreter_stack", lamb
 
 
 class _Call(NamedTuple):
-    """What calls share whose tensors have the same shapes, strides, dtypes and devices.
+    """The state that calls share if their tensors have the same shapes, strides, dtypes and devices.
 
     results: (shape, strides, dtype) of each result. zeroed: those that kernels add to, or do not write. prepared: None
     if there is nothing to compute.

@@ -254,7 +254,7 @@ def test_a_backward_with_dropout_is_not_passed_on(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_forward_that_only_torch_would_compute_has_no_dropout() -> None:
-    """The backward, which is not told of the argument, would be flashgen's, and drop other probabilities."""
+    """flashgen would compute the backward, because it does not see the argument, and drop other probabilities."""
     q, k, v = rows(1, 2, 40, 32)
     with pytest.raises(LaunchError, match=r"return_debug_mask with dropout_p=0\.5 .*restore_flash_attention_impl"):
         aten._scaled_dot_product_flash_attention(q, k, v, 0.5, False, True)

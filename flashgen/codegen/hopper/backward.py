@@ -160,7 +160,7 @@ class PipelineContext(TypedDict):
     Attributes:
         head_padded: columns of a row of Q, K and dK in shared memory.
         takes_two_steps: P is computed while the wgmma of dP runs, and dS from it in a second step.
-        shares_registers: a part of dQ, or its first chunk, has the registers of the scores.
+        shares_registers: a part of dQ has the registers of the scores.
         dq_chunks: the first column and the columns of each chunk of a warpgroup's part of dQ.
         prefetches_keys: K of the next work tile is loaded during the epilogue.
         recomputes_addresses: shared memory addresses are computed in each iteration, so that no registers hold them.

@@ -132,7 +132,7 @@ class HopperBackwardPlan(Checked):
     def gradient_chunks(self, spec: AttentionSpec) -> tuple[tuple[int, int], ...]:
         """Returns the first column and the columns of each chunk of a warpgroup's part of a tile of dQ.
 
-        Several chunks are computed one after the other, the first one in the registers of scores.
+        If there are several, they are computed one after the other, and the first one reuses the registers of S.
         """
         columns = self.gradient_columns(spec)
         return tuple((first, min(self.tile_q, columns - first)) for first in range(0, columns, self.tile_q))
@@ -146,8 +146,8 @@ class HopperBackwardPlan(Checked):
         return _WARPS * self.gradient_row_parts, self.consumers // self.gradient_row_parts
 
     def shares_registers(self, spec: AttentionSpec) -> bool:
-        """Whether a warpgroup's part of dQ, or its first chunk, reuses the registers of scores, which are as many."""
-        return self.gradient_columns(spec) >= self.tile_q
+        """Whether a warpgroup's part of dQ reuses the registers of scores, which are as many."""
+        return self.gradient_columns(spec) == self.tile_q
 
     def head_panel(self, spec: AttentionSpec) -> int:
         """Returns the columns of a panel of Q and K: the widest that divides each chunk of each part of dQ."""

@@ -74,7 +74,7 @@ class FlashgenAttentionBackend(AttentionBackend):
         self.forward_metadata = rows_of(self._buffers, forward_batch.batch_size)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Computes the metadata of a captured step. The graph records it, so each replay computes it anew."""
+        """Computes the metadata of a captured step. The graph records it, so each replay computes it again."""
         if self.forward_metadata is None:
             raise RuntimeError("init_forward_metadata_out_graph must be called before init_forward_metadata_in_graph")
         self._builder.fill(self.forward_metadata, forward_batch)

@@ -70,7 +70,7 @@ def test_keys_that_were_written_before(device: str) -> None:
 
 
 def test_padding_tokens(device: str) -> None:
-    """Tokens behind the last sequence, which pad a batch, get zeros."""
+    """Tokens after the last sequence, which pad a batch, get zeros."""
     server = Server(Layer(), 1, device)
     batch, (q, k, v) = server.batch([0], [4], ForwardMode.EXTEND), server.inputs(6)
     batch.out_cache_loc = torch.cat((batch.out_cache_loc, batch.out_cache_loc.new_zeros(2)))
