@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import bars, context, host, host_functions, host_sdpa, host_torch, paper, start, tables, train
+from benchmarks import bars, context, host, host_functions, host_sdpa, host_torch, paper, start, tables, train, versions
 from flashgen.cli.app import ErrorsWithoutTraceback
 from flashgen.cli.bench_options import PEERS_HELP, Output, Timed, chosen, listed, numbers
 from flashgen.cli.bench_report import report, require_gpu
@@ -187,6 +187,28 @@ def measure_context(
     report(rows, cells, tables.context(named), output, json, context.context_summary, force)
 
 
+def measure_versions(
+    checkout: Annotated[Path, typer.Argument(metavar="CHECKOUT", help="The root of another checkout of flashgen.")],
+    groups: Annotated[str, typer.Option("--groups", help=f"Comma-separated: {', '.join(versions.GROUPS)}.")] = "",
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds of each checkout behind a median.")] = 3,
+    output: Output = Path("flashgen-versions.json"),
+    force: Force = False,
+    json: Json = False,
+) -> None:
+    """Measure another checkout beside this one, in turns on the same GPU.
+
+    The groups are the cells of `flashgen bench` for both passes, its decode sizes, the host time of a call, and the
+    time of the import and of the first compilation. Peers are not measured. Each round runs both checkouts in processes
+    of their own.
+    """
+    require_gpu()
+    if not (checkout / "flashgen" / "__init__.py").is_file():
+        raise ArgumentError(f"CHECKOUT {str(checkout)!r} has no folder flashgen; give the root of a checkout")
+    names = chosen(groups, "--groups", versions.GROUPS) or versions.GROUPS
+    rows = versions.version_rows(checkout.resolve(), names, rounds)
+    report(rows, names, tables.versions(), output, json, versions.version_summary, force)
+
+
 def plot(
     measured: Annotated[
         Path, typer.Argument(metavar="FILE", help="JSON that `flashgen bench` or a benchmark has saved.")
@@ -230,6 +252,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "paper": measure_paper,
     "plot": plot,
     "train": measure_training,
+    "versions": measure_versions,
 }
 for name, command in COMMANDS.items():
     app.command(name, help=paragraphs(command.__doc__))(command)

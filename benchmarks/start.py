@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 from benchmarks.host import HostRow
 
@@ -32,8 +33,11 @@ print(json.dumps([imported - there, time.perf_counter() - start, attention.targe
 """
 
 
-def start_rows(target: str | None = None, repeats: int = REPEATS) -> Iterator[HostRow]:
-    """Measures in new processes with a fresh disk cache; `target` is that of `flashgen.compile`."""
+def start_rows(target: str | None = None, repeats: int = REPEATS, checkout: Path | None = None) -> Iterator[HostRow]:
+    """Measures in new processes with a fresh disk cache.
+
+    `target` is that of `flashgen.compile`. The processes import flashgen from `checkout`, by default as this one does.
+    """
     name = ""
     imports: list[float] = []
     compiled: list[float] = []
@@ -41,7 +45,7 @@ def start_rows(target: str | None = None, repeats: int = REPEATS) -> Iterator[Ho
     with tempfile.TemporaryDirectory(prefix="flashgen-bench-") as cache:
         for number in range(repeats):
             for times in (compiled, loaded):
-                imported, ready, name = _start(cache, 0.1015625 + number / 1024, target)
+                imported, ready, name = _start(cache, 0.1015625 + number / 1024, target, checkout)
                 imports.append(imported)
                 times.append(ready)
     measured = {
@@ -54,10 +58,10 @@ def start_rows(target: str | None = None, repeats: int = REPEATS) -> Iterator[Ho
         yield HostRow(what, name, "-", "start", (), statistics.median(micros), min(micros), {})
 
 
-def _start(cache: str, scale: float, target: str | None) -> tuple[float, float, str]:
+def _start(cache: str, scale: float, target: str | None, checkout: Path | None = None) -> tuple[float, float, str]:
     """Returns seconds of the import and of a compilation in a new process, and the target of the compilation."""
-    command = [sys.executable, "-c", _PROGRAM, str(scale), target or ""]
-    environment = os.environ | {"FLASHGEN_CACHE_DIR": cache}
+    command = [sys.executable, *(["-P"] if checkout else []), "-c", _PROGRAM, str(scale), target or ""]
+    environment = os.environ | {"FLASHGEN_CACHE_DIR": cache} | ({"PYTHONPATH": str(checkout)} if checkout else {})
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     imported, ready, name = json.loads(done.stdout)
     return imported, ready, name

@@ -59,3 +59,14 @@ def host(parts: Iterable[str]) -> Columns:
         "least us": lambda row: number(row.minimum, 1),
     }
     return columns | {part: value_of(part, "parts", 1) for part in parts}
+
+
+def versions() -> Columns:
+    """Returns columns of the times of a cell in two checkouts, and of their ratio."""
+    return {
+        "group": lambda row: row.group,
+        "cell": lambda row: row.cell,
+        "before": lambda row: number(row.before, 4),
+        "after": lambda row: number(row.after, 4),
+        "speed ratio": lambda row: number(row.ratio, 3),
+    }

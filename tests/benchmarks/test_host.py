@@ -180,13 +180,14 @@ def test_a_start_is_measured_in_new_processes(monkeypatch: pytest.MonkeyPatch, t
     assert sum(folder.name.startswith("fwd-") for folder in tmp_path.iterdir()) == 2
     started: list[tuple[str, float]] = []
 
-    def process(cache: str, scale: float, target: str | None) -> tuple[float, float, str]:
+    def process(cache: str, scale: float, target: str | None, checkout: Path | None) -> tuple[float, float, str]:
+        assert checkout == tmp_path
         known = (cache, scale) in started
         started.append((cache, scale))
         return 0.25, 0.01 if known else 1.0, "sm_80"
 
     monkeypatch.setattr(start, "_start", process)
-    rows = list(start.start_rows(repeats=3))
+    rows = list(start.start_rows(repeats=3, checkout=tmp_path))
     assert [(row.name.split(", ")[1], row.median) for row in rows] == [
         ("beyond NumPy and SymPy", 250_000),
         ("from nothing", 1_000_000),
