@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from flashgen.attention import compile
@@ -14,13 +14,21 @@ from flashgen.bench.peers import PEERS, peer
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.timing import medians_ms
 
+_PACKAGES = {
+    "FA4": "flash-attn-4",
+    "FFPA": "ffpa-attn",
+    "FlashInfer": "flashinfer-python",
+    "FlashMLA": "sgl-flash-mla",
+    "triton": "triton",
+}
+
 
 @dataclass(frozen=True)
 class Row:
     """A measured case: median milliseconds and TFLOP/s by implementation.
 
-    Implementations are "flashgen", "deterministic" (the deterministic backward of flashgen), and the peers "FA2",
-    "cuDNN", "Flex" and "FA4". `target` is the architecture of the kernels of flashgen.
+    Implementations are "flashgen", "deterministic" (the deterministic backward of flashgen), and the peers of PEERS.
+    `target` is the architecture of the kernels of flashgen.
     """
 
     spec: str
@@ -60,14 +68,19 @@ def speed_rows(
     timed: Timed = "forward",
     deterministic: bool = False,
     target: str | None = None,
+    batch: int | None = None,
+    heads: int | None = None,
 ) -> Iterator[Row]:
     """Measures the specs at the lengths, one case after another, together with the peers that support them.
 
     With `deterministic`, the deterministic backward is measured as well. `target` is that of `flashgen.compile`.
+    `batch` and `heads` replace those of the case (`flashgen.bench.cases.Case`).
     """
     for spec in specs:
         for length in lengths:
-            yield measure(case(spec, length), peers, timed, deterministic, target)
+            usual = case(spec, length)
+            sized = replace(usual, batch=batch or usual.batch, heads=heads or usual.heads)
+            yield measure(sized, peers, timed, deterministic, target)
 
 
 def measure(
@@ -105,7 +118,7 @@ def environment() -> dict[str, str]:
         "nvrtc": ".".join(map(str, nvrtc.version())),
         "cupy": cupy.__version__,
     }
-    for name, package in (("FA4", "flash-attn-4"), ("triton", "triton")):
+    for name, package in _PACKAGES.items():
         try:
             found[name] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

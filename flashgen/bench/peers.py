@@ -1,14 +1,15 @@
-"""The peers that flashgen is compared with: the SDPA backends of torch, FlexAttention, FlashAttention-4."""
+"""The peers that flashgen is compared with: the SDPA backends of torch, FlexAttention, FlashAttention-4, FFPA."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
 
 from flashgen.bench.cases import Arrays, Timed
+from flashgen.bench.ffpa import ffpa
 from flashgen.bench.flash_attention4 import flash_attention4
 from flashgen.bench.torch_expressions import mask_function, score_function
 from flashgen.bench.torch_runs import differentiated
@@ -18,21 +19,16 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.timing import Run
 
 SDPA_BACKENDS = {"FA2": "FLASH_ATTENTION", "cuDNN": "CUDNN_ATTENTION"}
-PEERS = (*SDPA_BACKENDS, "Flex", "FA4")
+PEERS = (*SDPA_BACKENDS, "Flex", "FA4", "FFPA")
 
 
 def peer(name: str, spec: AttentionSpec, timed: Timed, arrays: Arrays) -> Run | None:
     """Returns a run of a peer of PEERS; None if it is not installed or does not support the spec."""
     if spec.shared_kv:
         return None
-    if name == "FA4":
-        return flash_attention4(spec, timed, arrays)
-    if name != "Flex":
+    if name in SDPA_BACKENDS:
         return sdpa(spec, SDPA_BACKENDS[name], timed, arrays)
-    # Without compilation, torch would materialise the positions of all batches and heads.
-    reads_batch_or_head = spec.mask.expression.has(BATCH, HEAD)
-    found = flex(spec, timed, arrays, time_mask=reads_batch_or_head)
-    return found.run if found else None
+    return _PACKAGES[name](spec, timed, arrays)
 
 
 def is_causal(spec: AttentionSpec, square: bool) -> bool:
@@ -108,6 +104,19 @@ def flex(
 
     run = differentiated(forward, timed, (q, k, v, *learned.values()), d_out)
     return Flex(run, make if time_mask else None) if run else None
+
+
+def _flex_run(spec: AttentionSpec, timed: Timed, arrays: Arrays) -> Run | None:
+    # Without compilation, torch would materialise the positions of all batches and heads.
+    found = flex(spec, timed, arrays, time_mask=spec.mask.expression.has(BATCH, HEAD))
+    return found.run if found else None
+
+
+_PACKAGES: Mapping[str, Callable[[AttentionSpec, Timed, Arrays], Run | None]] = {
+    "Flex": _flex_run,
+    "FA4": flash_attention4,
+    "FFPA": ffpa,
+}
 
 
 def _block_mask(spec: AttentionSpec, q: Any, k: Any, captures: Mapping[str, Any], compiled: bool = True) -> Run | None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flashgen import bench as bench_module
     from flashgen.language.spec import AttentionSpec
 
-PEERS = ("FA2", "cuDNN", "Flex", "FA4")
+PEERS = ("FA2", "cuDNN", "Flex", "FA4", "FFPA")
 PEERS_OF_DECODE = ("cuDNN", "FA2", "Flex", "FlashInfer", "FlashMLA")
 BIAS_PEERS = ("cuDNN", "EFFICIENT", "Flex")
 PLAIN = ("full()", "causal()")
@@ -39,6 +39,8 @@ flashgen bench "causal()" "sliding_window(1024)" --head-dims 128 --lengths 4096,
 flashgen bench --target sm_90 --dtype float16 --peers cuDNN,FA4
 
 flashgen bench --pass backward --deterministic --peers FA2,cuDNN
+
+flashgen bench --head-dims 512 --lengths 8192,16384 --batch 1 --heads 16 --peers FFPA
 
 flashgen bench --variants --no-mask-times
 
@@ -80,6 +82,8 @@ def speed(
     passes: Timed = Passes.forward,
     lengths: Annotated[str, typer.Option("--lengths", help="Sequence lengths, comma-separated.")] = "1024,4096,16384",
     head_dims: Annotated[str, typer.Option("--head-dims", help="Head dims, comma-separated.")] = "64,128,256",
+    batch: Annotated[int, typer.Option("--batch", min=0, help="Sequences.", show_default="16384 / length")] = 0,
+    heads: Annotated[int, typer.Option("--heads", min=0, help="Heads.", show_default="2048 / head dim")] = 0,
     peers: Annotated[str, typer.Option("--peers", help=PEERS_HELP)] = ",".join(PEERS),
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Also time the deterministic backward.")
@@ -100,14 +104,14 @@ def speed(
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Measure TFLOP/s over lengths and head dims, for flashgen, torch's SDPA backends, FlexAttention and FA4.
+    """Measure TFLOP/s over lengths and head dims, for flashgen, torch's SDPA backends, FlexAttention, FA4 and FFPA.
 
     The default specs are full() and causal(). As in the FlashAttention papers, batch x length is 16384 tokens and heads
-    x head dim is 2048; the default dtype is bfloat16. The implementations of a cell run alternately, the L2 cache is
-    flushed before each launch, and the table shows medians. A peer that is not installed, or does not support a cell,
-    is left out. The backward of a peer uses an autograd graph that is built before the timing starts. The FLOPs of
-    the backward are counted as 2.5 times those of the forward. A table and a summary are printed, and saved as JSON
-    after each row.
+    x head dim is 2048, unless --batch and --heads say otherwise; the default dtype is bfloat16. The implementations of
+    a cell run alternately, the L2 cache is flushed before each launch, and the table shows medians. A peer that is not
+    installed, or does not support a cell, is left out. The backward of a peer uses an autograd graph that is built
+    before the timing starts. The FLOPs of the backward are counted as 2.5 times those of the forward. A table and a
+    summary are printed, and saved as JSON after each row.
     """
     require_gpu()
     from flashgen import bench
@@ -125,7 +129,7 @@ def speed(
     dims = [options.head_dim] if options.head_dim else numbers(head_dims, "--head-dims")
     declared = [declare(text, options, dim) for text in specs or PLAIN for dim in dims]
     sizes = numbers(lengths, "--lengths")
-    measured = bench.speed_rows(declared, sizes, beside, passes.value, deterministic, target)
+    measured = bench.speed_rows(declared, sizes, beside, passes.value, deterministic, target, batch, heads)
     ours = bench_tables.OURS if deterministic and passes != "forward" else bench_tables.OURS[:1]
     cells = [f"{spec.name} {length}" for spec in declared for length in sizes]
     report(measured, cells, bench_tables.speed([*ours, *beside]), output, json, bench.summary.speed, force)

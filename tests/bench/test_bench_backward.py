@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import flashgen.language as fg
-from flashgen.bench import flash_attention4, summary
+from flashgen.bench import ffpa, flash_attention4, measure, summary
 from flashgen.bench.beside_flex import VariantRow
 from flashgen.bench.cases import Case, case
 from flashgen.bench.flash_attention4 import mask_options
@@ -222,3 +222,27 @@ def test_a_peer_that_is_missing_or_refuses_is_left_out(monkeypatch: pytest.Monke
     monkeypatch.setattr(flash_attention4, "_attention", lambda: refuse)
     with pytest.warns(UserWarning, match="not measured: KeyError: 'no such head dim'"):
         assert peer("FA4", spec, "forward", arrays) is None
+
+
+def test_ffpa_gets_wide_heads_with_its_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays, spec = (Array(), Array(), Array(), Array()), fg.AttentionSpec(512, mask=fg.causal())
+    monkeypatch.setattr(ffpa.importlib.util, "find_spec", lambda name: None)
+    assert peer("FFPA", spec, "forward", arrays) is None  # not installed
+    given: list[Any] = []
+    monkeypatch.setattr(ffpa, "_attention", lambda: lambda *arrays, **options: given.append(options))
+    monkeypatch.setattr(ffpa, "differentiated", lambda forward, timed, arrays, d_out: forward(*arrays))
+    peer("FFPA", spec, "forward", arrays)
+    assert given == [{"backend": "cutedsl", "is_causal": True, "scale": spec.scale, "enable_gqa": False}]
+    for other in (
+        fg.AttentionSpec(256),
+        fg.AttentionSpec(512, score=fg.softcap(20)),
+        fg.AttentionSpec(512, dropout=0.1),
+    ):
+        assert peer("FFPA", other, "forward", arrays) is None
+
+
+def test_batch_and_heads_replace_those_of_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "measure", lambda sized, *rest: (sized.batch, sized.heads, sized.length))
+    spec = fg.AttentionSpec(512)
+    assert list(measure.speed_rows([spec], [8192])) == [(2, 4, 8192)]
+    assert list(measure.speed_rows([spec], [8192, 16384], batch=1, heads=16)) == [(1, 16, 8192), (1, 16, 16384)]

@@ -631,7 +631,7 @@ def test_bench_passes_its_options_on_and_saves_the_summary(tmp_path: Path, monke
     chosen = ("--target", "sm_90", "--dtype", "float16", "--head-dims", 64, "--lengths", 4096, "--peers", "cuDNN,FA4")
     result = invoke("bench", "causal()", *chosen, *output)
     (name,), *rest = asked["speed"]
-    assert name.startswith("fp16-d64-causal") and rest == [[4096], ["cuDNN", "FA4"], "forward", False, "sm_90"]
+    assert name.startswith("fp16-d64-causal") and rest == [[4096], ["cuDNN", "FA4"], "forward", False, "sm_90", 0, 0]
     assert "sm_90" in result.stdout and "beside the best peer: 1 of 1 cells" in result.stderr
     saved = json.loads((tmp_path / "bench.json").read_text())
     assert saved["rows"][0]["best_peer"] == "FA4" and "the best peer" in saved["summary"][0]
@@ -641,7 +641,7 @@ def test_bench_passes_its_options_on_and_saves_the_summary(tmp_path: Path, monke
     assert "GQA 32:8" in invoke("bench", "gqa", "--lengths", 4096, "--target", "sm_90a", *output).stdout
     assert asked["gqa"] == [2 * [("bfloat16", 128)], [4096], [32, 8, 1], 32, [], "forward", "sm_90a"]
     assert "5 does not divide --heads 32" in invoke("bench", "gqa", "--heads-kv", "32,5", expect=2).stderr
-    assert "not one of FA2, cuDNN, Flex, FA4" in invoke("bench", "--peers", "FA5", expect=2).stderr
+    assert "not one of FA2, cuDNN, Flex, FA4, FFPA" in invoke("bench", "--peers", "FA5", expect=2).stderr
 
 
 @pytest.mark.parametrize(("broken", "said"), [(None, "[torch]"), ("torch", "Error")])
