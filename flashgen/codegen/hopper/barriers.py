@@ -10,7 +10,7 @@ from functools import cache
 
 from flashgen.codegen.shared_memory import Barrier, BarrierGroup, Extent, literal
 
-_ONE_THREAD, _CONSUMER_WARPS = "1", "kConsumers * 4"
+_ONE_THREAD, _CONSUMER_WARPS, _ARRAY_WARPS = "1", "kConsumers * 4", "kArrayWarps"
 
 
 def _full(name: str) -> Barrier:
@@ -28,12 +28,31 @@ def _pipeline(comment: str, *names: str, stages: Extent) -> BarrierGroup:
 
 @cache
 def forward_barriers(
-    stages: Extent, paged: bool, shared_kv: bool, passed_stages: Extent | None
+    stages: Extent, paged: bool, shared_kv: bool, passed_stages: Extent | None, array_stages: Extent | None = None
 ) -> tuple[BarrierGroup, ...]:
-    """Returns the barriers of the forward kernel. Arguments: see `key_tile_barriers`."""
+    """Returns the barriers of the forward kernel. Arguments: see `key_tile_barriers`.
+
+    Args:
+        array_stages: Stages of the tiles of a captured array, if warps of the producer warpgroup load them.
+    """
     queries = "queries_full: Q of a work tile has landed. queries_empty: every consumer warp has read it."
     group = BarrierGroup(queries, (_full("queries"), _empty("queries")))
-    return group, *key_tile_barriers(stages, paged, shared_kv, passed_stages)
+    arrays = _of_arrays(array_stages) if array_stages else ()
+    return group, *key_tile_barriers(stages, paged, shared_kv, passed_stages), *arrays
+
+
+def _of_arrays(stages: Extent) -> tuple[BarrierGroup, ...]:
+    tiles = (
+        "arrays_full: every warp that loads a tile of a captured array has waited for its copies. arrays_empty: every "
+        "consumer warp has read it."
+    )
+    work = (
+        "next_work_full: the producer has published a work tile. next_work_empty: every warp that loads tiles of an "
+        "array has read it."
+    )
+    published = Barrier("next_work_full", _ONE_THREAD), Barrier("next_work_empty", _ARRAY_WARPS)
+    arrays = BarrierGroup(tiles, (Barrier("arrays_full", _ARRAY_WARPS), _empty("arrays")), stages)
+    return arrays, BarrierGroup(work, published)
 
 
 @cache

@@ -20,6 +20,7 @@ from flashgen.codegen.assembly import (
 )
 from flashgen.codegen.batches import batch_of
 from flashgen.codegen.expressions.function_text import DEVICE_NAMES, FunctionText, Names
+from flashgen.codegen.expressions.row_elements import tiled_elements
 from flashgen.codegen.expressions.uniform_text import uniform_text
 from flashgen.codegen.forward_kernel import forward_context, forward_kernel, page_fields
 from flashgen.codegen.header import header
@@ -34,7 +35,7 @@ from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import layout_of
 from flashgen.codegen.varlen import MAP_ROWS
 from flashgen.codegen.visited import visited_keys
-from flashgen.language.operations import HEAD
+from flashgen.language.operations import BATCH, HEAD
 from flashgen.language.spec import AttentionSpec
 
 _WARPGROUP_ROWS, _WARP_ROWS, _LANE_ROWS = 64, 16, 8  # the last: distance of a lane's rows
@@ -87,12 +88,14 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     bounds = _tile_bounds(longest_first, plan)
     producer_registers, consumer_registers = plan.warpgroup_registers(spec)
     cost, option = tiles.cost(spec), smaller_option(plan, spec, target)
-    context = forward_context(spec, target, plan, layout, "scores[n]", _device_names(plan), bounds, by_rows=True) | {
+    elements = {"by_rows": True, "array_stages": plan.array_stages(spec)}
+    context = forward_context(spec, target, plan, layout, "scores[n]", _device_names(plan), bounds, **elements) | {
         "header": header(spec, target, plan, _GRID, _METHOD, tiles.title, cost, option),
         "own_tiles": _has_own_tiles(spec, plan),
         "head_panel": plan.head_panel(spec),
         "value_panel": plan.value_panel(spec),
         **_split_context(spec, plan),
+        **_array_context(spec, plan),
         "drawn_steps": plan.drawn_steps(spec),
         "producer_registers": producer_registers,
         "consumer_registers": consumer_registers,
@@ -129,6 +132,23 @@ def _has_own_tiles(spec: AttentionSpec, plan: HopperPlan) -> bool:
     """Whether the queries of a warpgroup may attend to fewer tiles of keys than those of the CTA."""
     ranged = key_range(spec.mask.expression) is not None and spec.mask.expression != sympy.true
     return ranged and plan.split == 1
+
+
+def _array_context(spec: AttentionSpec, plan: HopperPlan) -> dict[str, Any]:
+    """Returns the context about tiles of a captured array in shared memory.
+
+    If sequences share the array, work tiles of one head in different sequences follow each other: they find the elements
+    that another one has read in the L2.
+    """
+    if not plan.array_stages(spec):
+        return {"array_element": None, "batch_fastest": False}
+    (element,) = tiled_elements(spec)
+    return {
+        "array_element": element,
+        "array_address": element.address(DEVICE_NAMES),
+        "array_pitch": plan.array_pitch(spec),
+        "batch_fastest": not element.load.has(BATCH) and not spec.is_varlen,
+    }
 
 
 def _split_context(spec: AttentionSpec, plan: HopperPlan) -> dict[str, Any]:
