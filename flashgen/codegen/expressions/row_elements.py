@@ -136,16 +136,6 @@ def paired_mask_elements(spec: AttentionSpec) -> tuple[RowElement, ...]:
     return elements if len(loads) == len(elements) == 1 and elements[0].bytes <= _TRANSPOSED_BYTES else ()
 
 
-def tiled_elements(spec: AttentionSpec) -> tuple[RowElement, ...]:
-    """Returns the elements of which a kernel may load whole tiles into shared memory: of one array, or none.
-
-    They are the elements that are loaded in pairs, if they have 16 bits at most and no index is itself loaded.
-    """
-    elements = paired_elements(spec) or paired_mask_elements(spec)
-    fits = all(each.bytes <= _TRANSPOSED_BYTES for each in elements)
-    return elements if fits and not any(index.has(Load) for each in elements for index in each.load.indices) else ()
-
-
 def element_context(elements: tuple[RowElement, ...]) -> dict[str, Any]:
     """Returns the template context of the loads of elements in backward kernels."""
     return {"pair_elements": elements, "element_addresses": [each.address(DEVICE_NAMES) for each in elements]}

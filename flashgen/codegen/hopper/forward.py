@@ -20,10 +20,10 @@ from flashgen.codegen.assembly import (
 )
 from flashgen.codegen.batches import batch_of
 from flashgen.codegen.expressions.function_text import DEVICE_NAMES, FunctionText, Names
-from flashgen.codegen.expressions.row_elements import tiled_elements
 from flashgen.codegen.expressions.uniform_text import uniform_text
 from flashgen.codegen.forward_kernel import forward_context, forward_kernel, page_fields
 from flashgen.codegen.header import header
+from flashgen.codegen.hopper.array_tiles import array_tile
 from flashgen.codegen.hopper.forward_tiles import forward_tiles, head_groups
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.pages import GROUP_ROWS, box_keys, panels_joined
@@ -35,7 +35,7 @@ from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import layout_of
 from flashgen.codegen.varlen import MAP_ROWS
 from flashgen.codegen.visited import visited_keys
-from flashgen.language.operations import BATCH, HEAD
+from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
 
 _WARPGROUP_ROWS, _WARP_ROWS, _LANE_ROWS = 64, 16, 8  # the last: distance of a lane's rows
@@ -140,15 +140,8 @@ def _array_context(spec: AttentionSpec, plan: HopperPlan) -> dict[str, Any]:
     If sequences share the array, work tiles of one head in different sequences follow each other: they find the elements
     that another one has read in the L2.
     """
-    if not plan.array_stages(spec):
-        return {"array_element": None, "batch_fastest": False}
-    (element,) = tiled_elements(spec)
-    return {
-        "array_element": element,
-        "array_address": element.address(DEVICE_NAMES),
-        "array_pitch": plan.array_pitch(spec),
-        "batch_fastest": not element.load.has(BATCH) and not spec.is_varlen,
-    }
+    tile = array_tile(spec, plan.tile_k) if plan.array_stages(spec) else None
+    return {"array_tile": tile, "batch_fastest": bool(tile and tile.of_all_sequences) and not spec.is_varlen}
 
 
 def _split_context(spec: AttentionSpec, plan: HopperPlan) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, ClassVar
 
-from flashgen.codegen.demand import demand_of, is_clipped
-from flashgen.codegen.expressions.row_elements import tiled_elements
+from flashgen.codegen.demand import demand_of
+from flashgen.codegen.hopper.array_tiles import array_tile
 from flashgen.codegen.hopper.barriers import forward_barriers
 from flashgen.codegen.hopper.batch_traits import batch_traits
 from flashgen.codegen.hopper.left_to_mma_sync import forward_problem
@@ -45,7 +45,7 @@ ROWS, _WARP_ROWS = 64, 16  # of a wgmma, and of each of its warps
 _DEPTH = 16
 _MAX_COLUMNS = 256  # of a wgmma, and rows of a TMA box
 MAX_PASSED = 2  # tiles of P in shared memory
-_MAX_ARRAY_STAGES, _CHUNK_BYTES = 2, 16  # tiles of a captured array in shared memory; bytes of a copy
+_MAX_ARRAY_STAGES = 2  # tiles of a captured array in shared memory
 _TARGET = TARGETS["sm_90a"]  # the target of this family and of its measured plans
 _MAX_SHARED = _TARGET.shared_per_block
 _SWIZZLED_ROWS = (128, 64, 32)  # bytes of a row of a box that TMA swizzles
@@ -227,7 +227,7 @@ class HopperPlan(Checked):
 
     def array_stages(self, spec: AttentionSpec) -> int:
         """Returns the tiles of a captured array in shared memory; 0 if scores read their elements from global memory."""
-        if self.split > 1 or spec.page_size or is_clipped(spec) or not tiled_elements(spec):
+        if self.split > 1 or spec.page_size or not array_tile(spec, self.tile_k):
             return 0
         sizes = ((stages, self._shared_memory(spec, False, 0, 0, stages)) for stages in range(_MAX_ARRAY_STAGES, 0, -1))
         return next((stages for stages, memory in sizes if memory.total_bytes <= _MAX_SHARED), 0)
@@ -265,6 +265,7 @@ class HopperPlan(Checked):
         groups, label = Extent(self.group_constant, self.row_groups), "rows of warpgroups"
         passed = Extent("kPassedStages", passed_stages) if self.split > 1 else None
         arrays = Extent("kArrayStages", array_stages) if array_stages else None
+        array, array_rows = array_tile(spec, self.tile_k), Extent("kConsumers * 64", self.consumers * ROWS)
         barriers = forward_barriers(stages, bool(spec.page_size), spec.shared_kv, passed, arrays)
         index_bytes = literal(batch_traits(spec).tile_bytes)
         return SharedMemoryLayout(
@@ -272,7 +273,7 @@ class HopperPlan(Checked):
                 Buffer("Rows", label, copies=groups, parts=of_rows, union=not output_apart, index="warpgroup"),
                 *staged_buffers(spec, keys, stages),
                 *((passed_buffer(keys, passed, element),) if passed else ()),
-                *((self._array_buffer(spec, arrays),) if arrays else ()),
+                *((array.buffer(array_rows, arrays),) if array and arrays else ()),
                 mbarriers(barriers),
                 Buffer("Index", "tile number", (index_bytes,), BYTE),
                 *((Buffer("NextIndex", "tile number of array loads", (index_bytes,), BYTE),) if arrays else ()),
@@ -280,17 +281,6 @@ class HopperPlan(Checked):
             ),
             barriers,
         )
-
-    def array_pitch(self, spec: AttentionSpec) -> int:
-        """Returns the bytes between rows of a tile of a captured array.
-
-        It is an odd number of 16-byte chunks, so that a column of 8 rows lies in all banks of shared memory.
-        """
-        return (self.tile_k * tiled_elements(spec)[0].bytes // _CHUNK_BYTES | 1) * _CHUNK_BYTES
-
-    def _array_buffer(self, spec: AttentionSpec, stages: Extent) -> Buffer:
-        rows, pitch = Extent("kConsumers * 64", self.consumers * ROWS), Extent("kArrayPitch", self.array_pitch(spec))
-        return Buffer("Array", "elements of a captured array", (rows, pitch), BYTE, stages, alignment=16, member="arrays")
 
     @property
     def group_constant(self) -> str:
