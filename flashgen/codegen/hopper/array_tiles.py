@@ -16,6 +16,7 @@ from flashgen.codegen.shared_memory import BYTE, Buffer, Extent
 from flashgen.language.operations import BATCH, QUERY, Load
 from flashgen.language.spec import AttentionSpec
 
+MAX_ARRAY_STAGES = 2
 _CHUNK_BYTES, _SWIZZLED_CHUNKS, _MAX_BYTES = 16, 8, 2
 _SWIZZLE_BYTES = 256  # a multiple of the bytes of exchanged chunks
 

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any, ClassVar
 
 from flashgen.codegen.demand import demand_of
-from flashgen.codegen.hopper.array_tiles import array_tile
+from flashgen.codegen.hopper.array_tiles import MAX_ARRAY_STAGES, array_tile
 from flashgen.codegen.hopper.barriers import forward_barriers
 from flashgen.codegen.hopper.batch_traits import batch_traits
 from flashgen.codegen.hopper.left_to_mma_sync import forward_problem
@@ -45,9 +45,8 @@ ROWS, _WARP_ROWS = 64, 16  # of a wgmma, and of each of its warps
 _DEPTH = 16
 _MAX_COLUMNS = 256  # of a wgmma, and rows of a TMA box
 MAX_PASSED = 2  # tiles of P in shared memory
-_MAX_ARRAY_STAGES = 2  # tiles of a captured array in shared memory
 _TARGET = TARGETS["sm_90a"]  # the target of this family and of its measured plans
-_MAX_SHARED = _TARGET.shared_per_block
+MAX_SHARED = _TARGET.shared_per_block
 _SWIZZLED_ROWS = (128, 64, 32)  # bytes of a row of a box that TMA swizzles
 _SWIZZLE_BYTES = 8 * _SWIZZLED_ROWS[0]  # period of the widest swizzle
 
@@ -222,20 +221,20 @@ class HopperPlan(Checked):
         if self.split == 1:
             return 0
         apart, drawn = self.output_apart(spec), self.drawn_steps(spec)
-        fits = self._shared_memory(spec, apart, drawn, MAX_PASSED).total_bytes <= _MAX_SHARED
+        fits = self._shared_memory(spec, apart, drawn, MAX_PASSED).total_bytes <= MAX_SHARED
         return MAX_PASSED if fits else 1
 
     def array_stages(self, spec: AttentionSpec) -> int:
         """Returns the tiles of a captured array in shared memory; 0 if scores read their elements from global memory."""
         if self.split > 1 or spec.page_size or not array_tile(spec, self.tile_k):
             return 0
-        sizes = ((stages, self._shared_memory(spec, False, 0, 0, stages)) for stages in range(_MAX_ARRAY_STAGES, 0, -1))
-        return next((stages for stages, memory in sizes if memory.total_bytes <= _MAX_SHARED), 0)
+        sizes = ((stages, self._shared_memory(spec, False, 0, 0, stages)) for stages in range(MAX_ARRAY_STAGES, 0, -1))
+        return next((stages for stages, memory in sizes if memory.total_bytes <= MAX_SHARED), 0)
 
     def output_apart(self, spec: AttentionSpec) -> bool:
         """Whether O has memory of its own, so that Q of the next tile can be loaded early. Otherwise it overlays Q."""
         stages = self.array_stages(spec)
-        return self._shared_memory(spec, True, self._prepared_steps, 1, stages).total_bytes <= _MAX_SHARED
+        return self._shared_memory(spec, True, self._prepared_steps, 1, stages).total_bytes <= MAX_SHARED
 
     @property
     def _prepared_steps(self) -> int:
@@ -248,7 +247,7 @@ class HopperPlan(Checked):
             return 0
         apart, limit = self.output_apart(spec), _MAX_DRAWN * self._prepared_steps
         for steps in range(limit, 0, -self._prepared_steps):
-            if self._shared_memory(spec, apart, steps).total_bytes <= _MAX_SHARED:
+            if self._shared_memory(spec, apart, steps).total_bytes <= MAX_SHARED:
                 return steps
         return self._prepared_steps
 
