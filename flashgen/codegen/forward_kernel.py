@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import sympy
@@ -55,6 +56,7 @@ def forward_context(
     position: bool = True,
     any_size: bool = False,
     by_rows: bool = False,
+    array_stages: int = 0,
 ) -> dict[str, Any]:
     """Returns the template context of a forward kernel, without its header.
 
@@ -66,11 +68,13 @@ def forward_context(
         position: Whether the common `Position` struct is used; otherwise the template declares its own.
         any_size: Whether tiles of keys have several sizes.
         by_rows: Whether elements of captured arrays that scores of a row read side by side are loaded in pairs.
+        array_stages: Tiles of these elements in shared memory; 0 if pairs are loaded from global memory.
     """
     of_score = paired_elements(spec) if by_rows and not is_clipped(spec) else ()
     of_mask = paired_mask_elements(spec) if by_rows and not is_clipped(spec) else ()
     tiles, shared = visited_keys(spec), plan.shared_memory(spec)
     variant = variant_of(spec, sink=True, elements=of_score, mask_elements=of_mask)
+    variant = replace(variant, in_pairs_alone=bool(array_stages))
     return common_context(spec, target, variant, struct, layout, position=position) | {
         "plan": plan,
         "entry": entry_name("attention_forward", spec),
@@ -83,6 +87,7 @@ def forward_context(
         "row_elements": [ElementTexts(each, each.address(names)) for each in of_score + of_mask],
         "score_call_of_pairs": variant.score.call(names, (each.of_pair for each in of_score)) if variant.score else "",
         "masks_by_elements": bool(of_mask),
+        "array_stages": array_stages,
         "mask_call": variant.mask.call(elements=(each.loaded(names) for each in of_mask)) if variant.mask else "",
         "mask_call_of_pairs": variant.mask.call(elements=(each.of_pair for each in of_mask)) if variant.mask else "",
         "divides_tiles": divides_tiles(spec, plan.tile_k),

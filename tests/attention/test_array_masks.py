@@ -120,12 +120,14 @@ def test_which_masks_are_read_for_each_score(options: dict[str, Any]) -> None:
 
 
 @TARGETS_TESTED
-def test_text_loads_pairs_of_tiles_that_the_mask_cuts(target: str) -> None:
+def test_text_loads_elements_of_tiles_that_the_mask_cuts(target: str) -> None:
     spec = fg.AttentionSpec(64, mask=by_score)
     forward = forward_kernels(spec, TARGETS[target])["forward"].source
-    assert "full(step)) load_pairs(pairs" in forward and "mask_mod(kept_of(pairs.element0[n / 2], n % 2)" in forward
+    loads = "full(step)) load_pairs(pairs" if target == "sm_80" else "if (!tiles.full(step) && reads_tile("
+    assert loads in forward and "mask_mod(kept_of(pairs.element0[n / 2], n % 2)" in forward
     backward = backward_kernels(spec, TARGETS[target])["dkdv"].source
-    assert "transpose_pairs(pairs);" in backward and "mask_mod(kept_of(pairs.element0[n / 2], n % 2)" in backward
+    exchange = "transpose_pairs(pairs);" if target == "sm_80" else "load_matrix_x4_transposed(words,"
+    assert exchange in backward and "mask_mod(kept_of(pairs.element0[n / 2], n % 2)" in backward
 
 
 @TARGETS_TESTED

@@ -106,14 +106,19 @@ def test_what_is_read_for_each_score(name: str, options: dict[str, Any]) -> None
     assert "ElementPairs" not in render_forward(spec, TARGETS["sm_90a"]).source
 
 
-@pytest.mark.parametrize("target", TARGETS_TESTED)
-def test_text_loads_before_the_products(target: str) -> None:
-    source = render_forward(fg.AttentionSpec(64, score=added(bias())), TARGETS[target]).source
-    load, product = (
-        source.rindex("load_pairs(pairs,"),
-        source.rindex("start_scores(" if "90a" in target else "multiply_by_transpose<"),
-    )
-    assert load < product and "bias_of(pairs.element0[n / 2], n % 2)" in source
+@pytest.mark.parametrize(
+    ("target", "dtype", "load"),
+    [
+        ("sm_80", "float16", "load_pairs(pairs,"),
+        ("sm_90a", "float32", "load_pairs(pairs,"),
+        ("sm_90a", "float16", "read_pairs(pairs,"),
+    ],
+)
+def test_text_loads_before_or_beside_the_products(target: str, dtype: str, load: str) -> None:
+    source = render_forward(fg.AttentionSpec(64, score=added(bias(dtype))), TARGETS[target]).source
+    product, awaited = ("start_scores(", "await_product<1>") if target == "sm_90a" else ("multiply_by_transpose<",) * 2
+    assert (source.rindex(load) < source.rindex(product)) == (load == "load_pairs(pairs,")
+    assert source.rindex(load) < source.rindex(awaited) and "bias_of(pairs.element0[n / 2], n % 2)" in source
 
 
 @pytest.mark.rotated(6)

@@ -36,8 +36,10 @@ from flashgen.codegen.batches import batch_of
 from flashgen.codegen.capture_gradient_kernels import capture_kernels, sink_kernels
 from flashgen.codegen.demand import divides_tiles
 from flashgen.codegen.expressions.derivative_text import GatherText, score_gradient
+from flashgen.codegen.expressions.row_elements import paired_mask_elements
 from flashgen.codegen.expressions.uniform_text import uniform_text
 from flashgen.codegen.hopper import backward_scheduler
+from flashgen.codegen.hopper.array_tiles import ArrayTile, array_tile
 from flashgen.codegen.hopper.backward_plans import (
     HopperBackwardPlan,
     choose_hopper_backward_plan,
@@ -121,6 +123,7 @@ def _dkdv(
     variant, of_pairs = with_transposed_pairs(spec)
     context |= of_pairs
     context |= _pipeline_context(spec, plan, dq_apart)
+    context |= _array_context(spec, plan, dq_apart)
     context |= _epilogue_context(spec, plan, dq_apart)
     context |= {"mask_alone": _mask_alone(spec, deterministic), "deterministic": deterministic}
     launch: dict[str, Any] = {"reads": "queries" if tiles is None else None}
@@ -183,6 +186,32 @@ def _pipeline_context(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: b
         "dq_chunks": plan.gradient_chunks(spec),
         "prefetches_keys": plan.loads_early(dq_apart),
         "recomputes_addresses": not has_registers and (plan.early_scores or not batch_traits(spec).spares_registers),
+    }
+
+
+class ArrayContext(TypedDict):
+    """How tiles of a captured array are loaded.
+
+    Attributes:
+        array_stages: tiles in shared memory; 0 if scores read their elements from global memory.
+        array_tile: the tile; None without one.
+        array_warps: warps that load a part of each tile.
+        masks_by_elements: the mask reads the elements.
+    """
+
+    array_stages: int
+    array_tile: ArrayTile | None
+    array_warps: int
+    masks_by_elements: bool
+
+
+def _array_context(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> ArrayContext:
+    stages = plan.array_stages(spec, dq_apart)
+    return {
+        "array_stages": stages,
+        "array_tile": array_tile(spec, plan.tile_k) if stages else None,
+        "array_warps": plan.array_warps(dq_apart),
+        "masks_by_elements": bool(paired_mask_elements(spec)),
     }
 
 

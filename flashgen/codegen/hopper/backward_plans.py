@@ -13,9 +13,10 @@ from flashgen.analysis.derivatives import gathers
 from flashgen.codegen.demand import Weight, demand_of, is_clipped
 from flashgen.codegen.expressions.derivative_text import score_gradient
 from flashgen.codegen.expressions.row_elements import paired_mask_elements, transposed_elements
+from flashgen.codegen.hopper.array_tiles import MAX_ARRAY_STAGES, array_tile
 from flashgen.codegen.hopper.barriers import key_barriers
 from flashgen.codegen.hopper.batch_traits import batch_traits
-from flashgen.codegen.hopper.plans import WARPGROUP, swizzled_columns
+from flashgen.codegen.hopper.plans import MAX_SHARED, WARPGROUP, swizzled_columns
 from flashgen.codegen.padding import element_sizes, padded, value_extent
 from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.shared_memory import (
@@ -169,22 +170,41 @@ class HopperBackwardPlan(Checked):
         """Whether K of the next work tile is loaded during the epilogue. `dq_apart`: another kernel computes dQ."""
         return not (dq_apart or self.heads_apart or self.finish_apart)
 
+    def array_stages(self, spec: AttentionSpec, dq_apart: bool = False) -> int:
+        """Returns the tiles of a captured array in shared memory; 0 if scores read their elements from global memory.
+
+        The warps that load them need the registers of plans without `finish_apart`.
+        """
+        if self.finish_apart or self.adds_dq(spec) or not array_tile(spec, self.tile_k):
+            return 0
+        sizes = ((stages, self._shared_memory(spec, dq_apart, stages)) for stages in range(MAX_ARRAY_STAGES, 0, -1))
+        return next((stages for stages, memory in sizes if memory.total_bytes <= MAX_SHARED), 0)
+
+    def array_warps(self, dq_apart: bool) -> int:
+        """Returns the warps that load tiles of a captured array: those beside the producer and the dQ writers."""
+        return _WARPS - 1 - (0 if dq_apart else 2 if self.in_turns else 1)
+
     def shared_memory(self, spec: AttentionSpec, dq_apart: bool = False) -> SharedMemoryLayout:
         """Returns the layout.
 
-        It has K and V, the stages of Q and dO, the stages of dS, dQ, the row statistics, the mbarriers, and the
-        coordinates of two work tiles. In the epilogue dV overlays V, and dK overlays K, or dQ if K of the next work
-        tile is loaded early.
+        It has K and V, the stages of Q and dO, the stages of dS, dQ, the row statistics, tiles of a captured array, the
+        mbarriers, and the coordinates of two work tiles. In the epilogue dV overlays V, and dK overlays K, or dQ if K of
+        the next work tile is loaded early.
 
         Args:
             dq_apart: another kernel computes dQ.
         """
+        return self._shared_memory(spec, dq_apart, self.array_stages(spec, dq_apart))
+
+    def _shared_memory(self, spec: AttentionSpec, dq_apart: bool, array_stages: int) -> SharedMemoryLayout:
         queries, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
         head, value = Extent("kHeadDimPadded", self.head_columns(spec)), value_extent(spec)
         element, kv_element = element_sizes(spec)
         stages, ds_stages = Extent("kStages", self.stages), Extent("kDsStages", _DS_STAGES)
         work_bytes = literal(batch_traits(spec).key_tile_bytes)
-        barriers = key_barriers(stages, ds_stages, dq_apart, not self.adds_dq(spec))
+        arrays = Extent("kArrayStages", array_stages) if array_stages else None
+        tile = array_tile(spec, self.tile_k) if arrays else None
+        barriers = key_barriers(stages, ds_stages, dq_apart, not self.adds_dq(spec), arrays)
         panels, own_parts = "a panel of 64 keys for each warpgroup", "the parts of the warps side by side"
         d_scores = Buffer("Ds", "dS", (queries, keys), element, copies=ds_stages, note=panels, member="ds")
         staged = Buffer("Dq", "dQ", (queries, head), FLOAT, note=own_parts, member="dq")
@@ -202,6 +222,7 @@ class HopperBackwardPlan(Checked):
                 Buffer("DOutput", "dO", (queries, value), element, copies=stages, member="d_outputs"),
                 *(() if dq_apart else summed),
                 Buffer("Statistics", "L, D", (queries,), FLOAT2, copies=stages, member="statistics"),
+                *((tile.buffer(queries, arrays),) if tile and arrays else ()),
                 mbarriers(barriers),
                 Buffer("WorkTile", "work tile", (work_bytes,), BYTE, copies=literal(2)),
                 *(() if self.heads_apart else stored),
@@ -272,7 +293,7 @@ _NARROW_DIM = 64
 # The fastest plans measured on an H200 with 16384 tokens in bfloat16. None of them spills.
 _NARROW = HopperBackwardPlan(128, early_scores=False)
 _HEAVY = HopperBackwardPlan(64, early_scores=False, finish_apart=True)
-_PAIRS = HopperBackwardPlan(64, finish_apart=True)  # for elements of captured arrays that are loaded in pairs
+_PAIRS = HopperBackwardPlan(64)  # for elements of captured arrays that are loaded in pairs
 _NARROW_PAIRS = 32  # columns beside which 128 queries leave registers for pairs
 _FULL, _MASKED = HopperBackwardPlan(64), HopperBackwardPlan(64, stages=3)
 

@@ -10,7 +10,7 @@ from functools import cache
 
 from flashgen.codegen.shared_memory import Barrier, BarrierGroup, Extent, literal
 
-_ONE_THREAD, _CONSUMER_WARPS = "1", "kConsumers * 4"
+_ONE_THREAD, _CONSUMER_WARPS, _ARRAY_WARPS = "1", "kConsumers * 4", "kArrayWarps"
 
 
 def _full(name: str) -> Barrier:
@@ -28,12 +28,34 @@ def _pipeline(comment: str, *names: str, stages: Extent) -> BarrierGroup:
 
 @cache
 def forward_barriers(
-    stages: Extent, paged: bool, shared_kv: bool, passed_stages: Extent | None
+    stages: Extent, paged: bool, shared_kv: bool, passed_stages: Extent | None, array_stages: Extent | None = None
 ) -> tuple[BarrierGroup, ...]:
-    """Returns the barriers of the forward kernel. Arguments: see `key_tile_barriers`."""
+    """Returns the barriers of the forward kernel. Arguments: see `key_tile_barriers`.
+
+    Args:
+        array_stages: Stages of the tiles of a captured array, if warps of the producer warpgroup load them.
+    """
     queries = "queries_full: Q of a work tile has landed. queries_empty: every consumer warp has read it."
     group = BarrierGroup(queries, (_full("queries"), _empty("queries")))
-    return group, *key_tile_barriers(stages, paged, shared_kv, passed_stages)
+    arrays = _of_arrays(array_stages) if array_stages else ()
+    return group, *key_tile_barriers(stages, paged, shared_kv, passed_stages), *arrays
+
+
+def _array_tiles(stages: Extent) -> BarrierGroup:
+    comment = (
+        "arrays_full: every warp that loads a tile of a captured array has waited for its copies. arrays_empty: every "
+        "consumer warp has read it."
+    )
+    return BarrierGroup(comment, (Barrier("arrays_full", _ARRAY_WARPS), _empty("arrays")), stages)
+
+
+def _of_arrays(stages: Extent) -> tuple[BarrierGroup, ...]:
+    work = (
+        "next_work_full: the producer has published a work tile. next_work_empty: every warp that loads tiles of an "
+        "array has read it."
+    )
+    published = Barrier("next_work_full", _ONE_THREAD), Barrier("next_work_empty", _ARRAY_WARPS)
+    return _array_tiles(stages), BarrierGroup(work, published)
 
 
 @cache
@@ -100,12 +122,15 @@ def _between_consumers(comment: str, name: str, stages: Extent, arrivals: str) -
 
 
 @cache
-def key_barriers(stages: Extent, ds_stages: Extent, dq_apart: bool, stages_dq: bool) -> tuple[BarrierGroup, ...]:
+def key_barriers(
+    stages: Extent, ds_stages: Extent, dq_apart: bool, stages_dq: bool, array_stages: Extent | None = None
+) -> tuple[BarrierGroup, ...]:
     """Returns the barriers of the persistent backward kernel.
 
     Args:
         dq_apart: Whether another kernel computes dQ.
         stages_dq: Whether dQ is staged in shared memory for a dQ writer, unless another kernel computes it.
+        array_stages: Stages of the tiles of a captured array, if idle warps load them.
     """
     stages_dq = stages_dq and not dq_apart
     ds_comment = "ds_full: every consumer warp has written its part of dS. ds_empty: every consumer warp has read dS."
@@ -117,6 +142,7 @@ def key_barriers(stages: Extent, ds_stages: Extent, dq_apart: bool, stages_dq: b
         BarrierGroup(dq_written, (Barrier("dq_full", _CONSUMER_WARPS),), literal(2)),
     )
     readers = f"{_CONSUMER_WARPS} + kDqWriters" if stages_dq else _CONSUMER_WARPS
+    readers += f" + {_ARRAY_WARPS}" if array_stages else ""
     released = _empty("keys"), _empty("values")
     work_tile = _full("work_tile"), Barrier("work_tile_empty", readers)
     published = (
@@ -128,6 +154,7 @@ def key_barriers(stages: Extent, ds_stages: Extent, dq_apart: bool, stages_dq: b
         *(dq if stages_dq else ()),
         BarrierGroup("Every consumer warp has read K, or V. There is one phase for each work tile.", released),
         BarrierGroup(published, work_tile, literal(2)),
+        *((_array_tiles(array_stages),) if array_stages else ()),
     )
 
 

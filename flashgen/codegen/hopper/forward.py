@@ -23,6 +23,7 @@ from flashgen.codegen.expressions.function_text import DEVICE_NAMES, FunctionTex
 from flashgen.codegen.expressions.uniform_text import uniform_text
 from flashgen.codegen.forward_kernel import forward_context, forward_kernel, page_fields
 from flashgen.codegen.header import header
+from flashgen.codegen.hopper.array_tiles import array_tile
 from flashgen.codegen.hopper.forward_tiles import forward_tiles, head_groups
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.pages import GROUP_ROWS, box_keys, panels_joined
@@ -87,12 +88,14 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     bounds = _tile_bounds(longest_first, plan)
     producer_registers, consumer_registers = plan.warpgroup_registers(spec)
     cost, option = tiles.cost(spec), smaller_option(plan, spec, target)
-    context = forward_context(spec, target, plan, layout, "scores[n]", _device_names(plan), bounds, by_rows=True) | {
+    elements = {"by_rows": True, "array_stages": plan.array_stages(spec)}
+    context = forward_context(spec, target, plan, layout, "scores[n]", _device_names(plan), bounds, **elements) | {
         "header": header(spec, target, plan, _GRID, _METHOD, tiles.title, cost, option),
         "own_tiles": _has_own_tiles(spec, plan),
         "head_panel": plan.head_panel(spec),
         "value_panel": plan.value_panel(spec),
         **_split_context(spec, plan),
+        **_array_context(spec, plan),
         "drawn_steps": plan.drawn_steps(spec),
         "producer_registers": producer_registers,
         "consumer_registers": consumer_registers,
@@ -129,6 +132,16 @@ def _has_own_tiles(spec: AttentionSpec, plan: HopperPlan) -> bool:
     """Whether the queries of a warpgroup may attend to fewer tiles of keys than those of the CTA."""
     ranged = key_range(spec.mask.expression) is not None and spec.mask.expression != sympy.true
     return ranged and plan.split == 1
+
+
+def _array_context(spec: AttentionSpec, plan: HopperPlan) -> dict[str, Any]:
+    """Returns the context about tiles of a captured array in shared memory.
+
+    If sequences share the array, work tiles of one head in different sequences follow each other: they find the elements
+    that another one has read in the L2.
+    """
+    tile = array_tile(spec, plan.tile_k) if plan.array_stages(spec) else None
+    return {"array_tile": tile, "batch_fastest": bool(tile and tile.of_all_sequences) and not spec.is_varlen}
 
 
 def _split_context(spec: AttentionSpec, plan: HopperPlan) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any, ClassVar
 
 from flashgen.codegen.demand import demand_of
+from flashgen.codegen.hopper.array_tiles import MAX_ARRAY_STAGES, array_tile
 from flashgen.codegen.hopper.barriers import forward_barriers
 from flashgen.codegen.hopper.batch_traits import batch_traits
 from flashgen.codegen.hopper.left_to_mma_sync import forward_problem
@@ -45,7 +46,7 @@ _DEPTH = 16
 _MAX_COLUMNS = 256  # of a wgmma, and rows of a TMA box
 MAX_PASSED = 2  # tiles of P in shared memory
 _TARGET = TARGETS["sm_90a"]  # the target of this family and of its measured plans
-_MAX_SHARED = _TARGET.shared_per_block
+MAX_SHARED = _TARGET.shared_per_block
 _SWIZZLED_ROWS = (128, 64, 32)  # bytes of a row of a box that TMA swizzles
 _SWIZZLE_BYTES = 8 * _SWIZZLED_ROWS[0]  # period of the widest swizzle
 
@@ -64,7 +65,7 @@ PACKS = (1, 2, 4, 8, 16, 32, 64)  # numbers of packed heads; they divide the row
 _OTHER_REGISTERS = (30, 32, 40, 64, 56, 64, 96)
 # Registers of a thread of the producer warpgroup and of a consumer warpgroup, by the number of consumers.
 _REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
-# With pages all lanes of the producer warp look up pages. If consumers can spare registers, the producer gets more of
+# With pages all lanes of the producer warp look up pages, and other warps may load tiles of a captured array. If consumers can spare registers, the producer gets more of
 # them and starts more copies together. Kernels with an estimate (`registers`) of up to _LIGHT do not spill with 152.
 _REGISTERS_WITH_PAGES = _REGISTERS | {2: (40, 232)}
 _REGISTERS_TO_SPARE, _LIGHT = (56, 152), 156
@@ -170,7 +171,8 @@ class HopperPlan(Checked):
         """Returns the registers of a thread of the producer warpgroup and of a consumer warpgroup (setmaxnreg)."""
         if spec.page_size and self.consumers == 3 and self.registers(spec) <= _LIGHT:
             return _REGISTERS_TO_SPARE
-        return (_REGISTERS_WITH_PAGES if spec.page_size else _REGISTERS)[self.consumers]
+        loads = spec.page_size or self.array_stages(spec)
+        return (_REGISTERS_WITH_PAGES if loads else _REGISTERS)[self.consumers]
 
     @property
     def register_budget(self) -> int:
@@ -211,19 +213,28 @@ class HopperPlan(Checked):
         It has Q and O of each consumer warpgroup, the stages of K and of V, what warpgroups with the same rows pass to
         each other, the mbarriers, the number of the tile, and the random numbers that dropout draws ahead.
         """
-        return self._shared_memory(spec, self.output_apart(spec), self.drawn_steps(spec), self.passed_stages(spec))
+        apart, stages = self.output_apart(spec), self.array_stages(spec)
+        return self._shared_memory(spec, apart, self.drawn_steps(spec), self.passed_stages(spec), stages)
 
     def passed_stages(self, spec: AttentionSpec) -> int:
         """Returns the tiles of P in shared memory, for another warpgroup with the same rows: 2 if they fit."""
         if self.split == 1:
             return 0
         apart, drawn = self.output_apart(spec), self.drawn_steps(spec)
-        fits = self._shared_memory(spec, apart, drawn, MAX_PASSED).total_bytes <= _MAX_SHARED
+        fits = self._shared_memory(spec, apart, drawn, MAX_PASSED).total_bytes <= MAX_SHARED
         return MAX_PASSED if fits else 1
+
+    def array_stages(self, spec: AttentionSpec) -> int:
+        """Returns the tiles of a captured array in shared memory; 0 if scores read their elements from global memory."""
+        if self.split > 1 or spec.page_size or not array_tile(spec, self.tile_k):
+            return 0
+        sizes = ((stages, self._shared_memory(spec, False, 0, 0, stages)) for stages in range(MAX_ARRAY_STAGES, 0, -1))
+        return next((stages for stages, memory in sizes if memory.total_bytes <= MAX_SHARED), 0)
 
     def output_apart(self, spec: AttentionSpec) -> bool:
         """Whether O has memory of its own, so that Q of the next tile can be loaded early. Otherwise it overlays Q."""
-        return self._shared_memory(spec, True, self._prepared_steps).total_bytes <= _MAX_SHARED
+        stages = self.array_stages(spec)
+        return self._shared_memory(spec, True, self._prepared_steps, 1, stages).total_bytes <= MAX_SHARED
 
     @property
     def _prepared_steps(self) -> int:
@@ -236,12 +247,12 @@ class HopperPlan(Checked):
             return 0
         apart, limit = self.output_apart(spec), _MAX_DRAWN * self._prepared_steps
         for steps in range(limit, 0, -self._prepared_steps):
-            if self._shared_memory(spec, apart, steps).total_bytes <= _MAX_SHARED:
+            if self._shared_memory(spec, apart, steps).total_bytes <= MAX_SHARED:
                 return steps
         return self._prepared_steps
 
     def _shared_memory(
-        self, spec: AttentionSpec, output_apart: bool, drawn_steps: int, passed_stages: int = 1
+        self, spec: AttentionSpec, output_apart: bool, drawn_steps: int, passed_stages: int = 1, array_stages: int = 0
     ) -> SharedMemoryLayout:
         rows, keys, stages = literal(ROWS), Extent("kTileK", self.tile_k), Extent("kStages", self.stages)
         head, value = head_extent(spec), value_extent(spec)
@@ -252,15 +263,19 @@ class HopperPlan(Checked):
         )
         groups, label = Extent(self.group_constant, self.row_groups), "rows of warpgroups"
         passed = Extent("kPassedStages", passed_stages) if self.split > 1 else None
-        barriers = forward_barriers(stages, bool(spec.page_size), spec.shared_kv, passed)
+        arrays = Extent("kArrayStages", array_stages) if array_stages else None
+        array, array_rows = array_tile(spec, self.tile_k), Extent("kConsumers * 64", self.consumers * ROWS)
+        barriers = forward_barriers(stages, bool(spec.page_size), spec.shared_kv, passed, arrays)
         index_bytes = literal(batch_traits(spec).tile_bytes)
         return SharedMemoryLayout(
             (
                 Buffer("Rows", label, copies=groups, parts=of_rows, union=not output_apart, index="warpgroup"),
                 *staged_buffers(spec, keys, stages),
                 *((passed_buffer(keys, passed, element),) if passed else ()),
+                *((array.buffer(array_rows, arrays),) if array and arrays else ()),
                 mbarriers(barriers),
                 Buffer("Index", "tile number", (index_bytes,), BYTE),
+                *((Buffer("NextIndex", "tile number of array loads", (index_bytes,), BYTE),) if arrays else ()),
                 *(self._drawing(drawn_steps) if spec.dropout else ()),
             ),
             barriers,
