@@ -142,8 +142,8 @@ def wide_key_barriers(stages: Extent, exchange_stages: Extent, ds_stages: Extent
         "The warps of one warpgroup have written what they pass to the other one, and those of the other have read it."
     )
     ds_comment = (
-        "ds_full: each warp of the warpgroup of dK has written its part of dS, and K has landed. ds_empty: each warp of "
-        "the warpgroup of dQ has read dS."
+        "ds_full: each warp of the warpgroup of dK has written its part of dS, and K has landed. ds_empty: each warp "
+        "of the warpgroup of dQ has read dS."
     )
     return (
         _queries_and_d_outputs(stages),
