@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypedDict
 
@@ -53,6 +54,7 @@ from flashgen.codegen.hopper.queries_plans import HopperQueriesPlan, choose_hopp
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan, choose_hopper_wide_plan, exchanged
 from flashgen.codegen.padding import padded
 from flashgen.codegen.rendered_kernel import RenderedKernel, Workspace
+from flashgen.codegen.sizes import Sizes
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import layout_of, with_transposed_pairs
 from flashgen.codegen.varlen import MAP_ROWS
@@ -81,15 +83,18 @@ def render_hopper_backward(
         UnsupportedError: the target or the plan does not support the spec.
     """
     check_spec(spec, target)
-    plan = plan or choose_hopper_backward_plan(spec, target, deterministic) or choose_hopper_wide_plan(spec, target)
+    choices = (choose_hopper_backward_plan, choose_hopper_wide_plan)
+    plan = plan or next(filter(None, (choose(spec, target, deterministic) for choose in choices)))
     plan.check(spec, target)
+    if isinstance(plan, HopperWidePlan) and deterministic:  # its CTAs add to a tile of dQ in any order
+        plan = replace(plan, with_dq=False)
     if plan.heads_apart and deterministic:
         raise UnsupportedError(
             f"{plan}: the deterministic mode cannot accumulate dK and dV of query heads: leave out heads_apart"
         )
     rows = rows_of(spec, plan.tile_q)
     if isinstance(plan, HopperWidePlan):
-        dq, by_mode = DqAccumulation(apart=True), False
+        dq, by_mode = DqAccumulation(apart=not plan.with_dq), False
         main = _wide_dkdv(spec, target, plan, rows, deterministic)
     else:
         apart, by_mode = deterministic and not plan.in_turns, deterministic
@@ -292,28 +297,41 @@ def _row_widths(spec: AttentionSpec, plan: HopperPlans) -> tuple[tuple[Literal["
 def _wide_dkdv(
     spec: AttentionSpec, target: Target, plan: HopperWidePlan, rows: Rows, deterministic: bool
 ) -> RenderedKernel:
-    """Returns the kernel of dK and dV for wide rows.
+    """Returns the kernel of dK and dV for wide rows, which also adds dQ to its accumulator if the plan says so.
 
     The mode `deterministic` makes sums of gradients of captured arrays exact. Nothing else depends on it.
     """
     tiles, gathers = query_range(spec.mask.expression), _gathers(spec)
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o")]
     fields += _stored_gradients(spec, "dk", "dv")
-    fields += [STATISTICS, *_gather_fields(gathers, deterministic)]
+    fields += [STATISTICS, *([DQ_ACCUM] if plan.with_dq else []), *_gather_fields(gathers, deterministic)]
+    rotates = backward_scheduler.rotates_start(spec, plan, not plan.with_dq)
+    fields += [backward_scheduler.TILES_OF_HEAD] if rotates else []
     fields += [*batch_of(spec).fields("heads_per_kv", "len_q", "len_k", ROWS)]
     layout = layout_of(spec, fields, lists=tiles is None)
     context = _keys_context(spec, plan, layout, deterministic) | {
         "mask_alone": _mask_alone(spec, bool(gathers) and deterministic),
         "deterministic": bool(gathers) and deterministic,
-        "dq_apart": True,
+        "dq_apart": not plan.with_dq,
+        "dq_chunks": plan.gradient_chunks(spec),
+        "rotates_start": rotates,
         "splits_tiles": False,
         "exchanged": exchanged(spec),
     }
-    launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
-    launch["grid"] = partial(batch_of(spec).key_grid, plan.tile_k)
+    grid = partial(batch_of(spec).key_grid, plan.tile_k)
+
+    def values(sizes: Sizes) -> dict[str, Any]:
+        return row_values(rows, sizes) | ({"tiles_k": grid(sizes)[0]} if rotates else {})
+
+    launch: dict[str, Any] = {"values": values, "reads": "queries" if tiles is None else None, "grid": grid}
     launch["boxes"] = _boxes(spec, plan)
     widths = dict.fromkeys((padded(spec.head_dim), padded(spec.value_dim)))
-    primitives = {"shared_forms": [(plan.tile_q, "false")], "register_forms": [(width, "true") for width in widths]}
+    parts = [columns for width in widths for columns in (plan.parts(width) if plan.with_dq else (width,))]
+    dq_forms = [(columns, "true") for columns in plan.gradient_chunks(spec)] if plan.with_dq else []
+    primitives = {
+        "shared_forms": list(dict.fromkeys([(plan.tile_q, "false"), *dq_forms])),
+        "register_forms": [(width, "true") for width in dict.fromkeys(parts)],
+    }
     rendering = Rendering(template=_WIDE_DKDV, primitives=primitives, optional=_OPTIONAL)
     block = Block(plan.threads, plan.shared_memory(spec))
     return backward_kernel("dkdv", spec, target, layout, context, block, launch, rendering)

@@ -33,7 +33,7 @@ _NEXT_TILE = Field(
     "unsigned*", "next_tile", comment="the next work tile that no CTA has taken: 0 before and after a launch"
 )
 _TILES = Field("int", "tiles", comment="work tiles of all heads and batch entries")
-_TILES_OF_HEAD = Field("int", "tiles_k", comment="key tiles of a head")
+TILES_OF_HEAD = Field("int", "tiles_k", comment="key tiles of a head")
 _HEADS = Field("int", "heads", comment="KV heads of a batch entry, or query heads if each has its own CTA")
 _HEADS_AT_ONCE = Field("int", "heads_at_once", comment="heads whose work tiles fill all multiprocessors")
 _PARTS = (
@@ -62,7 +62,7 @@ class TileSplit(NamedTuple):
     parts: Any
 
 
-def rotates_start(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> bool:
+def rotates_start(spec: AttentionSpec, plan: HopperBackwardPlan | HopperWidePlan, dq_apart: bool) -> bool:
     """Whether the work tiles of a head, which all have the same iterations, start at different query tiles."""
     return batch_traits(spec).has_equal_tiles and not (dq_apart or plan.in_turns or is_masked(spec))
 
@@ -91,7 +91,7 @@ def scheduler_context(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: b
 
 def scheduler_fields(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> list[Field]:
     """Returns the struct members that the scheduler reads."""
-    fields = [_NEXT_TILE, _TILES, _TILES_OF_HEAD, *batch_of(spec).outer_fields(_HEADS)]
+    fields = [_NEXT_TILE, _TILES, TILES_OF_HEAD, *batch_of(spec).outer_fields(_HEADS)]
     fields += [_HEADS_AT_ONCE] if interleaves(spec, plan) else []
     return [*fields, *(_PARTS if splits_tiles(spec, plan, dq_apart) else ())]
 

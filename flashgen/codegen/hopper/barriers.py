@@ -159,12 +159,24 @@ def key_barriers(
 
 
 @cache
-def wide_key_barriers(stages: Extent, exchange_stages: Extent) -> tuple[BarrierGroup, ...]:
-    """Returns the barriers of the kernel of wide rows, in which one warpgroup passes scores to the other."""
+def wide_key_barriers(stages: Extent, exchange_stages: Extent, ds_stages: Extent | None) -> tuple[BarrierGroup, ...]:
+    """Returns the barriers of the kernel of wide rows, in which one warpgroup passes scores to the other.
+
+    Args:
+        ds_stages: Stages of dS, if a third warpgroup computes dQ from it.
+    """
     comment = (
         "The warps of one warpgroup have written what they pass to the other one, and those of the other have read it."
     )
-    return _queries_and_d_outputs(stages), _between_consumers(comment, "exchange", exchange_stages, "4")
+    ds_comment = (
+        "ds_full: each warp of the warpgroup of dK has written its part of dS, and K has landed. ds_empty: each warp "
+        "of the warpgroup of dQ has read dS."
+    )
+    return (
+        _queries_and_d_outputs(stages),
+        _between_consumers(comment, "exchange", exchange_stages, "4"),
+        *([_between_consumers(ds_comment, "ds", ds_stages, "4")] if ds_stages else []),
+    )
 
 
 @cache

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.expressions.derivative_text import score_gradient
-from flashgen.codegen.hopper.backward_plans import takes_two_steps
+from flashgen.codegen.hopper.backward_plans import depends_on_p_alone, takes_two_steps
 from flashgen.codegen.hopper.barriers import wide_key_barriers
 from flashgen.codegen.hopper.plans import WARPGROUP, panel_columns
 from flashgen.codegen.padding import element_sizes, head_extent, padded, value_extent
@@ -17,6 +17,9 @@ from flashgen.codegen.targets import Target
 from flashgen.language.spec import AttentionSpec
 
 _EXCHANGE_STAGES = 2  # stages of the buffer by which one warpgroup passes scores to the other
+_DS_STAGES = 2  # tiles of dS: one is written while dQ is computed from the other
+_DQ_ROWS = 64  # of a wgmma
+_DQ_COLUMNS = 64  # of a chunk of dQ
 _MAX_ACCUMULATORS = 216  # registers of a thread for accumulators, products in flight and operands
 
 
@@ -45,10 +48,13 @@ class HopperWidePlan(Checked):
         tile_q: queries of an iteration.
         stages: pipeline stages of Q and of dO. There are at least two, because the products of an iteration start
             before those of the previous one have completed.
+        with_dq: a third warpgroup computes dQ from the dS of the second one, and adds it to an accumulator in global
+            memory, in any order. Otherwise, and in the deterministic mode, another kernel computes dQ.
     """
 
     tile_q: int = 64
     stages: int = 2
+    with_dq: bool = False
     consumers: ClassVar[int] = 2
     blocks: ClassVar[int] = 1
     packed_heads: ClassVar[int] = 1
@@ -57,23 +63,38 @@ class HopperWidePlan(Checked):
     persistent: ClassVar[bool] = False
     tile_k: ClassVar[int] = 64
     producer_registers: ClassVar[int] = 24
-    consumer_registers: ClassVar[int] = 240
+    dq_registers: ClassVar[int] = 72
+    part_columns: ClassVar[int] = 128
+
+    @property
+    def consumer_registers(self) -> int:
+        return 208 if self.with_dq else 240
 
     @property
     def threads(self) -> int:
-        return (self.consumers + 1) * WARPGROUP
+        return (self.consumers + self.with_dq + 1) * WARPGROUP
 
     def head_columns(self, spec: AttentionSpec) -> int:
         """Returns the padded columns of a row of Q, K and dK."""
         return padded(spec.head_dim)
 
     def gradient_warps(self, spec: AttentionSpec) -> tuple[int, int]:
-        """Returns (0, 0): no warps divide a tile of dQ, which another kernel computes."""
-        return 0, 0
+        """Returns how many warps divide a tile of dQ along its rows and along its columns."""
+        return (4, 1) if self.with_dq else (0, 0)
+
+    def gradient_chunks(self, spec: AttentionSpec) -> tuple[int, ...]:
+        """Returns the columns of each chunk of a tile of dQ, which are computed one after the other."""
+        columns = self.head_columns(spec)
+        return tuple(min(_DQ_COLUMNS, columns - first) for first in range(0, columns, _DQ_COLUMNS))
 
     def head_panel(self, spec: AttentionSpec) -> int:
         """Returns the columns of a panel of Q, K and dK."""
         return panel_columns(spec.head_dim, spec.element)
+
+    def parts(self, columns: int) -> tuple[int, ...]:
+        """Returns the columns of the wgmmas into which one of dK or dV is split, if a warpgroup computes dQ."""
+        rest = columns - self.part_columns
+        return (self.part_columns, rest) if rest > 0 else (columns,)
 
     def registers(self, spec: AttentionSpec) -> int:
         """Estimates the registers of a thread for an accumulator, scores and their factors, and an operand."""
@@ -86,7 +107,9 @@ class HopperWidePlan(Checked):
         """
         queries, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
         stages, exchange_stages = Extent("kStages", self.stages), Extent("kExchangeStages", _EXCHANGE_STAGES)
-        head, value, barriers = head_extent(spec), value_extent(spec), wide_key_barriers(stages, exchange_stages)
+        ds_stages = Extent("kDsStages", _DS_STAGES)
+        barriers = wide_key_barriers(stages, exchange_stages, ds_stages if self.with_dq else None)
+        head, value = head_extent(spec), value_extent(spec)
         (element, kv_element), passed = element_sizes(spec), exchanged(spec)
         return SharedMemoryLayout(
             (
@@ -103,6 +126,7 @@ class HopperWidePlan(Checked):
                     note="in the order of the fragments",
                     member="exchange",
                 ),
+                *([Buffer("Ds", "dS", (queries, keys), element, copies=ds_stages, member="ds")] * self.with_dq),
                 Buffer("Statistics", "L, D", (queries,), FLOAT2, copies=stages, member="statistics"),
                 mbarriers(barriers),
                 Buffer("KeyGradient", "dK", (keys, head), element, overlays="Key", member="dk"),
@@ -115,8 +139,9 @@ class HopperWidePlan(Checked):
         """Returns the line that the kernel's header has about the plan."""
         return (
             f"{self.tile_q} queries x {self.tile_k} keys, one warpgroup for dV and one for dK, of "
-            f"{self.consumer_registers} registers, {self.stages} stages of Q and dO, {shared_bytes} bytes of shared "
-            "memory"
+            f"{self.consumer_registers} registers, "
+            f"{f'one for dQ, of {self.dq_registers}, ' if self.with_dq else ''}"
+            f"{self.stages} stages of Q and dO, {shared_bytes} bytes of shared memory"
         )
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
@@ -127,17 +152,37 @@ class HopperWidePlan(Checked):
             )
         if self.tile_q % 16 or not 16 <= self.tile_q <= 256 or self.stages < 2:
             return f"tile_q={self.tile_q} must be a multiple of 16 up to 256, and stages={self.stages} at least 2"
+        if self.with_dq and self.tile_q != _DQ_ROWS:
+            return f"with_dq=True: a warpgroup computes dQ of {_DQ_ROWS} queries, not of tile_q={self.tile_q}"
+        if self.with_dq and not depends_on_p_alone(spec):
+            return (
+                "with_dq=True has no registers for dropout, derivatives of the score function, gradients of captured "
+                "arrays or dense arrays"
+            )
         if self.registers(spec) > _MAX_ACCUMULATORS:
             return f"it takes {self.registers(spec)} registers of a thread for accumulators: take fewer queries"
         return shared_memory_problem(self.shared_bytes(spec), target, "take fewer queries or stages")
 
 
-# The fastest plans measured on an H200 with head dim 256 and 4096 tokens in bfloat16, causal.
-_DEFAULT, _LIGHT = HopperWidePlan(), HopperWidePlan(32, stages=3)
+# The fastest plans measured on an H200 with head dim 256 and 16384 tokens in bfloat16.
+_WITH_DQ, _DEEP, _DEFAULT, _LIGHT = (
+    HopperWidePlan(with_dq=True),
+    HopperWidePlan(48, stages=3),
+    HopperWidePlan(),
+    HopperWidePlan(32, stages=3),
+)
 
 
-def choose_hopper_wide_plan(spec: AttentionSpec, target: Target) -> HopperWidePlan:
-    """Returns the default plan of a spec, with fewer queries if dropout or the score function needs more registers."""
+def choose_hopper_wide_plan(spec: AttentionSpec, target: Target, deterministic: bool) -> HopperWidePlan:
+    """Returns the default plan of a spec.
+
+    One kernel computes all gradients if the registers hold what the mask and the score function need. It has fewer
+    queries if dropout or the score function needs more registers.
+    """
     demand = demand_of(spec)
     loads = exchanged(spec) == "products" and demand.weight in (Weight.LOADING, Weight.HEAVY)
-    return _LIGHT if demand.drops or loads else _DEFAULT
+    if demand.drops or loads:
+        return _LIGHT
+    light = demand.weight < Weight.LOADING and not deterministic
+    preferred = (_WITH_DQ, _DEEP) if light else (_DEEP,)
+    return next((plan for plan in preferred if plan.problem(spec, target) is None), _DEFAULT)
