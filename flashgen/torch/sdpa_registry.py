@@ -13,7 +13,7 @@ import torch
 
 from flashgen.errors import UnsupportedError
 from flashgen.torch.flash_operators import OPERATORS, REFUSALS
-from flashgen.torch.table import outside_of_graphs, warn_once
+from flashgen.torch.table import set_eval_frame, warn_once
 
 NAME = "flashgen"
 """The name of the implementation in torch's registry."""
@@ -166,21 +166,24 @@ def _implementation(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     def implementation(*given: Any, **named: Any) -> Any:
         if _THREAD.in_own_kernel:
             return own(*given, **named)
-        device = given[0].get_device()
+        before = set_eval_frame(None)  # what `outside_of_graphs` does, without another call
         try:
+            device = given[0].get_device()
             if device < 0 or device == torch._C._cuda_getDevice():
                 results = function(*given, **named)
             else:
                 with torch.cuda.device(device):  # torch sets no device for kernels in Python
                     results = function(*given, **named)
+            with _LOCK:
+                _COUNTS[counted] += 1
+            return results
         except REFUSALS as error:
             _count_refusal(f"{counted}: {error}")
             return own(*given, **named)
-        with _LOCK:
-            _COUNTS[counted] += 1
-        return results
+        finally:
+            set_eval_frame(before)
 
-    return outside_of_graphs("a kernel")(implementation)
+    return implementation
 
 
 def _count_refusal(reason: str) -> None:
