@@ -108,21 +108,39 @@ def flash_forward(
     others: the other keyword arguments of `_entry_and_arrays`, where they are not None.
     """
     flags, window = (dropout_p, is_causal, return_debug_mask), (window_size_left, window_size_right)
-    sequences = _given(cum_seq_q, cum_seq_k, seqused_k)
-    is_missing = cum_seq_q is None, cum_seq_k is None, seqused_k is None
-    options = flags, scale, window, is_missing, torch._C._get_deterministic_algorithms()
-    tensors = query, key, value, *sequences
-    found = None if others else _FLASH_FORWARDS.launch(options, tensors)
+    sequences = cum_seq_q, cum_seq_k, seqused_k
+    found = None if others else repeat_flash_forward(query, key, value, sequences, flags, scale, window)
     if found is not None:
-        (out, lse), (make_state, make_unused, no_debug_mask) = found
-        return out, lse, make_state(), make_unused(), no_debug_mask
+        return found
     given: dict[str, Any] = {"scale": scale, "window_size_left": window[0], "window_size_right": window[1], **others}
     places = cum_seq_q, cum_seq_k, max_q
     entry, arrays, bounds = _entry_and_arrays(query, key, value, *places, *flags, seqused_k=seqused_k, **given)
     results = _forward(entry, query, key, value, arrays, bounds)
     if not others:
+        options, tensors = _flash_key((query, key, value), sequences, flags, scale, window)
         _remember(_FLASH_FORWARDS, options, entry, tensors)
     return results
+
+
+def repeat_flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: tuple[Tensor | None, Tensor | None, Tensor | None],
+    flags: tuple[float, bool, bool],
+    scale: float | None,
+    window: tuple[Any, ...],
+) -> tuple[Tensor, ...] | None:
+    """Returns the results of `flash_forward` if it has had a call like this one; None otherwise.
+
+    sequences: cum_seq_q, cum_seq_k, seqused_k. flags: dropout_p, is_causal, return_debug_mask. window: window_size_left
+    and window_size_right. The device of the tensors must be the current one.
+    """
+    found = _FLASH_FORWARDS.launch(*_flash_key((query, key, value), sequences, flags, scale, window))
+    if found is None:
+        return None
+    (out, lse), (make_state, make_unused, no_debug_mask) = found
+    return out, lse, make_state(), make_unused(), no_debug_mask
 
 
 def flash_forward_into(
@@ -172,20 +190,47 @@ def flash_backward(
     window_size_right: int | None = None,
 ) -> Any:
     """Computes aten::_flash_attention_backward."""
-    is_missing = cum_seq_q is None, cum_seq_k is None
-    flags = dropout_p, is_causal, scale, window_size_left, window_size_right
-    options = flags, is_missing, torch._C._get_deterministic_algorithms()
-    tensors = query, key, value, out, grad_out, logsumexp, *_given(cum_seq_q, cum_seq_k)
-    found = _FLASH_BACKWARDS.launch(options, tensors)
+    read, sequences = (query, key, value, out, grad_out, logsumexp), (cum_seq_q, cum_seq_k)
+    flags, window = (dropout_p, is_causal), (window_size_left, window_size_right)
+    found = repeat_flash_backward(read, sequences, flags, scale, window)
     if found is not None:
-        return tuple(found[0])
+        return found
     layout = "bshd" if cum_seq_q is None else "thd"
-    window = _window(is_causal, window_size_left, window_size_right)
-    entry = _entry_of(query, value, layout, None, dropout_p, *window, scale)
+    entry = _entry_of(query, value, layout, None, dropout_p, *_window(is_causal, *window), scale)
     arrays = _sequences(cum_seq_q, cum_seq_k, None)
     gradients = _backward(entry, grad_out, query, key, value, out, logsumexp, arrays, rng_state)
+    options, tensors = _flash_key(read, sequences, flags, scale, window)
     _remember(_FLASH_BACKWARDS, options, entry, tensors)
     return gradients
+
+
+def repeat_flash_backward(
+    read: tuple[Tensor, ...],
+    sequences: tuple[Tensor | None, Tensor | None],
+    flags: tuple[float, bool],
+    scale: float | None,
+    window: tuple[Any, ...],
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Returns the gradients of `flash_backward` if it has had a call like this one; None otherwise.
+
+    read: query, key, value, out, grad_out, logsumexp. The other arguments are as for `repeat_flash_forward`.
+    """
+    found = _FLASH_BACKWARDS.launch(*_flash_key(read, sequences, flags, scale, window))
+    return None if found is None else (found[0][0], found[0][1], found[0][2])
+
+
+def _flash_key(
+    read: tuple[Tensor, ...],
+    sequences: tuple[Tensor | None, ...],
+    flags: tuple[Any, ...],
+    scale: float | None,
+    window: tuple[Any, ...],
+) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+    """Returns the options and the tensors of a call of a flash operator, as `Repeats` takes them."""
+    given = [each for each in sequences if each is not None]
+    is_missing = [each is None for each in sequences]
+    options = flags, scale, window, is_missing, torch._C._get_deterministic_algorithms()
+    return options, (*read, *distinct(given))
 
 
 OPERATORS = {
@@ -200,11 +245,6 @@ OPERATORS = {
 
 _SDPA_FORWARDS, _FLASH_FORWARDS = Repeats(), Repeats()
 _SDPA_BACKWARDS, _FLASH_BACKWARDS = Repeats(backward=True), Repeats(backward=True)
-
-
-def _given(*sequences: Tensor | None) -> Sequence[Tensor]:
-    """Returns the arrays that a call gives of those that locate packed sequences, as distinct tensors."""
-    return distinct([each for each in sequences if each is not None])
 
 
 def _remember(repeats: Repeats, options: tuple[Any, ...], entry: Registered, tensors: Any, *lengths: int) -> None:

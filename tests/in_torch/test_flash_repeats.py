@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from inspect import signature
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.nn.attention import varlen
 
 import flashgen as fg
-from flashgen.torch import direct, flash_operators, registered
+from flashgen.torch import direct, flash_operators, registered, sdpa_calls, varlen_operators
 from flashgen.torch import table as entries
 from in_torch.recorded import Launched, Memory
+from in_torch.sdpa_registry import activated
 
 _SCALES = count(2001)
 _HOPPER = {"target": "sm_90a"}
@@ -100,6 +104,63 @@ def test_state_tensors_are_of_each_call(lookups: list[Any]) -> None:
     calls = [forward(q, k, v) for _ in range(5)]
     assert len(lookups) == 2
     assert len({each[index].data_ptr() for each in calls for index in (6, 7)}) == 10
+
+
+_VARLEN_SCALE = 1 / next(_SCALES)
+_STARTS = torch.tensor([0, 40, 96], dtype=torch.int32)
+
+
+def _varlen_attn(q: Any, k: Any, v: Any, window: tuple[int, int] = (-1, 0), **more: Any) -> Any:
+    attend = partial(varlen.varlen_attn, q, k, v, _STARTS, _STARTS, 56, 56)
+    return attend(scale=_VARLEN_SCALE, window_size=window, **more)
+
+
+def test_varlen_attn_repeats_launches_without_its_python_code(
+    launched: Launched, memory: Memory, lookups: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In both passes; a call with other arguments runs torch's code, which calls the flash operators."""
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    q, k, v, d_out = (x.requires_grad_() for x in _tensors(4, 96, 4, 64))
+    seen = []
+    with activated():
+        for _ in range(4):
+            launched.clear()
+            lookups.clear()
+            memory.again()
+            out = _varlen_attn(q, k, v)
+            gradients = torch.autograd.grad(out, (q, k, v), d_out)
+            seen.append((launched.copy(), [x.data_ptr() for x in (out, *gradients)], len(lookups)))
+        assert sdpa_calls() == (4, 4, {})
+        monkeypatch.setattr(flash_operators, "flash_forward", None)
+        monkeypatch.delattr(varlen, "log")
+        for grouped in (False, True):
+            assert _varlen_attn(q, k, v, enable_gqa=grouped).grad_fn is not None
+        for call in (
+            lambda: _varlen_attn(q, k, v, (8, 0)),
+            lambda: _varlen_attn(q, k, v, enable_gqa=True, num_splits=2),
+            lambda: _varlen_attn(q[:, :, :32], k[:, :, :32], v),
+            lambda: _varlen_attn(q.detach(), k, v, seqused_k=torch.tensor([40, 56], dtype=torch.int32)),
+        ):
+            with torch.no_grad(), pytest.raises(NameError, match="log"):
+                call()
+    assert seen[0][0] and all(each[:2] == seen[0][:2] for each in seen)
+    assert [each[2] for each in seen] == [2, 2, 0, 0]
+
+
+def test_operators_with_other_arguments_stay_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [*varlen_operators.varlen_operators()] == ["torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward"]
+
+    def schema(flag: str) -> Any:
+        taken = [SimpleNamespace(name=name, type="int") for name in signature(forward).parameters if name != "others"]
+        more = [SimpleNamespace(name=flag, type="bool"), SimpleNamespace(name="seqused_k", type="Optional[Tensor]")]
+        return SimpleNamespace(default=SimpleNamespace(_schema=SimpleNamespace(arguments=[*taken, *more])))
+
+    forward = varlen_operators.repeat_varlen_forward
+    for flag, fits in (("enable_gqa", True), ("is_reversed", False)):
+        monkeypatch.setattr(torch.ops.torch_attn, "_other", schema(flag), raising=False)
+        assert varlen_operators._fits("_other", forward) == fits
+        assert not varlen_operators._fits("_other", varlen_operators.repeat_varlen_backward)
+    assert not varlen_operators._fits("_absent", forward)
 
 
 def _repeat(forward: Callable[..., Any], tensors: list[torch.Tensor], lookups: list[Any]) -> None:
