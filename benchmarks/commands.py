@@ -9,7 +9,20 @@ from typing import Annotated
 
 import typer
 
-from benchmarks import bars, context, host, host_functions, host_sdpa, host_torch, paper, start, tables, train, versions
+from benchmarks import (
+    bars,
+    context,
+    host,
+    host_export,
+    host_functions,
+    host_sdpa,
+    host_torch,
+    paper,
+    start,
+    tables,
+    train,
+    versions,
+)
 from flashgen.cli.app import ErrorsWithoutTraceback
 from flashgen.cli.bench_options import PEERS_HELP, Output, Timed, chosen, listed, numbers
 from flashgen.cli.bench_report import report, require_gpu
@@ -54,6 +67,9 @@ def measure_host(
     sdpa_registry: Annotated[
         bool, typer.Option("--sdpa-registry", help="Measure torch's flash operators alone, with and without flashgen.")
     ] = False,
+    exported: Annotated[
+        bool, typer.Option("--exported", help="Measure an exported package alone, beside torch's SDPA.")
+    ] = False,
     output: Output = Path("flashgen-host.json"),
     force: Force = False,
     json: Json = False,
@@ -76,6 +92,10 @@ def measure_host(
     if sdpa_registry:
         measured, names = host_sdpa.registry_rows(groups), host_sdpa.registry_names()
         report(measured, names, columns, output, json, host_sdpa.registry_summary, force)
+        return
+    if exported:
+        measured, names = host_export.export_rows(groups), host_export.export_names()
+        report(measured, names, columns, output, json, host_export.export_summary, force)
         return
     named = chosen(libraries, "--libraries", host.LIBRARIES) or host.installed_libraries()
     timed = host.PASSES if passes is Passes.both else [name for name in host.PASSES if name == passes.value]

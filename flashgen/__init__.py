@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from flashgen import errors as errors
     from flashgen import reference as reference
     from flashgen import verify as verify
+    from flashgen.attention import MAX_DECODE_QUERIES as MAX_DECODE_QUERIES
     from flashgen.attention import append_kv as append_kv
     from flashgen.attention import compile as compile
     from flashgen.attention import merge_states as merge_states
@@ -32,7 +33,7 @@ __version__ = "1.0.0"
 _MODULES = ("errors", "reference", "verify")
 _FRAMEWORKS = ("torch", "transformers", "jax")
 _TOOLS = ("ranks", "release")
-_ATTENTION_NAMES = ("append_kv", "compile", "merge_states")
+_ATTENTION_NAMES = ("MAX_DECODE_QUERIES", "append_kv", "compile", "merge_states")
 
 
 def __getattr__(name: str) -> Any:

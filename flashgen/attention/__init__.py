@@ -6,5 +6,6 @@ from flashgen.attention.compiling import compile
 from flashgen.attention.decode_schedule import DecodeSchedule
 from flashgen.attention.gradients import Gradients
 from flashgen.attention.merging import merge_states
+from flashgen.codegen.hopper.plans import MAX_DECODE_QUERIES
 
-__all__ = ["Attention", "DecodeSchedule", "Gradients", "append_kv", "compile", "merge_states"]
+__all__ = ["MAX_DECODE_QUERIES", "Attention", "DecodeSchedule", "Gradients", "append_kv", "compile", "merge_states"]

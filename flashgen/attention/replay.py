@@ -31,7 +31,7 @@ class Replay:
         """names: the arrays of a call in order, by their names in the structs. makers: functions that allocate the
         results, by name. pointer: returns the address of a result.
         """
-        self._engine, self._device, self._pointer = engine, device, pointer
+        self._engine, self._pointer, self._place = engine, pointer, Place(0, device)
         self._makers, self._counts = tuple(makers.values()), stages.counts
         self._block = stages.workspace if isinstance(stages.workspace, Block) else None
         workspaces = self._block.offsets if self._block else ()
@@ -44,18 +44,22 @@ class Replay:
         )
 
     def __call__(self, addresses: Sequence[int], stream: int, numbers: Numbers) -> list[Any] | None:
-        """Launches, and returns the results in the order of their makers; None if another device is the current one.
+        """Launches like `launch`; returns None if another device is the current one."""
+        return self.launch(addresses, stream, numbers) if self._engine.is_current(self._place.device) else None
+
+    def launch(self, addresses: Sequence[int], stream: int, numbers: Numbers) -> list[Any]:
+        """Launches, and returns the results in the order of their makers. The arrays' device must be the current one.
 
         addresses: of the arrays, which the caller keeps alive. numbers: by their names in the structs.
         """
-        if not self._engine.is_current(self._device):
-            return None
+        place = self._place  # of the last call, in any thread
+        if place.stream != stream:
+            place = self._place = Place(stream, place.device)
         results = [make() for make in self._makers]
         operands = [0, *addresses, *map(self._pointer, results)]
         if self._block:
             _block, workspaces = self._block.lay(stream)  # the variable keeps the block alive until all is launched
             operands += workspaces
-        place = Place(stream, self._device)
         if self._counts:
             operands.append(self._engine.counter(place, self._counts))
         for runner, launch in self._stages:

@@ -18,6 +18,7 @@ from flashgen.errors import ArgumentError, LaunchError, SpecError, UnsupportedEr
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import TORCH
 from flashgen.torch.arguments import named_captures
+from flashgen.torch.direct import Repeats, distinct
 from flashgen.torch.fitting import checked_dropout
 from flashgen.torch.functional import SEEDS
 from flashgen.torch.operators import run_backward, run_forward
@@ -40,11 +41,18 @@ def scaled_dot_product_forward(
     scale: float | None = None,
 ) -> Any:
     """Computes aten::_scaled_dot_product_flash_attention, of tensors (batch, heads, length, dim)."""
+    options = dropout_p, is_causal, return_debug_mask, scale, torch._C._get_deterministic_algorithms()
+    found = _SDPA_FORWARDS.launch(options, (query, key, value))
+    if found is not None:
+        (out, lse), (len_q, len_k, make_state, make_unused, no_debug_mask) = found
+        return out, lse, None, None, len_q, len_k, make_state(), make_unused(), no_debug_mask
     if return_debug_mask:
         _refuse(dropout_p, return_debug_mask=True)
     entry = _entry_of(query, value, "bhsd", None, dropout_p, -1, 0 if is_causal else -1, scale)
     out, lse, *auxiliary = _forward(entry, query, key, value)
-    return out, lse, None, None, query.shape[2], key.shape[2], *auxiliary
+    lengths = query.shape[2], key.shape[2]
+    _remember(_SDPA_FORWARDS, options, entry, (query, key, value), *lengths)
+    return out, lse, None, None, *lengths, *auxiliary
 
 
 def scaled_dot_product_backward(
@@ -66,8 +74,15 @@ def scaled_dot_product_backward(
     scale: float | None = None,
 ) -> Any:
     """Computes aten::_scaled_dot_product_flash_attention_backward."""
+    options = dropout_p, is_causal, scale, torch._C._get_deterministic_algorithms()
+    tensors = query, key, value, out, grad_out, logsumexp
+    found = _SDPA_BACKWARDS.launch(options, tensors)
+    if found is not None:
+        return tuple(found[0])
     entry = _entry_of(query, value, "bhsd", None, dropout_p, -1, 0 if is_causal else -1, scale)
-    return _backward(entry, grad_out, query, key, value, out, logsumexp, (), philox_seed)
+    gradients = _backward(entry, grad_out, query, key, value, out, logsumexp, (), philox_seed)
+    _remember(_SDPA_BACKWARDS, options, entry, tensors)
+    return gradients
 
 
 def flash_forward(
@@ -78,15 +93,54 @@ def flash_forward(
     cum_seq_k: Tensor | None,
     max_q: int,
     max_k: int,
-    *flags: Any,
-    **options: Any,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    **others: Any,
 ) -> Any:
     """Computes aten::_flash_attention_forward, of tensors (batch, length, heads, dim), packed sequences or pages.
 
-    flags: dropout_p, is_causal, return_debug_mask. options: the keyword arguments of `_entry_and_arrays`.
+    others: the other keyword arguments of `_entry_and_arrays`, where they are not None.
     """
-    entry, arrays, bounds = _entry_and_arrays(query, key, value, cum_seq_q, cum_seq_k, max_q, *flags, **options)
-    return _forward(entry, query, key, value, arrays, bounds)
+    flags, window = (dropout_p, is_causal, return_debug_mask), (window_size_left, window_size_right)
+    sequences = cum_seq_q, cum_seq_k, seqused_k
+    found = None if others else repeat_flash_forward(query, key, value, sequences, flags, scale, window)
+    if found is not None:
+        return found
+    given: dict[str, Any] = {"scale": scale, "window_size_left": window[0], "window_size_right": window[1], **others}
+    places = cum_seq_q, cum_seq_k, max_q
+    entry, arrays, bounds = _entry_and_arrays(query, key, value, *places, *flags, seqused_k=seqused_k, **given)
+    results = _forward(entry, query, key, value, arrays, bounds)
+    if not others:
+        options, tensors = _flash_key((query, key, value), sequences, flags, scale, window)
+        _remember(_FLASH_FORWARDS, options, entry, tensors)
+    return results
+
+
+def repeat_flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: tuple[Tensor | None, Tensor | None, Tensor | None],
+    flags: tuple[float, bool, bool],
+    scale: float | None,
+    window: tuple[Any, ...],
+) -> tuple[Tensor, ...] | None:
+    """Returns the results of `flash_forward` if it has had a call like this one; None otherwise.
+
+    sequences: cum_seq_q, cum_seq_k, seqused_k. flags: dropout_p, is_causal, return_debug_mask. window: window_size_left
+    and window_size_right. The device of the tensors must be the current one.
+    """
+    found = _FLASH_FORWARDS.launch(*_flash_key((query, key, value), sequences, flags, scale, window))
+    if found is None:
+        return None
+    (out, lse), (make_state, make_unused, no_debug_mask) = found
+    return out, lse, make_state(), make_unused(), no_debug_mask
 
 
 def flash_forward_into(
@@ -136,11 +190,47 @@ def flash_backward(
     window_size_right: int | None = None,
 ) -> Any:
     """Computes aten::_flash_attention_backward."""
+    read, sequences = (query, key, value, out, grad_out, logsumexp), (cum_seq_q, cum_seq_k)
+    flags, window = (dropout_p, is_causal), (window_size_left, window_size_right)
+    found = repeat_flash_backward(read, sequences, flags, scale, window)
+    if found is not None:
+        return found
     layout = "bshd" if cum_seq_q is None else "thd"
-    window = _window(is_causal, window_size_left, window_size_right)
-    entry = _entry_of(query, value, layout, None, dropout_p, *window, scale)
+    entry = _entry_of(query, value, layout, None, dropout_p, *_window(is_causal, *window), scale)
     arrays = _sequences(cum_seq_q, cum_seq_k, None)
-    return _backward(entry, grad_out, query, key, value, out, logsumexp, arrays, rng_state)
+    gradients = _backward(entry, grad_out, query, key, value, out, logsumexp, arrays, rng_state)
+    options, tensors = _flash_key(read, sequences, flags, scale, window)
+    _remember(_FLASH_BACKWARDS, options, entry, tensors)
+    return gradients
+
+
+def repeat_flash_backward(
+    read: tuple[Tensor, ...],
+    sequences: tuple[Tensor | None, Tensor | None],
+    flags: tuple[float, bool],
+    scale: float | None,
+    window: tuple[Any, ...],
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Returns the gradients of `flash_backward` if it has had a call like this one; None otherwise.
+
+    read: query, key, value, out, grad_out, logsumexp. The other arguments are as for `repeat_flash_forward`.
+    """
+    found = _FLASH_BACKWARDS.launch(*_flash_key(read, sequences, flags, scale, window))
+    return None if found is None else (found[0][0], found[0][1], found[0][2])
+
+
+def _flash_key(
+    read: tuple[Tensor, ...],
+    sequences: tuple[Tensor | None, ...],
+    flags: tuple[Any, ...],
+    scale: float | None,
+    window: tuple[Any, ...],
+) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
+    """Returns the options and the tensors of a call of a flash operator, as `Repeats` takes them."""
+    given = [each for each in sequences if each is not None]
+    is_missing = [each is None for each in sequences]
+    options = flags, scale, window, is_missing, torch._C._get_deterministic_algorithms()
+    return options, (*read, *distinct(given))
 
 
 OPERATORS = {
@@ -151,6 +241,21 @@ OPERATORS = {
     "_flash_attention_backward": flash_backward,
 }
 """The functions of this module by the names of the operators in aten."""
+
+
+_SDPA_FORWARDS, _FLASH_FORWARDS = Repeats(), Repeats()
+_SDPA_BACKWARDS, _FLASH_BACKWARDS = Repeats(backward=True), Repeats(backward=True)
+
+
+def _remember(repeats: Repeats, options: tuple[Any, ...], entry: Registered, tensors: Any, *lengths: int) -> None:
+    """Remembers the launch of a call that depends on `options` and `tensors` alone.
+
+    Calls with dropout are not remembered: they read a seed.
+    """
+    if entry.is_direct:
+        q = tensors[0]
+        kept = (*lengths, *_auxiliary(q.dtype, q.device))
+        repeats.remember(options, tensors, entry.on(q.get_device()), kept)
 
 
 def _forward(

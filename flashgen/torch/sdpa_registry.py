@@ -13,7 +13,8 @@ import torch
 
 from flashgen.errors import UnsupportedError
 from flashgen.torch.flash_operators import OPERATORS, REFUSALS
-from flashgen.torch.table import outside_of_graphs, warn_once
+from flashgen.torch.table import set_eval_frame, warn_once
+from flashgen.torch.varlen_operators import varlen_operators
 
 NAME = "flashgen"
 """The name of the implementation in torch's registry."""
@@ -123,11 +124,14 @@ class Activation:
             warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
             for name, kernel in own.items():
                 library.impl(name, _implementation(name, kernel), dispatch_key)
-        self._library: torch.library.Library | None = library
+        custom = torch.library.Library("torch_attn", "IMPL")
+        for name, function in varlen_operators().items():
+            custom.impl(name, _shortcut(name, function, dispatch_key), dispatch_key)
+        self._libraries = [library, custom]
 
     def remove(self) -> None:
         """Restores the kernels that were registered before."""
-        self._library = None  # torch removes the registrations of a library that is no longer referenced
+        self._libraries.clear()  # torch removes the registrations of a library that is no longer referenced
 
 
 def _activate() -> Activation:
@@ -161,26 +165,58 @@ def _own_kernel(name: str, dispatch_key: str) -> Callable[..., Any]:
 def _implementation(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the implementation of an operator: by flashgen, or by torch's own kernel if flashgen refuses the call."""
     function: Any = OPERATORS[name]
-    counted = "backward" if name.endswith("backward") else "forward"
+    counted = _counted(name)
 
     def implementation(*given: Any, **named: Any) -> Any:
         if _THREAD.in_own_kernel:
             return own(*given, **named)
-        device = given[0].get_device()
+        before = set_eval_frame(None)  # what `outside_of_graphs` does, without another call
         try:
+            device = given[0].get_device()
             if device < 0 or device == torch._C._cuda_getDevice():
                 results = function(*given, **named)
             else:
                 with torch.cuda.device(device):  # torch sets no device for kernels in Python
                     results = function(*given, **named)
+            with _LOCK:
+                _COUNTS[counted] += 1
+            return results
         except REFUSALS as error:
             _count_refusal(f"{counted}: {error}")
             return own(*given, **named)
-        with _LOCK:
-            _COUNTS[counted] += 1
-        return results
+        finally:
+            set_eval_frame(before)
 
-    return outside_of_graphs("a kernel")(implementation)
+    return implementation
+
+
+def _shortcut(name: str, repeat: Callable[..., Any], dispatch_key: str) -> Callable[..., Any]:
+    """Returns the implementation of an operator by `repeat`, or by its present kernel if that returns None."""
+    kernel = torch.library.get_kernel(name, dispatch_key)
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
+    counted = _counted(name)
+
+    def implementation(*given: Any) -> Any:
+        device = given[0].get_device()
+        if device < 0 or device != torch._C._cuda_getDevice() or _THREAD.in_own_kernel:
+            return kernel.call_boxed(keys, *given)
+        before = set_eval_frame(None)
+        try:
+            results = repeat(*given)
+            if results is None:
+                return kernel.call_boxed(keys, *given)
+            with _LOCK:
+                _COUNTS[counted] += 1
+            return results
+        finally:
+            set_eval_frame(before)
+
+    return implementation
+
+
+def _counted(name: str) -> str:
+    """Returns whether an operator counts as a "forward" or a "backward"."""
+    return "backward" if name.endswith("backward") else "forward"
 
 
 def _count_refusal(reason: str) -> None:

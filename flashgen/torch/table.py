@@ -24,7 +24,8 @@ from flashgen.torch.registered import Registered
 from flashgen.torch.variants import CALLS, is_variant, variant_of
 
 Function = TypeVar("Function")
-_set_eval_frame: Any = torch._C._dynamo.eval_frame.set_eval_frame
+set_eval_frame: Any = torch._C._dynamo.eval_frame.set_eval_frame
+"""Sets the callback that compiles the frames of Python that run next, None for no compilation. Returns the former."""
 
 
 def constant(function: Function) -> Function:
@@ -75,11 +76,11 @@ def outside_of_graphs(why: str) -> Callable[[Function], Function]:
     def decorate(function: Any) -> Any:
         @wraps(function)
         def outside(*given: Any, **named: Any) -> Any:
-            before = _set_eval_frame(None)
+            before = set_eval_frame(None)
             try:
                 return function(*given, **named)
             finally:
-                _set_eval_frame(before)
+                set_eval_frame(before)
 
         outside._torchdynamo_disable = True  # type: ignore[attr-defined]
         outside._torchdynamo_disable_msg = why  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ import ctypes
 import functools
 import hashlib
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -59,14 +59,36 @@ def check_device(tensor: torch.Tensor) -> None:
 
 def on(device: torch.device) -> Any:
     """Returns a context manager that makes a device the current one."""
-    return _AS_IT_IS if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+    return _AS_IT_IS if _current_device() == device.index else torch.cuda.device(device)
 
+
+def allocator(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Callable[[], torch.Tensor]:
+    """Returns a function that allocates such tensors on a device, which must be the current one when it is called."""
+    if device.type == "cuda" and _empty_strided is not None:
+        return functools.partial(_empty_strided, shape, strides, dtype)
+    return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
+
+
+class _Thread(threading.local):
+    """What a thread has: the devices whose context it has made current, and the identity of its own stream."""
+
+    def __init__(self) -> None:
+        self.devices: set[int] = set()
+        self.stream = object()
+
+
+# Private functions of torch that do less than the public ones, which replace them in versions without them.
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_empty_strided = getattr(_guards, "_empty_strided_cuda", None)
 
 _AS_IT_IS = contextlib.nullcontext()
 _LEGACY, _PER_THREAD = (0, 1), 2  # handles of the default stream, and of cudaStreamPerThread
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-_thread = threading.local()
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # as below, without creating an object
+_thread = _Thread()
 
 
 def current_stream(device: torch.device) -> int:
@@ -86,7 +108,7 @@ def identity(stream: int) -> Hashable:
         number = ctypes.c_uint64()
         call("cuStreamGetId", ctypes.c_void_p(stream), ctypes.byref(number))
         return number.value
-    return _thread.__dict__.setdefault("stream", object())  # ids of threads are reused, too
+    return _thread.stream  # ids of threads are reused, too
 
 
 def is_capturing() -> bool:
@@ -116,10 +138,9 @@ def _context(index: int) -> ctypes.c_void_p:
 
 def _make_current(index: int) -> None:
     """Makes the context of the current device that of this thread, which torch may not have done yet."""
-    devices = _thread.__dict__.setdefault("devices", set())
-    if index not in devices:
+    if index not in _thread.devices:
         call("cuCtxSetCurrent", _context(index))
-        devices.add(index)
+        _thread.devices.add(index)
 
 
 def allocate_zeros(count: int, device: torch.device, stream: int) -> int:
@@ -139,8 +160,9 @@ class Parameters:
     """The memory that the driver reads the argument struct of a launch from. Used by one launch at a time."""
 
     def __init__(self, struct: bytes) -> None:
-        self.struct = ctypes.create_string_buffer(struct, len(struct))
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.struct))
+        memory = ctypes.create_string_buffer(struct, len(struct))
+        self.struct = memoryview(memory).cast("B")
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
         self.address = ctypes.addressof(self._pointers)
 
 
@@ -157,9 +179,8 @@ class Function:
         """Launches a grid of blocks on the current device. The driver copies the parameters before this returns."""
         _make_current(index)
         handle = self._handles.get(index) or self._load(index)
-        block = (self._threads, 1, 1)
         launch = library().cuLaunchKernel
-        status = launch(handle, *grid, *block, self._shared_bytes, stream, parameters.address, None)
+        status = launch(handle, *grid, self._threads, 1, 1, self._shared_bytes, stream, parameters.address, None)
         if status:
             _check("cuLaunchKernel", status)
 

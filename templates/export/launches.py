@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import struct
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +27,14 @@ _FORMATS = {"int": "<i", "unsigned": "<I", "float": "<f", "long long": "<q", "St
 _COUNTERS = ("next_tile", "arrivals")  # members that point to counters, which are 0 before and after a launch
 _MIN_COUNTERS = 1024
 _ALIGNMENT = 256  # bytes: that of each workspace in the memory of a call
-_MAX_MAPS = 64  # that a launch keeps, each for other addresses
+_MAX_MAPS = 256  # sets of maps that a launch keeps: a training step uses other addresses in each layer
 
-Addresses = dict[str, int]
-"""The addresses of the arrays of a call, by the names in the argument structs; missing ones are null."""
+
+class Addresses(dict[str, int]):
+    """The addresses of the arrays of a call, by the names in the argument structs; missing ones are null."""
+
+    def __missing__(self, name: str) -> int:
+        return 0
 
 
 class Rows(NamedTuple):
@@ -62,6 +67,11 @@ class Map(NamedTuple):
     swizzle: int
     bytes_before: int
 
+    def encode(self, address: int) -> bytes:
+        """Returns the map of the array at an address."""
+        first = address - self.bytes_before
+        return driver.tensor_map(self.dtype, first, self.sizes, self.strides, self.box, self.swizzle)
+
 
 class Launch:
     """A launch for calls of the same sizes and strides.
@@ -85,9 +95,11 @@ class Launch:
         self.grid = grid
         self._function, self._template, self._maps, self._numbers = function, template, maps, numbers
         self.pointers = [name for _, name in pointers]
+        self._pointers_in = _getter(self.pointers)
+        self._mapped_in = _getter([each.array for each in maps])
         self._first_pointer = pointers[0][0]  # the others follow it
         self._pack_pointers = struct.Struct(f"<{len(pointers)}Q").pack_into
-        self._encoded: dict[tuple[int, ...], tuple[bytes, ...]] = {}
+        self._encoded: dict[tuple[int, ...], Sequence[tuple[int, bytes]]] = {}
         self._idle: list[driver.Parameters] = []  # one for each thread that launched at the same time
 
     def run(self, addresses: Addresses, numbers: Mapping[str, float], index: int, stream: int) -> None:
@@ -97,29 +109,29 @@ class Launch:
         except IndexError:
             parameters = driver.Parameters(self._template)
         buffer = parameters.struct
-        self._pack_pointers(buffer, self._first_pointer, *[addresses.get(name, 0) for name in self.pointers])
+        self._pack_pointers(buffer, self._first_pointer, *self._pointers_in(addresses))
         for offset, form, name in self._numbers:
             struct.pack_into(form, buffer, offset, numbers[name])
         if self._maps:
-            for each, encoded in zip(self._maps, self._encode(addresses)):
-                struct.pack_into(f"{driver.MAP_BYTES}s", buffer, each.offset, encoded)
+            for offset, encoded in self._encode(addresses):
+                buffer[offset : offset + driver.MAP_BYTES] = encoded
         self._function.launch(self.grid, parameters, index, stream)
         self._idle.append(parameters)
 
-    def _encode(self, addresses: Addresses) -> tuple[bytes, ...]:
-        """Returns the tensor maps of arrays at these addresses."""
-        key = tuple([addresses[each.array] for each in self._maps])
+    def _encode(self, addresses: Addresses) -> Sequence[tuple[int, bytes]]:
+        """Returns the tensor maps of arrays at these addresses, with their places in the argument struct."""
+        key = self._mapped_in(addresses)
         found = self._encoded.get(key)
         if found is None:
             if len(self._encoded) >= _MAX_MAPS:
                 self._encoded.clear()
-            found = self._encoded[key] = tuple(
-                driver.tensor_map(
-                    each.dtype, address - each.bytes_before, each.sizes, each.strides, each.box, each.swizzle
-                )
-                for each, address in zip(self._maps, key)
-            )
+            found = self._encoded[key] = [(each.offset, each.encode(address)) for each, address in zip(self._maps, key)]
         return found
+
+
+def _getter(names: Sequence[str]) -> Callable[[Addresses], tuple[int, ...]]:
+    """Returns a function that gets the addresses of arrays with these names."""
+    return operator.itemgetter(*names) if len(names) > 1 else lambda addresses: tuple(addresses[n] for n in names)
 
 
 class Workspace(NamedTuple):
@@ -142,33 +154,35 @@ class Prepared:
         pointers: the names of all arrays that the kernels access through pointers.
     """
 
-    def __init__(self, launches: Sequence[Launch], workspaces: Sequence[Workspace], counters: int) -> None:
+    def __init__(
+        self, launches: Sequence[Launch], workspaces: Sequence[Workspace], counters: int, device: torch.device
+    ) -> None:
         self.launches, self.workspaces, self._counters = launches, workspaces, counters
         self.pointers = frozenset(name for launch in launches for name in launch.pointers)
-        self._bytes, self._places = 0, []
+        self._device, self._places, size = device, [], 0
         for space in workspaces:
-            self._places.append((space, self._bytes))
-            self._bytes += -(-space.bytes // _ALIGNMENT) * _ALIGNMENT
+            self._places.append((space, size))
+            size += -(-space.bytes // _ALIGNMENT) * _ALIGNMENT
+        self._allocate = driver.allocator((size,), (1,), torch.uint8, device) if size else None
 
-    def run(self, addresses: Addresses, numbers: Mapping[str, float], device: torch.device) -> None:
-        """Launches the pass on torch's current stream."""
-        with driver.on(device):
-            stream = driver.current_stream(device)
-            if self._bytes:
-                memory = torch.empty(self._bytes, dtype=torch.uint8, device=device)
-                first = memory.data_ptr()
-                for space, place in self._places:
-                    addresses[space.name] = first + place
-                    if space.zeroed:
-                        memory[place : place + space.bytes].zero_()
-            if self._counters:
-                _owner, address = _counters(device, stream, self._counters)
-                addresses.update(dict.fromkeys(_COUNTERS, address))
-            for launch in self.launches:
-                launch.run(addresses, numbers, device.index, stream)
+    def run(self, addresses: Addresses, numbers: Mapping[str, float]) -> None:
+        """Launches the pass on torch's current stream. The device of the arrays must be the current one."""
+        stream = driver.current_stream(self._device)
+        if self._allocate:
+            memory = self._allocate()
+            first = memory.data_ptr()
+            for space, place in self._places:
+                addresses[space.name] = first + place
+                if space.zeroed:
+                    memory[place : place + space.bytes].zero_()
+        if self._counters:
+            _owner, address = _counters(self._device, stream, self._counters)
+            addresses.update(dict.fromkeys(_COUNTERS, address))
+        for launch in self.launches:
+            launch.run(addresses, numbers, self._device.index, stream)
 
 
-_counters_by_stream: dict[tuple[torch.device, Hashable], tuple[int, int]] = {}
+_counters_by_stream: dict[tuple[int | None, Hashable], tuple[int, int]] = {}
 
 
 def _counters(device: torch.device, stream: int, count: int) -> tuple[torch.Tensor | None, int]:
@@ -180,7 +194,7 @@ def _counters(device: torch.device, stream: int, count: int) -> tuple[torch.Tens
     if driver.is_capturing():
         owner = torch.zeros(count, dtype=torch.int32, device=device)
         return owner, owner.data_ptr()
-    key = device, driver.identity(stream)
+    key = device.index, driver.identity(stream)
     address, size = _counters_by_stream.get(key, (0, 0))
     if size < count:
         size = max(_MIN_COUNTERS, 1 << (count - 1).bit_length())  # calls of growing sizes allocate a few times only
@@ -190,14 +204,18 @@ def _counters(device: torch.device, stream: int, count: int) -> tuple[torch.Tens
 
 
 def prepare(
-    names: Sequence[str], sizes: Mapping[str, int], arrays: Mapping[str, Rows], captures: Mapping[str, Captured]
+    names: Sequence[str],
+    sizes: Mapping[str, int],
+    arrays: Mapping[str, Rows],
+    captures: Mapping[str, Captured],
+    device: torch.device,
 ) -> Prepared:
     """Returns the launches of the kernels with these names for the sizes of a call and the geometry of its arrays."""
     kernels = [_KERNELS[name] for name in names]
     launches = [kernel.launch(sizes, arrays, captures) for kernel in kernels]
     spaces = [space for kernel in kernels for space in kernel.workspaces(sizes, captures)]
     counters = max(kernel.counters(sizes) for kernel in kernels)
-    return Prepared([each for each in launches if all(each.grid)], spaces, counters)
+    return Prepared([each for each in launches if all(each.grid)], spaces, counters, device)
 
 
 class _Kernel:

@@ -1,7 +1,9 @@
 """Attention as operators of torch, with gradients, and with fake kernels for torch.compile."""
 
 # torch infers the schemas of operators from annotations, which must not be strings: no `from __future__`.
-from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+import functools
+import operator
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch.autograd import forward_ad
 
 from . import driver
 from ._ops import NAMESPACE, add_op_namespace_prefix, ops
-from .launches import Prepared
+from .launches import Addresses, Prepared
 from .specs import SPECS, Spec, has_aligned_rows, spec_of
 
 Tensors = Dict[str, Optional[Tensor]]
@@ -56,8 +58,8 @@ def attention(
     others = (seed, cu_seqlens_q, cu_seqlens_k, seqused_k)
     longest = (max_seqlen_q, max_seqlen_k)
     if _is_plain(q, k, v, *arrays):
-        tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v, *arrays))
-        run = _Attention.apply if tracked else _forward
+        learned = q.requires_grad or k.requires_grad or v.requires_grad or any(each.requires_grad for each in arrays)
+        run = _apply if learned and torch.is_grad_enabled() else _forward
         out, lse = run((chosen.name, numbers, longest), q, k, v, *others, *arrays)
     else:
         out, lse = ops.forward(q, k, v, chosen.name, arrays, numbers, *others, *longest)
@@ -79,7 +81,7 @@ def _check_derivatives(spec: Spec, q: Tensor, k: Tensor, v: Tensor, arrays: Sequ
 
 def _is_plain(*tensors: Tensor) -> bool:
     """Whether nothing intercepts operators on these tensors, so that a call saves the time of torch's dispatcher."""
-    if torch.compiler.is_compiling() or not all(type(tensor) in _PLAIN_TENSORS for tensor in tensors):
+    if torch.compiler.is_compiling() or not _PLAIN_TENSORS.issuperset(map(type, tensors)):
         return False
     return _count_modes() == 0 and _current_transform() is None
 
@@ -93,11 +95,11 @@ _current_transform = getattr(torch._C._functorch, "peek_interpreter_stack", lamb
 class _Call(NamedTuple):
     """The state that calls share if their tensors have the same shapes, strides, dtypes and devices.
 
-    results: (shape, strides, dtype) of each result. zeroed: those that kernels add to, or do not write. prepared: None
-    if there is nothing to compute.
+    allocators: allocate the results. zeroed: those that kernels add to, or do not write. prepared: None if there is
+    nothing to compute.
     """
 
-    results: Sequence[Tuple[Tuple[int, ...], Tuple[int, ...], torch.dtype]]
+    allocators: Sequence[Callable[[], Tensor]]
     zeroed: Sequence[int]
     prepared: Optional[Prepared]
 
@@ -130,42 +132,46 @@ _calls: Dict[Any, _Call] = {}
 _SEED = {"seed_low": 0, "seed_high": 0, "offset": 0}  # the seed is read from memory
 
 
-def _described(tensors: Iterable[Optional[Tensor]]) -> Tuple[Any, ...]:
-    return tuple([t if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors])
-
-
 def _run(part: str, given: _Given) -> List[Tensor]:
     """Runs a pass, "forward" or "backward". Returns its results."""
     spec, rows, others, arrays, numbers, longest = given
-    _check_seed(spec, rows["q"], others["seed"])
-    key = (part, spec.name, longest, _described(rows.values()), _described(others.values()), _described(arrays))
+    if others["seed"] is not None:
+        _check_seed(spec, rows["q"], others["seed"])
+    tensors = (*rows.values(), *others.values(), *arrays)
+    described = [None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors]
+    key = (part, spec.name, longest, *described)
     call = _calls.get(key)
     if call is None:
         if len(_calls) >= _MAX_CALLS:
             _calls.clear()
         call = _calls[key] = (_prepare_forward if part == "forward" else _prepare_backward)(given)
-    device = rows["q"].device
-    results = [
-        torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in call.results
-    ]
-    for position in call.zeroed:
-        results[position].zero_()
-    if call.prepared is None:
-        return results
-    addresses = {name: tensor.data_ptr() for name, tensor in rows.items()}
-    if any(address % 16 for address in addresses.values()):
-        raise ValueError(f"each tensor must begin at a multiple of 16 bytes, and some of {addresses} do not: copy them")
-    addresses.update({name: tensor.data_ptr() for name, tensor in others.items() if tensor is not None})
-    names = ("o", "lse") if part == "forward" else ("dq", "dk", "dv")
-    addresses.update(zip(names, [result.data_ptr() for result in results]))
-    by_name: Mapping[str, float] = _SEED
-    if arrays or numbers:
-        by_name = {**_SEED, **_add_captures(given, results[3:], addresses)}
-    call.prepared.run(addresses, by_name, device)
+    with driver.on(rows["q"].device):
+        results = [allocate() for allocate in call.allocators]
+        for position in call.zeroed:
+            results[position].zero_()
+        if call.prepared is not None:
+            addresses = _addresses(part, given, results)
+            by_name: Mapping[str, float] = _SEED
+            if arrays or numbers:
+                by_name = {**_SEED, **_add_captures(given, results[3:], addresses)}
+            call.prepared.run(addresses, by_name)
     return results
 
 
-def _add_captures(given: _Given, gradients: Sequence[Tensor], addresses: Dict[str, int]) -> Dict[str, float]:
+def _addresses(part: str, given: _Given, results: Sequence[Tensor]) -> Addresses:
+    """Returns the addresses of the tensors of a call, except captured arrays. Raises ValueError for misaligned rows."""
+    addresses = Addresses({name: tensor.data_ptr() for name, tensor in given.rows.items()})
+    if functools.reduce(operator.or_, addresses.values()) % 16:
+        raise ValueError(f"each tensor must begin at a multiple of 16 bytes, and some of {addresses} do not: copy them")
+    for name, tensor in given.others.items():
+        if tensor is not None:
+            addresses[name] = tensor.data_ptr()
+    for name, result in zip(("o", "lse") if part == "forward" else ("dq", "dk", "dv"), results):
+        addresses[name] = result.data_ptr()
+    return addresses
+
+
+def _add_captures(given: _Given, gradients: Sequence[Tensor], addresses: Addresses) -> Dict[str, float]:
     """Adds the addresses of captured arrays and of their gradients, and returns the captured numbers by name."""
     spec = given.spec
     spec.check_numbers(given.arrays, given.numbers)  # which are not in the key of calls
@@ -184,14 +190,19 @@ def _prepare_forward(given: _Given) -> _Call:
     results = _empty_forward(given)
     arrays = {**rows, "o": results[0]}
     prepared = spec.prepare("forward", given.sizes, arrays, given.arrays) if results[1].numel() else None
-    return _Call([(each.shape, each.stride(), each.dtype) for each in results], (), prepared)
+    return _Call(_allocators(results), (), prepared)
+
+
+def _allocators(results: Sequence[Tensor]) -> Sequence[Callable[[], Tensor]]:
+    """Returns functions that allocate tensors like these."""
+    return [driver.allocator(tuple(each.shape), each.stride(), each.dtype, each.device) for each in results]
 
 
 def _prepare_backward(given: _Given) -> _Call:
     spec, rows = given.spec, given.rows
     driver.check_device(rows["q"])
     gradients = _empty_gradients(spec, rows["q"], rows["k"], rows["v"], given.arrays)
-    results = [(each.shape, each.stride(), each.dtype) for each in gradients]
+    results = _allocators(gradients)
     empty = not given.others["lse"].numel()  # type: ignore[union-attr]
     if empty or not (rows["k"].numel() or any(capture.sink for capture in spec.arrays)):
         return _Call(results, range(len(results)), None)
@@ -243,7 +254,8 @@ def backward(
 ) -> List[Tensor]:
     """Returns the gradients of q, k, v, and of each captured array that has one."""
     d_out = d_out if d_out.dtype == q.dtype else d_out.to(q.dtype)
-    d_out = d_out if has_aligned_rows(d_out) and d_out.data_ptr() % 16 == 0 else d_out.contiguous()
+    if not (d_out.is_contiguous() or has_aligned_rows(d_out)) or d_out.data_ptr() % 16:
+        d_out = d_out.contiguous()
     others = {"lse": lse.contiguous(), "d_lse": None if d_lse is None else d_lse.contiguous()}
     others.update(_others(seed, cu_seqlens_q, cu_seqlens_k, seqused_k))
     rows = {"q": q, "k": k, "v": v, "o": out, "d_o": d_out}
@@ -408,3 +420,7 @@ class _Attention(torch.autograd.Function):
         run = ops.backward if torch.is_grad_enabled() else backward
         *gradients, of_arrays = _gradients(ctx, d_out, d_lse, run)
         return (None, *gradients, *[None] * 4, *of_arrays)
+
+
+_apply = super(torch.autograd.Function, _Attention).apply
+"""`_Attention.apply` without what it does for transforms of torch.func, which `attention` leaves to the dispatcher."""

@@ -158,6 +158,8 @@ class Spec:
 
     def split(self, captures: Mapping[str, Any]) -> tuple[list[torch.Tensor], list[float]]:
         """Returns the captured arrays and numbers of a call in order. Raises ValueError for wrong names."""
+        if not captures and not self.arrays and not self.numbers:
+            return [], []
         names = [each.name for each in (*self.arrays, *self.numbers)]
         if set(names) != set(captures):
             raise ValueError(f"captures are {sorted(captures)}, and {self.name} takes {sorted(names)}")
@@ -222,7 +224,7 @@ class Spec:
         for capture, tensor in zip(self.arrays, captured):
             strides = tuple(stride * tensor.element_size() for stride in tensor.stride())
             captures[capture.member] = Captured(tuple(tensor.shape), strides)
-        return prepare(self._kernels_on(device, part), sizes, geometry, captures)
+        return prepare(self._kernels_on(device, part), sizes, geometry, captures, device)
 
     def _kernels_on(self, device: torch.device, part: str) -> tuple[str, ...]:
         """Returns the kernels of a pass for a GPU: those compiled for the most specific target that it runs."""
@@ -260,19 +262,22 @@ def _runs_on(target: str, major: int, minor: int) -> bool:
 SPECS = {facts["name"]: Spec(facts) for facts in json.loads((Path(__file__).parent / "specs.json").read_text("utf-8"))}
 
 
+_SPECS_BY_ROWS: dict[tuple[torch.dtype, int, int, int], list[Spec]] = {}
+for _spec in SPECS.values():
+    _SPECS_BY_ROWS.setdefault((_spec.dtype, len(_spec.axes), _spec.head_dim, _spec.value_dim), []).append(_spec)
+
+
 def spec_of(name: str | None, q: torch.Tensor, v: torch.Tensor) -> Spec:
     """Returns the spec of this name, or the only one that takes such tensors if there is no name."""
-    known = ", ".join(SPECS)
     if name is not None:
         if name not in SPECS:
-            raise ValueError(f"spec={name!r} is not in this package; it has {known}")
+            raise ValueError(f"spec={name!r} is not in this package; it has {', '.join(SPECS)}")
         return SPECS[name]
-    wanted = (q.dtype, q.dim(), q.shape[-1], v.shape[-1])
-    fitting = [spec for spec in SPECS.values() if (spec.dtype, len(spec.axes), spec.head_dim, spec.value_dim) == wanted]
+    fitting = _SPECS_BY_ROWS.get((q.dtype, q.dim(), q.shape[-1], v.shape[-1]), [])
     if len(fitting) != 1:
         which = "none" if not fitting else ", ".join(spec.name for spec in fitting)
         raise ValueError(
             f"q is {q.dtype} {tuple(q.shape)} and v has {v.shape[-1]} columns; the specs that take them: {which}; give "
-            f"spec=NAME of {known}"
+            f"spec=NAME of {', '.join(SPECS)}"
         )
     return fitting[0]

@@ -19,6 +19,7 @@ from flashgen.codegen.mma_sync.forward_plans import ForwardPlan
 from flashgen.codegen.mma_sync.mixed_plans import MixedPlan
 from flashgen.errors import ArgumentError, SpecError, UnsupportedError
 from flashgen.launch.engines import Emulator
+from flashgen.runtime import emulator
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import variants
 from flashgen.verify.check import judged
@@ -294,6 +295,19 @@ def test_bounds_of_lengths(plan: MixedPlan | HopperMixedPlan, most: int) -> None
     expected = reference.attention(CAUSAL, shorter.q, inputs.k, inputs.v, **shorter.captures, **of_first)
     assert np.abs(out[:most] - expected).max() < 2e-3
     assert np.isnan(out[most:70]).all() and np.isnan(lse[:, most:70]).all()
+
+
+@pytest.mark.parametrize(("bound", "launches"), [(fg.MAX_DECODE_QUERIES, 1), (fg.MAX_DECODE_QUERIES + 1, 2)])
+def test_bounds_that_leave_out_the_launch_of_prompts(
+    bound: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = inputs_of(CAUSAL, ((3, 100), (40, 90), (30, 40)), outside=0)
+    compiled = attention.compile(CAUSAL, emulate=True, target="sm_90a")
+    seen = []
+    launch = emulator.launch
+    monkeypatch.setattr(emulator, "launch", lambda *given: (seen.append(given), launch(*given)))
+    call(compiled, inputs, max_seqlen_q=bound)
+    assert len(seen) == launches
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import flashgen
-from benchmarks import host, host_sdpa, host_torch, start, tables
+from benchmarks import host, host_export, host_sdpa, host_torch, start, tables
 from benchmarks.host import (
     ONE_TILE,
     PARTS,
@@ -258,3 +258,13 @@ def test_the_flash_operators_of_torch_are_compared_by_the_medians_of_their_round
     assert len(names) == 40 and len(lines) == 4
     assert lines[0].startswith("forward: ") and "takes 30.0 us, +4.0 beside" in lines[0]
     assert host_sdpa.registry_summary(rows[:4]) == []
+
+
+def test_an_exported_package_is_compared_with_torch() -> None:
+    names = host_export.export_names()
+    timed = {name: "backward" if "caller" in name else "forward" for name in names}
+    rows = [host.HostRow(name, "-", "torch", timed[name], ONE_TILE, 10.0 + at, 9, {}) for at, name in enumerate(names)]
+    lines = host_export.export_summary(rows)
+    assert len(names) == 8 and len(lines) == 4
+    assert lines[0] == "forward: an exported package takes 14.0 us, 1.40 times torch's SDPA"
+    assert host_export.export_summary(rows[:4]) == []

@@ -26,3 +26,18 @@ def qkv() -> list[Any]:
     import torch
 
     return [torch.randn(2, HEADS, LENGTH, DIM, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+
+
+@pytest.fixture
+def memory() -> Any:
+    from in_torch.recorded import Memory
+
+    return Memory()
+
+
+@pytest.fixture
+def launched(memory: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The launches of the test, which are recorded instead of executed."""
+    from in_torch.recorded import record_launches
+
+    return record_launches(memory, monkeypatch)

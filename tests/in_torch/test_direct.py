@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,66 +13,12 @@ import flashgen as fg
 from flashgen.attention.call_pass import Pass
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch import engines
-from flashgen.runtime import arrays, gpu, tensor_maps
+from flashgen.runtime import gpu
 from flashgen.torch import direct
+from in_torch.recorded import Launched, Memory
 
 SHAPE = (2, 4, 96, 64)
 _SCALES = count(1001)
-Launched = list[tuple[Any, ...]]
-
-
-class _Memory:
-    """Memory for results at the addresses of the previous call, so that launches can be compared."""
-
-    def __init__(self) -> None:
-        self._kept: dict[Any, torch.Tensor] = {}
-        self._calls: dict[Any, int] = {}
-
-    def again(self) -> None:
-        self._calls.clear()
-
-    def maker(self, *what: Any) -> Callable[[], torch.Tensor]:
-        def make() -> torch.Tensor:
-            number = self._calls[what] = self._calls.get(what, 0) + 1
-            shape, dtype, _, strides = (*what, None)[:4]
-            strides = strides or arrays.contiguous_strides(shape)
-            made = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype))
-            return self._kept.setdefault((what, number), made)
-
-        return make
-
-
-@pytest.fixture
-def memory() -> _Memory:
-    return _Memory()
-
-
-@pytest.fixture
-def launched(memory: _Memory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
-    """Records what a GPU would be given for CPU tensors: (grid, struct, stream) of each launch."""
-    seen: Launched = []
-
-    def look(tensor: torch.Tensor, _argument: str) -> arrays.View:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return arrays.View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), dtype, None, tensor)
-
-    def launch(_kernel: Any, grid: Any, parameters: Any, stream: int, device: int) -> None:
-        seen.append((grid, bytes(parameters.struct), stream, device))
-
-    library = replace(arrays.TORCH, view=look, maker=memory.maker, stream=lambda _: 7)
-    runtime = SimpleNamespace(getDevice=lambda: 0, streamIsCapturing=lambda _: False)
-    monkeypatch.setattr(gpu, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
-    monkeypatch.setattr(gpu, "clear", lambda *what: seen.append(what))
-    monkeypatch.setattr(gpu, "multiprocessors", lambda _: 132)
-    monkeypatch.setattr(gpu, "card", lambda _: gpu.Card("none", 132))
-    monkeypatch.setattr(engines, "build", lambda *_: SimpleNamespace(cubin=b""))
-    monkeypatch.setattr(engines.GpuRunner, "_loaded", SimpleNamespace(launch=lambda *given: launch(None, *given)))
-    monkeypatch.setattr(engines.Gpu, "counter", lambda *_: 4096)
-    monkeypatch.setattr(tensor_maps, "tensor_map", lambda address, shape: address.to_bytes(8, "little") * 16)
-    monkeypatch.setitem(arrays._BY_TYPE, torch.Tensor, library)
-    monkeypatch.setattr(direct, "_stream", library.stream)
-    yield seen
 
 
 def _tensors(number: int, *shape: int) -> list[torch.Tensor]:
@@ -88,7 +32,7 @@ def _compiled(target: str, sharded: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
-def test_replayed_launches_equal_those_of_the_attention(target: str, launched: Launched, memory: _Memory) -> None:
+def test_replayed_launches_equal_those_of_the_attention(target: str, launched: Launched, memory: Memory) -> None:
     """Byte for byte, forward and backward, with and without the LSE and its gradient."""
     attention, (q, k, v, d_out) = _compiled(target), _tensors(4)
     q = q.transpose(1, 2).contiguous().transpose(1, 2)  # results have the same structure
@@ -117,7 +61,7 @@ def test_replayed_launches_equal_those_of_the_attention(target: str, launched: L
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
-def test_replayed_launches_where_v_is_a_part_of_k(target: str, launched: Launched, memory: _Memory) -> None:
+def test_replayed_launches_where_v_is_a_part_of_k(target: str, launched: Launched, memory: Memory) -> None:
     spec = AttentionSpec(64, "float16", value_dim=32, mask=fg.causal(), scale=1 / next(_SCALES), shared_kv=True)
     attention, (q, kv) = fg.compile(spec, target=target), _tensors(2)
     for with_lse in (False, True):
@@ -189,7 +133,7 @@ def test_one_array_for_both_offsets_is_recognised_by_torch(launched: Launched) -
 
 @pytest.mark.parametrize("used", [False, True], ids=["all keys", "seqused_k"])
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
-def test_replayed_launches_of_packed_sequences(target: str, used: bool, launched: Launched, memory: _Memory) -> None:
+def test_replayed_launches_of_packed_sequences(target: str, used: bool, launched: Launched, memory: Memory) -> None:
     spec = AttentionSpec(64, "float16", layout="thd", mask=fg.causal(), scale=1 / next(_SCALES))
     attention, (q, k, v, d_out) = fg.compile(spec, target=target), _tensors(4, 96, 4, 64)
     at = torch.tensor([0, 40, 96], dtype=torch.int32)
@@ -246,7 +190,7 @@ def test_replayed_launches_of_packed_sequences(target: str, used: bool, launched
 )
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 def test_launches_of_kernels_of_every_kind(
-    options: dict[str, Any], rows_q: Any, rows_k: Any, target: str, launched: Launched, memory: _Memory
+    options: dict[str, Any], rows_q: Any, rows_k: Any, target: str, launched: Launched, memory: Memory
 ) -> None:
     """By position and by name: workspaces, counters, several kernels; work besides launches is done, too."""
     spec = AttentionSpec(64, "float16", scale=1 / next(_SCALES), **options)
@@ -272,7 +216,7 @@ def test_launches_of_kernels_of_every_kind(
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
-def test_launches_into_given_memory_with_numbers(target: str, launched: Launched, memory: _Memory) -> None:
+def test_launches_into_given_memory_with_numbers(target: str, launched: Launched, memory: Memory) -> None:
     """Shards with positions that are numbers, which every call of the same shapes passes anew."""
     attention, (q, k, v, d_out, out, *into) = _compiled(target, sharded=True), _tensors(8)
     lse = torch.zeros(SHAPE[:3])

@@ -90,6 +90,32 @@ def test_packed_sequences() -> None:
         assert_like_torch(run, inputs)
 
 
+def test_repeated_calls_read_their_own_tensors() -> None:
+    """Each of several calls runs four times, in turn and with other tensors: later ones repeat an earlier launch."""
+    at = torch.tensor([0, 100, 300], device="cuda", dtype=torch.int32)
+    dense = functional.scaled_dot_product_attention
+    packed = lambda q, k, v: varlen_attn(q, k, v, at, at, 200, 200, window_size=(-1, 0))
+    kinds: list[tuple[Callable[..., Any], Callable[[], list[Any]]]] = [
+        (dense, lambda: rows(4, 4, 300, 64)),
+        (partial(dense, is_causal=True), lambda: rows(4, 4, 300, 64)),
+        (partial(dense, is_causal=True), lambda: rows(4, 4, 200, 64)),
+        (packed, lambda: [torch.randn_like(x[0].transpose(0, 1)).requires_grad_() for x in rows(4, 4, 300, 64)]),
+    ]
+    calls = [(run, make()) for _ in range(4) for run, make in kinds]
+    wanted = [results(run, inputs) for run, inputs in calls]
+    stream = torch.cuda.Stream()
+    with flashgen_active():
+        got = [results(run, inputs) for run, inputs in calls]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            got += [results(run, inputs) for run, inputs in calls]
+        torch.cuda.synchronize()
+        assert ours.sdpa_calls() == (32, 32, {})
+    for one, other in zip(got, wanted * 2, strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+
+
 def test_refused_calls_run_torchs_own_kernels() -> None:
     run = partial(functional.scaled_dot_product_attention, dropout_p=1e-4)  # less than flashgen's dropout can be
     inputs = rows()

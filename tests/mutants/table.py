@@ -458,6 +458,20 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "repeated calls of torch's flash operators ignore arguments",
+        "flashgen/torch/direct.py",
+        "if each.options == options and each.fits(*tensors):",
+        "if each.fits(*tensors):",
+        ("tests/in_torch/test_flash_repeats.py::test_other_arguments_are_other_calls",),
+    ),
+    Mutant(
+        "repeated calls of torch's flash operators outlive the launch cache",
+        "flashgen/torch/direct.py",
+        "is_stale = each.pass_.generation != each.generation",
+        "is_stale = False",
+        ("tests/in_torch/test_flash_repeats.py::test_a_cleared_launch_cache_forgets_repeated_calls",),
+    ),
+    Mutant(
         "torch's flash operator ignores is_causal",
         "flashgen/torch/flash_operators.py",
         "0 if is_causal else -1 if right is None",

@@ -58,6 +58,11 @@ _MIN_LISTED = 256  # scores of a tile that a warp reads before it votes
 
 PROMPT_QUERIES = ROWS
 """The minimum number of queries of a prompt in a mixed batch: the rows of a warpgroup."""
+MAX_DECODE_QUERIES = PROMPT_QUERIES - 1
+"""The largest `max_seqlen_q` of a mixed batch with which Hopper launches the decode kernel alone.
+
+Servers pass it if no sequence has more queries. Launches depend on this bound, so that one value gives the same
+launches to all of these batches, and to the CUDA graphs that captured one of them."""
 PACKS = (1, 2, 4, 8, 16, 32, 64)  # numbers of packed heads; they divide the rows of a wgmma
 
 # Registers beside scores, probabilities and output, by weight: addresses, row states, and temporaries of scores and

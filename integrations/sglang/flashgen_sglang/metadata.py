@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-_SHORT = 63
-"""Sequences of at most so many queries leave out the launch of Hopper's prefill kernel."""
+from flashgen import MAX_DECODE_QUERIES
 
 
 @dataclass
@@ -84,8 +83,8 @@ class MetadataBuilder:
             step.cu_seqlens_q = torch.zeros(batch.batch_size + 1, dtype=torch.int32, device=self._device)
             torch.cumsum(batch.extend_seq_lens, 0, dtype=torch.int32, out=step.cu_seqlens_q[1:])
             counts = batch.extend_seq_lens_cpu
-            if counts is not None and max(map(int, counts), default=0) <= _SHORT:
-                step.max_seqlen_q = _SHORT
+            if counts is not None and max(map(int, counts), default=0) <= MAX_DECODE_QUERIES:
+                step.max_seqlen_q = MAX_DECODE_QUERIES
         return step
 
 

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from flashgen import MAX_DECODE_QUERIES
 from flashgen_vllm.versions import check_version
 
 check_version()
@@ -14,7 +15,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, Attention
 
 from flashgen_vllm.kv_cache import FLOAT8, pages_of, write
 from flashgen_vllm.launches import launcher
-from flashgen_vllm.metadata import SHORT, FlashgenMetadata, FlashgenMetadataBuilder
+from flashgen_vllm.metadata import FlashgenMetadata, FlashgenMetadataBuilder
 from flashgen_vllm.variants import Variant, name_of, spec_of
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -161,7 +162,7 @@ class FlashgenImpl(AttentionImpl[FlashgenMetadata]):
         else:
             arrays["cu_seqlens_q"] = batch.query_start_loc
             if batch.is_short:
-                arrays["max_seqlen_q"] = SHORT
+                arrays["max_seqlen_q"] = MAX_DECODE_QUERIES
         if batch.ranges is not None:
             arrays["query_starts"] = batch.query_start_loc
             arrays["first_keys"], arrays["last_keys"] = batch.ranges

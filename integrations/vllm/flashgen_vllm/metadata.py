@@ -14,8 +14,8 @@ from vllm.v1.attention.backend import (
     max_decode_query_len,
 )
 
-SHORT = 63
-"""With at most this many queries in each sequence, a call needs only the kernel that splits keys."""
+from flashgen import MAX_DECODE_QUERIES
+
 _NO_RANGE = (2**31 - 1, -1)
 
 
@@ -31,7 +31,7 @@ class FlashgenMetadata(AttentionMetadata):
         slot_mapping: int64 (tokens,), where the key and value of each token are written.
         causal: whether a query attends to keys up to its own position only.
         is_single: whether token i is the only one of request i.
-        is_short: whether no request has more than `SHORT` tokens.
+        is_short: whether no request has more than `flashgen.MAX_DECODE_QUERIES` tokens.
         ranges: for each token, the first and the last key of the range that it attends to in both directions; None if
             the model has no such ranges, or no request has more than one token.
     """
@@ -87,7 +87,7 @@ class FlashgenMetadataBuilder(AttentionMetadataBuilder[FlashgenMetadata]):
             slot_mapping=batch.slot_mapping,
             causal=batch.causal,
             is_single=longest == 1 and batch.num_actual_tokens == batch.num_reqs,
-            is_short=longest <= SHORT,
+            is_short=longest <= MAX_DECODE_QUERIES,
             ranges=ranges if longest > 1 else None,
         )
 

@@ -28,7 +28,6 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, Multipl
 
 from flashgen_vllm.backend import PAGE_SIZES, problem_of_dtypes, supports_capability
 from flashgen_vllm.launches import launcher
-from flashgen_vllm.metadata import SHORT
 from flashgen_vllm.variants import base_mask, name_of
 
 
@@ -158,8 +157,8 @@ class FlashgenMLAImpl(MLACommonImpl[MLACommonMetadata[FlashgenMLADecodeMetadata]
         is_single = decode.max_query_len <= 1 and len(q) == len(decode.seq_lens)
         if not is_single:
             arrays["cu_seqlens_q"] = decode.query_start_loc
-            if decode.max_query_len <= SHORT:
-                arrays["max_seqlen_q"] = SHORT
+            if decode.max_query_len <= fg.MAX_DECODE_QUERIES:
+                arrays["max_seqlen_q"] = fg.MAX_DECODE_QUERIES
         pages = kv_c_and_k_pe_cache[:, :, None]
         rows = (q[:, None], out[:, None]) if is_single else (q, out)
         self._launcher(q, pages, is_single, attn_metadata.causal)(rows[0], pages, None, rows[1], **arrays)
