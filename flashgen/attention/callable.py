@@ -589,7 +589,7 @@ class Attention:
         inputs = {**arrays_of_rows(self.spec, q, k, v), "o": out, "d_o": d_out, "lse": lse, **varlen}
         if d_lse is not None:
             inputs["d_lse"] = d_lse
-        given = _NOTHING if into is None else given_gradients(self.spec, into)
+        given = _NOTHING if into is None else given_gradients(self._gradients, into)
         call = Call(inputs, captured, seed, offset, self._gradients, given, tile_lists, bounds)
         return Gradients.of(self._backward(call))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flashgen.attention.outputs import check_contiguous, check_kind, check_no_overlap, check_writable, result_strides
@@ -86,9 +86,11 @@ def differentiated(spec: AttentionSpec) -> tuple[Capture, ...]:
     return tuple(capture for capture in spec.captures if capture.grad)
 
 
-def given_gradients(spec: AttentionSpec, into: Any) -> dict[str, Any]:
-    """Returns the arrays of the argument `into` by name. Raises ArgumentError if one cannot be written to."""
-    names = [*gradients_of_rows(spec), *(capture.name for capture in differentiated(spec))]
+def given_gradients(names: Sequence[str], into: Any) -> dict[str, Any]:
+    """Returns the arrays of the argument `into` by name. Raises ArgumentError if one cannot be written to.
+
+    names: those of the gradients of a spec, in order.
+    """
     if not isinstance(into, (tuple, list)) or len(into) != len(names):
         found = f"has {len(into)} arrays" if isinstance(into, (tuple, list)) else f"of type {type(into).__name__}"
         wanted = ", ".join(map(gradient_argument, names))

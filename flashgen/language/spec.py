@@ -171,7 +171,7 @@ class AttentionSpec:
         """The order of the axes, and what a call says about its sequences, by `layout`."""
         return BATCH_LAYOUTS[self.layout]
 
-    @property
+    @cached_property  # every call asks
     def is_varlen(self) -> bool:
         """Whether sequences of different lengths are packed along the token dimension, layout "thd"."""
         return self.batch_layout.is_varlen
@@ -285,7 +285,7 @@ class AttentionSpec:
         parts += [f"g{self.grad_element.short_name}"] if self.grad_dtype else []
         return f"{'-'.join(parts)[:MAX_NAME].rstrip('-._')}-{self.digest}"
 
-    @property
+    @cached_property  # every call asks
     def of_cache(self) -> bool:
         """Whether k and v are paged or have 8 bits, so that only kernels for a KV cache can read them."""
         return bool(self.page_size or self.kv_dtype)
