@@ -53,6 +53,13 @@ FULL_WAIT, EMPTY_WAIT = r"mbarrier_wait\(full\(use\), parity\(use\)\);", r"mbarr
 RELEASE = r"if \(lane == 0\) mbarrier_arrive\(empty\(use\)\);"
 VALUES = "shared_address(shared_memory) + kValueOffset"
 SYNC = "__syncthreads();"
+ARRAY_WAIT = r"mbarrier_wait\(storage\.arrays_full\(state\.stage\(\)\), [^;]*;"
+ARRAY_EMPTY_WAIT = r"mbarrier_wait\(storage\.arrays_empty\(state\.stage\(\)\), [^;]*;"
+ARRAY_READ = (
+    rf"({ARRAY_WAIT}\n)(.*?  __syncwarp\(\);   // all lanes have read it\n)"
+    r"(  release\(storage\.arrays_empty\(state\.stage\(\)\)\);\n)"
+)
+OF_ARRAYS = "over-arrival|deadlock|nobody has waited|parity slip|initialised"
 # Reports.
 UNREAD = "nothing has been written to|may still write|over-arrival|nobody has waited"
 NOWHERE = "nothing has been written to|may still write|over-arrival"
@@ -292,6 +299,20 @@ FAULTS = [
         ("keys released early", "hopper",
          r"(await_product<1>\(scores\);\s+)(release\(storage\.keys_empty\(\(state \+ 1\)\.stage\(\)\)\);)",
          r"\2 \1", OVERWRITES),
+    ]),
+    # Tiles of a captured array
+    *caught_by(FORWARD, [WRONG_OR_REPORTED, EARLY_RACE_OR_REPORT], [
+        ("a tile of an array not waited for", "hopper, array", ARRAY_WAIT, "", OF_ARRAYS),
+        ("stage of an array not waited for", "hopper, array", ARRAY_EMPTY_WAIT, "", OF_ARRAYS),
+        ("a tile of an array released early", "hopper, array", ARRAY_READ, r"\1\3\2", OF_ARRAYS),
+        ("work tile of array loads not waited for", "hopper, array",
+         r"mbarrier_wait\(storage\.next_work_full\(\), [^;]*;", "", OF_ARRAYS),
+        ("slot of a work tile of array loads not waited for", "hopper, array",
+         r"mbarrier_wait\(storage\.next_work_empty\(\), [^;]*;(\s+storage\.next_index\(\) = index;\s+mbarrier_arrive[^;]*;"
+         r"\s+const KeyTiles)", r"\1", OF_ARRAYS),
+    ]),
+    *caught_by(FORWARD, [LATE_COPIES, EARLY_RACE_OR_REPORT], [
+        ("copies of an array not waited for", "hopper, array", WAIT, "", "in flight"),
     ]),
     # A stage of values is reloaded too late for a slightly early release to show at random.
     *caught_by(FORWARD, [LATE_ENGINES, EARLY_RACE_OR_REPORT], [
@@ -662,6 +683,12 @@ FAULTS = [
     ]),
     *short_of_shared_memory(BACKWARD, ["two stages", "split in 4, one stage", "queries, split in 2, one stage"]),
     # Hopper's backward
+    *caught_by(HOPPER_BACKWARD, [WRONG_OR_REPORTED, EARLY_RACE_OR_REPORT], [
+        ("a tile of an array not waited for", "array", ARRAY_WAIT, "", OF_ARRAYS),
+        ("stage of an array not waited for", "array", ARRAY_EMPTY_WAIT, "", OF_ARRAYS),
+        ("a tile of an array released early", "array", ARRAY_READ, r"\1\3\2", OF_ARRAYS),
+        ("copies of an array not waited for", "array", WAIT, "", "in flight"),
+    ]),
     *caught_by(HOPPER_BACKWARD, [LATE_OR_RANDOM_ENGINES], [
         ("Q not waited for", "keys",
          r"if \(!has_waited\) mbarrier_wait\(storage\.queries_full\(state\.stage\(\)\), [^;]*;",

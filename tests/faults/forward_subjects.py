@@ -88,6 +88,12 @@ class ForwardSubject:
         return Result(verdict.ok, bool(np.isnan(out.astype(np.float32)).any() or np.isnan(lse).any()))
 
 
+def added_array(head_dim: int) -> fg.AttentionSpec:
+    """Returns a spec whose scores add the elements of a captured array, of which kernels load tiles."""
+    bias = fg.Tensor("bias", "float16", 3)
+    return fg.AttentionSpec(head_dim, score=lambda s, b, h, q, k: s + bias[h, q, k])
+
+
 def forward_subjects() -> dict[str, ForwardSubject]:
     """Returns calls with several tiles, the last ones partial, and, where masked, rows without keys."""
     ragged, rows_without_keys = Shape(70, 100, 1, 2, 1), Shape(70, 50, 1, 2, 1)
@@ -111,6 +117,7 @@ def forward_subjects() -> dict[str, ForwardSubject]:
         "hopper": ForwardSubject(
             fg.AttentionSpec(32, scale=4.0, mask=fg.causal()), Shape(150, 200, 1, 2, 2), stages=2, target="sm_90a"
         ),
+        "hopper, array": ForwardSubject(added_array(32), Shape(150, 192, 3, 2, 2), stages=2, target="sm_90a"),
         # Two draws. A step has three blocks of keys, so that two of a warp's 32 lanes draw nothing.
         "hopper, dropout": ForwardSubject(
             fg.AttentionSpec(16, dropout=0.3), Shape(70, 1990, 2, 1, 1), stages=2, tile_k=96, target="sm_90a"

@@ -15,6 +15,7 @@ from flashgen.runtime.schedule import Schedule
 from flashgen.verify import Shape, gradients_by_name, judged_gradients, random_gradients, random_inputs
 from flashgen.verify.gradients import poisoned_gradients
 from flashgen.verify.variants import learned
+from forward_subjects import added_array
 from planting import Result
 
 # Several tiles of queries and of keys, the last ones partial, and a group of two query heads.
@@ -72,6 +73,7 @@ def hopper_backward_subjects() -> dict[str, HopperBackwardSubject]:
             fg.AttentionSpec(64, mask=fg.causal(), grad_dtype="float32"),
             options={"backward_plan": HopperBackwardPlan(64)},
         ),
+        "array": HopperBackwardSubject(added_array(64), shape=Shape(330, 592, 1, 2, 1)),
         "late": HopperBackwardSubject(fg.AttentionSpec(64, mask=fg.causal())),
         "chunks": HopperBackwardSubject(fg.AttentionSpec(144, value_dim=16, mask=fg.causal())),
         "wide": HopperBackwardSubject(

@@ -69,6 +69,11 @@ class ArrayTile:
         return (self._chunks if self.swizzled else self._chunks | 1) * _CHUNK_BYTES
 
     @property
+    def row_lanes(self) -> int:
+        """Threads that copy a row: as many as copy a cache line, if that divides the chunks."""
+        return next(lanes for lanes in (8, 4, 2, 1) if self._chunks % lanes == 0)
+
+    @property
     def _chunks(self) -> int:
         return self.tile_k * self.bytes // _CHUNK_BYTES
 

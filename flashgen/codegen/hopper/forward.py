@@ -20,6 +20,7 @@ from flashgen.codegen.assembly import (
 )
 from flashgen.codegen.batches import batch_of
 from flashgen.codegen.expressions.function_text import DEVICE_NAMES, FunctionText, Names
+from flashgen.codegen.expressions.row_elements import paired_elements, with_parameters
 from flashgen.codegen.expressions.uniform_text import uniform_text
 from flashgen.codegen.forward_kernel import forward_context, forward_kernel, page_fields
 from flashgen.codegen.header import header
@@ -35,7 +36,7 @@ from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import layout_of
 from flashgen.codegen.varlen import MAP_ROWS
 from flashgen.codegen.visited import visited_keys
-from flashgen.language.operations import HEAD
+from flashgen.language.operations import HEAD, KEY, QUERY
 from flashgen.language.spec import AttentionSpec
 
 _WARPGROUP_ROWS, _WARP_ROWS, _LANE_ROWS = 64, 16, 8  # the last: distance of a lane's rows
@@ -88,8 +89,9 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     bounds = _tile_bounds(longest_first, plan)
     producer_registers, consumer_registers = plan.warpgroup_registers(spec)
     cost, option = tiles.cost(spec), smaller_option(plan, spec, target)
-    elements = {"by_rows": True, "array_stages": plan.array_stages(spec)}
-    context = forward_context(spec, target, plan, layout, "scores[n]", _device_names(plan), bounds, **elements) | {
+    names, stages = _device_names(plan), plan.array_stages(spec)
+    by_rows: dict[str, Any] = {"by_rows": True, "array_stages": stages}
+    context = forward_context(spec, target, plan, layout, "scores[n]", names, bounds, **by_rows) | {
         "header": header(spec, target, plan, _GRID, _METHOD, tiles.title, cost, option),
         "own_tiles": _has_own_tiles(spec, plan),
         "head_panel": plan.head_panel(spec),
@@ -154,8 +156,20 @@ def _split_context(spec: AttentionSpec, plan: HopperPlan) -> dict[str, Any]:
         "passed_stages": plan.passed_stages(spec),
         "values": "keys" if spec.shared_kv else "values",
         "in_parts": split and spec.shared_kv,
-        "softmax_beside_pv": split or spec.score is not None,
+        "softmax_beside_pv": split or not _scores_are_steady(spec, plan),
     }
+
+
+def _scores_are_steady(spec: AttentionSpec, plan: HopperPlan) -> bool:
+    """Whether row maxima of earlier tiles mostly serve later ones, and scores take few instructions.
+
+    That holds without a score function, and if it depends on the positions only by the elements of an array in shared
+    memory.
+    """
+    if spec.score is None or not (plan.array_stages(spec) and (elements := paired_elements(spec))):
+        return spec.score is None
+    (alone,), _ = with_parameters((spec.score.expression,), elements)
+    return not alone.has(QUERY, KEY)
 
 
 def _values(spec: AttentionSpec, plan: HopperPlan, longest_first: bool, sizes: Sizes) -> dict[str, Any]:

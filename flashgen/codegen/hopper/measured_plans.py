@@ -5,8 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal
 
+import sympy
+
 from flashgen.codegen.demand import Demand, Weight, demand_of, is_clipped
 from flashgen.codegen.expressions.row_elements import paired_elements
+from flashgen.codegen.hopper.batch_traits import batch_traits
 from flashgen.codegen.hopper.pages import has_small_pages
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.padding import MAX_UNSPLIT, is_wide, padded, padded_value_dim
@@ -14,15 +17,27 @@ from flashgen.codegen.targets import Target
 from flashgen.language.spec import AttentionSpec
 
 Kind = Literal[
-    "full", "ranges", "scores", "lists", "costly", "dropout", "tables", "clipped", "ids", "batched", "pairs", "arrays"
+    "full",
+    "ranges",
+    "scores",
+    "lists",
+    "costly",
+    "dropout",
+    "tables",
+    "clipped",
+    "ids",
+    "batched",
+    "tiles",
+    "pairs",
+    "arrays",
 ]
 """What needs registers beside scores, probabilities and output, from few to many:
 
 full: nothing. ranges: a mask of few operations. scores: a score function of few operations. lists: a mask with tile
 lists. costly: many operations. dropout: dropout. tables: an array that a score function reads by q - k. clipped: one of
-which most tiles read one element. ids, batched: an array of one axis or of more that a mask reads. pairs: an array of
-16 bits or less whose elements are read in pairs, such as a dense bias. arrays: other arrays that are read for each
-score, or by blocks.
+which most tiles read one element. ids, batched: an array of one axis or of more that a mask reads. tiles: an array of
+which a score function reads tiles in shared memory, such as a dense bias. pairs: one of 16 bits or less whose elements
+are read in pairs. arrays: other arrays that are read for each score, or by blocks.
 """
 
 _PAIRED_BYTES = 2  # of an element, for which the plans of "pairs" were measured
@@ -44,6 +59,7 @@ _MEASURED: dict[Kind, tuple[HopperPlan, ...]] = {
     "clipped": (_Turn(3, 128), _Plan(3, 80),  _Plan(2, 96),  _Plan(2, 64)),
     "ids":     (_Turn(2, 128), _Plan(2, 128), _Plan(2, 64),  _Plan(2, 32)),
     "batched": (_Turn(2, 128), _Turn(2, 96),  _Plan(2, 64),  _Plan(2, 32)),
+    "tiles":   (_Turn(2, 128), _Turn(2, 128), _Plan(2, 48),  _Plan(2, 32)),
     "pairs":   (_Plan(2, 128), _Turn(2, 96),  _Plan(2, 48),  _Plan(2, 32)),
     "arrays":  (_Turn(2, 64),  _Plan(2, 64),  _Plan(2, 64),  _Plan(2, 32)),
 }
@@ -60,6 +76,7 @@ _WITH_PAGES: dict[Kind, tuple[HopperPlan, ...]] = {
 # GPU. With pages of 64 they are 0.97, 1.01, 1.06 and 1.35.
 _WITH_SMALL_PAGES = _WITH_PAGES | {"ranges": (_Plan(3, 128), _Plan(3, 80), _Plan(2, 64), _Turn(2, 64))}
 # fmt: on
+_NARROW, _NARROW_TILES = 32, _Plan(3, 128)  # columns of rows so narrow, and their plan of the kind "tiles"
 _WIDE_TILES = ((64, 2), (64, 1), (48, 2), (48, 1), (32, 2), (32, 1))
 """Keys of a tile and stages for rows of more than 256 columns, in order of preference."""
 _MAX_WIDE_KEYS: dict[Kind, int] = {"costly": 48, "arrays": 32}  # of a tile, without spills; 64 for other kinds
@@ -92,7 +109,10 @@ def choose_hopper_plan(spec: AttentionSpec, target: Target) -> HopperPlan:
     if kind == "tables" and not spec.page_size and is_clipped(spec):
         kind = "clipped"
     if kind == "arrays" and any(element.bytes <= _PAIRED_BYTES for element in paired_elements(spec)):
-        kind = "pairs"
+        kind = "tiles" if _MEASURED["tiles"][column].array_stages(spec) else "pairs"
+    unmasked = spec.mask.expression == sympy.true and batch_traits(spec).spares_registers
+    if kind == "tiles" and widest <= _NARROW and unmasked:
+        return _NARROW_TILES
     over_pages = _WITH_SMALL_PAGES if has_small_pages(spec) else _WITH_PAGES if spec.page_size else {}
     return over_pages.get(kind, _MEASURED[kind])[column]
 
