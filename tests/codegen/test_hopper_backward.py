@@ -209,7 +209,8 @@ def test_which_kernels_a_spec_uses() -> None:
     assert plans(192, value_dim=128) == plans(192, value_dim=128, layout="thd") == plans(160) == [HopperBackwardPlan]
     assert plans(192, True, value_dim=128) == plans(256, True) == [HopperWidePlan, HopperQueriesPlan]
     assert plans(192) == plans(256) == plans(256, score=fg.alibi(8)) == plans(256, layout="thd") == [HopperWidePlan]
-    assert plans(256, mask=fg.document("ids")) == [HopperWidePlan, HopperQueriesPlan]
+    assert plans(256, mask=fg.document("ids")) == [HopperWidePlan]
+    assert plans(256, mask=fg.block_sparse("layout", 32, 32)) == [HopperWidePlan, HopperQueriesPlan]
     assert plans(256, score=fg.softcap(30.0)) == plans(256, True, dropout=0.1) == [HopperWidePlan, HopperQueriesPlan]
 
 

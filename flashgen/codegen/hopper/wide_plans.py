@@ -185,6 +185,6 @@ def choose_hopper_wide_plan(spec: AttentionSpec, target: Target, deterministic: 
     loads = exchanged(spec) == "products" and demand.weight in (Weight.LOADING, Weight.HEAVY)
     if demand.drops or loads:
         return _LIGHT
-    light = demand.weight < Weight.LOADING and not deterministic
-    preferred = (*_WITH_DQ, _DEEP) if light else (_DEEP,)
+    light = demand.weight < Weight.LOADING or (demand.weight == Weight.LOADING and demand.mask_axes == 1)
+    preferred = (*_WITH_DQ, _DEEP) if light and not deterministic else (_DEEP,)
     return next((plan for plan in preferred if plan.problem(spec, target) is None), _DEFAULT)
