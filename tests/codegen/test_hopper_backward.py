@@ -97,7 +97,7 @@ def test_every_variant_compiles_without_spills_or_serialized_products(
 def test_every_dim_compiles_without_spills_or_serialized_products(dim: int, deterministic: bool) -> None:
     for mask in (fg.full(), fg.causal(), *([fg.document("ids")] if deterministic else [])):
         kernels = own_kernels(AttentionSpec(dim, "bfloat16", mask=mask), deterministic)
-        one_kernel = not mask.name.startswith("document") and dim <= (128 if deterministic else 160)
+        one_kernel = not mask.name.startswith("document") and dim <= (128 if deterministic else 256)
         assert list(kernels) == (["dkdv"] if one_kernel else ["dkdv", "dq"])
         for kernel in kernels.values():
             compiled(kernel)
@@ -193,7 +193,7 @@ def assert_tidy_small_and_all_used(kernel: RenderedKernel) -> None:
 
 
 def test_which_kernels_a_spec_uses() -> None:
-    """One kernel where the registers of a warpgroup hold both gradients of 64 keys; otherwise two."""
+    """One kernel where the registers of a warpgroup hold both gradients of 64 keys, or gradients follow from P alone."""
 
     def plans(dim: int, deterministic: bool = False, mask: fg.Mask | None = None, **more: object) -> list[type]:
         spec = AttentionSpec(dim, mask=fg.causal() if mask is None else mask, **more)  # type: ignore[arg-type]
@@ -207,8 +207,10 @@ def test_which_kernels_a_spec_uses() -> None:
     assert plans(128, True, fg.document("ids")) == plans(128, True, layout="thd")
     assert plans(128, True, fg.document("ids")) == [HopperBackwardPlan, HopperQueriesPlan]
     assert plans(192, value_dim=128) == plans(192, value_dim=128, layout="thd") == plans(160) == [HopperBackwardPlan]
-    assert plans(192, True, value_dim=128) == plans(192) == [HopperWidePlan, HopperQueriesPlan]
-    assert plans(256) == plans(256, True) == plans(256, score=fg.alibi(8)) == [HopperWidePlan, HopperQueriesPlan]
+    assert plans(192, True, value_dim=128) == plans(256, True) == [HopperWidePlan, HopperQueriesPlan]
+    assert plans(192) == plans(256) == plans(256, score=fg.alibi(8)) == plans(256, layout="thd") == [HopperWidePlan]
+    assert plans(256, mask=fg.document("ids")) == [HopperWidePlan]
+    assert plans(256, mask=fg.block_sparse("layout", 32, 32)) == [HopperWidePlan, HopperQueriesPlan]
     assert plans(256, score=fg.softcap(30.0)) == plans(256, True, dropout=0.1) == [HopperWidePlan, HopperQueriesPlan]
 
 
@@ -226,6 +228,8 @@ def test_which_kernels_a_spec_uses() -> None:
         (AttentionSpec(192, value_dim=16), replace(IN_CHUNKS, in_turns=True), "add chunks of 96 columns to dQ"),
         (AttentionSpec(256, value_dim=64), IN_CHUNKS, "takes 224 registers"),
         (AttentionSpec(256), HopperWidePlan(80), "registers of a thread|bytes of shared memory"),
+        (AttentionSpec(256), HopperWidePlan(48, with_dq=True), "computes dQ of 64 queries, not of tile_q=48"),
+        (AttentionSpec(256, dropout=0.1), HopperWidePlan(with_dq=True), "with_dq=True has no registers for dropout"),
         (
             AttentionSpec(64),
             BackwardPlan(64, 64, 4),

@@ -310,7 +310,9 @@ def choose_hopper_backward_plan(
     narrow &= demand.weight < Weight.HEAVY and (spec.score is None or batch_traits(spec).spares_registers)
     loads = demand.weight == Weight.HEAVY
     loads |= demand.weight == Weight.LOADING and not demand.mask_axes and (deterministic or _reads_many(spec))
-    preferred: tuple[HopperBackwardPlan, ...] = (_HEAVY,) if loads else (plain, _FULL)
+    preferred: tuple[HopperBackwardPlan, ...] = (plain, _FULL)
+    if loads:
+        preferred = () if _HEAVY.adds_dq(spec) else (_HEAVY,)
     preferred = (_NARROW, *preferred) if narrow and not loads else preferred
     light = demand.weight != Weight.LOADING or demand.mask_axes == 1
     if _HEAVY.adds_dq(spec) and depends_on_p_alone(spec) and light and not loads and not deterministic:
@@ -322,7 +324,7 @@ def choose_hopper_backward_plan(
     crowded = has_slope(spec) and not demand.long_score and plain.registers(spec) > _CROWDED
     if crowded or (spec.sharded and spec.dropout):
         preferred = tuple(replace(plan, finish_apart=True) for plan in preferred)
-    loads_early = demand.weight == Weight.HEAVY and takes_two_steps(spec)
+    loads_early = demand.weight == Weight.HEAVY and takes_two_steps(spec) and not _HEAVY.adds_dq(spec)
     if deterministic and loads_early and spec.max_dim > _NARROW_DIM:  # with semaphores the loaded elements would spill
         preferred, deterministic = (_HEAVY,), False
     plans = [replace(plan, in_turns=True) for plan in preferred] if deterministic else []

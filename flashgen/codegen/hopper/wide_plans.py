@@ -63,11 +63,15 @@ class HopperWidePlan(Checked):
     persistent: ClassVar[bool] = False
     tile_k: ClassVar[int] = 64
     producer_registers: ClassVar[int] = 24
-    dq_registers: ClassVar[int] = 72
+    dq_registers: ClassVar[int] = 64
     part_columns: ClassVar[int] = 128
 
     @property
-    def consumer_registers(self) -> int:
+    def dv_registers(self) -> int:
+        return 216 if self.with_dq else 240
+
+    @property
+    def dk_registers(self) -> int:
         return 208 if self.with_dq else 240
 
     @property
@@ -137,11 +141,13 @@ class HopperWidePlan(Checked):
 
     def summary(self, shared_bytes: int) -> str:
         """Returns the line that the kernel's header has about the plan."""
+        which = f"one warpgroup for dV and one for dK, of {self.dv_registers} registers"
+        if self.with_dq:
+            registers = f"{self.dv_registers}, {self.dk_registers} and {self.dq_registers} registers"
+            which = f"a warpgroup each for dV, dK and dQ, of {registers}"
         return (
-            f"{self.tile_q} queries x {self.tile_k} keys, one warpgroup for dV and one for dK, of "
-            f"{self.consumer_registers} registers, "
-            f"{f'one for dQ, of {self.dq_registers}, ' if self.with_dq else ''}"
-            f"{self.stages} stages of Q and dO, {shared_bytes} bytes of shared memory"
+            f"{self.tile_q} queries x {self.tile_k} keys, {which}, {self.stages} stages of Q and dO, {shared_bytes} bytes "
+            "of shared memory"
         )
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
@@ -165,12 +171,8 @@ class HopperWidePlan(Checked):
 
 
 # The fastest plans measured on an H200 with head dim 256 and 16384 tokens in bfloat16.
-_WITH_DQ, _DEEP, _DEFAULT, _LIGHT = (
-    HopperWidePlan(with_dq=True),
-    HopperWidePlan(48, stages=3),
-    HopperWidePlan(),
-    HopperWidePlan(32, stages=3),
-)
+_WITH_DQ = HopperWidePlan(stages=3, with_dq=True), HopperWidePlan(with_dq=True)
+_DEEP, _DEFAULT, _LIGHT = HopperWidePlan(48, stages=3), HopperWidePlan(), HopperWidePlan(32, stages=3)
 
 
 def choose_hopper_wide_plan(spec: AttentionSpec, target: Target, deterministic: bool) -> HopperWidePlan:
@@ -183,6 +185,6 @@ def choose_hopper_wide_plan(spec: AttentionSpec, target: Target, deterministic: 
     loads = exchanged(spec) == "products" and demand.weight in (Weight.LOADING, Weight.HEAVY)
     if demand.drops or loads:
         return _LIGHT
-    light = demand.weight < Weight.LOADING and not deterministic
-    preferred = (_WITH_DQ, _DEEP) if light else (_DEEP,)
+    light = demand.weight < Weight.LOADING or (demand.weight == Weight.LOADING and demand.mask_axes == 1)
+    preferred = (*_WITH_DQ, _DEEP) if light and not deterministic else (_DEEP,)
     return next((plan for plan in preferred if plan.problem(spec, target) is None), _DEFAULT)
