@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 from vllm import _custom_ops
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 import flashgen_vllm
 
@@ -55,9 +57,7 @@ def timed(name: str, queries: list[int], keys: list[int]) -> tuple[float, float,
     """Returns times in microseconds: of the metadata, an update and an attention on the host, a layer on the GPU."""
     device, backend = torch.device("cuda"), AttentionBackendEnum[name].get_class()
     common = batch_of(queries, keys, device)
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS_KV, head_size=DIM, dtype=torch.bfloat16)
-    builder = backend.get_builder_cls()(spec, ["layer"], configuration(len(queries)), device)
-    impl = backend.get_impl_cls()(HEADS, DIM, DIM**-0.5, HEADS_KV, None, None, "auto")
+    impl, builder = made(backend, len(queries), device)
     one = torch.ones((), device=device)
     layer: Any = SimpleNamespace(_q_scale=one, _k_scale=one, _v_scale=one)
     tokens = common.num_actual_tokens
@@ -84,6 +84,29 @@ def timed(name: str, queries: list[int], keys: list[int]) -> tuple[float, float,
         step()
     build = host_time(lambda: builder.build(0, common))
     return build, host_time(update) / LAYERS, host_time(attend) / LAYERS, gpu_time(step) / LAYERS
+
+
+def made(backend: Any, requests: int, device: torch.device) -> tuple[Any, Any]:
+    """Returns the attention of a layer, and the builder of metadata, as an engine makes them."""
+    config = configuration(requests)
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS_KV, head_size=DIM, dtype=torch.bfloat16)
+    with set_current_vllm_config(config):
+        impl = backend.get_impl_cls()(HEADS, DIM, DIM**-0.5, HEADS_KV, None, None, "auto")
+        config.compilation_config.static_forward_context["layer"] = Layer(impl)
+        return impl, backend.get_builder_cls()(spec, ["layer"], config, device)
+
+
+class Layer(AttentionLayerBase):
+    """What builders read of a layer."""
+
+    def __init__(self, impl: Any) -> None:
+        self.impl = impl
+
+    def get_attn_backend(self) -> Any:
+        raise NotImplementedError
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        raise NotImplementedError
 
 
 def batch_of(queries: list[int], keys: list[int], device: torch.device) -> CommonAttentionMetadata:
@@ -113,6 +136,8 @@ def batch_of(queries: list[int], keys: list[int], device: torch.device) -> Commo
 def configuration(requests: int) -> Any:
     """Returns the parts of vLLM's configuration that builders of backends read."""
     model = SimpleNamespace(
+        dtype=torch.bfloat16,
+        max_model_len=8192,
         is_mm_prefix_lm=False,
         rswa_window=None,
         get_num_attention_heads=lambda parallel: HEADS,
@@ -122,8 +147,12 @@ def configuration(requests: int) -> Any:
     return SimpleNamespace(
         model_config=model,
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, cp_kv_cache_interleave_size=1),
-        attention_config=SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=32),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        attention_config=SimpleNamespace(
+            flash_attn_max_num_splits_for_cuda_graph=32,
+            use_trtllm_attention=None,
+            disable_flashinfer_q_quantization=False,
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto", get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC),
         kernel_config=SimpleNamespace(enable_jit_warmup=False),
         scheduler_config=SimpleNamespace(max_num_seqs=max(requests, 256), max_num_batched_tokens=8192),
         compilation_config=SimpleNamespace(
@@ -133,6 +162,7 @@ def configuration(requests: int) -> Any:
             max_cudagraph_capture_size=256,
         ),
         speculative_config=None,
+        num_speculative_tokens=0,
     )
 
 

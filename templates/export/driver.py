@@ -32,7 +32,7 @@ def library() -> Any:
             found = ctypes.CDLL(name)
         except OSError:
             continue
-        found.cuLaunchKernel.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+        found.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
         return found
     raise RuntimeError("these kernels need an NVIDIA GPU and its driver, and the driver library libcuda was not found")
 
@@ -156,14 +156,30 @@ def allocate_zeros(count: int, device: torch.device, stream: int) -> int:
     return address.value
 
 
-class Parameters:
-    """The memory that the driver reads the argument struct of a launch from. Used by one launch at a time."""
+class _Configuration(ctypes.Structure):
+    """CUlaunchConfig: the numbers of blocks and of threads along x, y and z, shared memory, stream and attributes."""
 
-    def __init__(self, struct: bytes) -> None:
+    _fields_ = [
+        *((f"{what}_{axis}", ctypes.c_uint) for what in ("blocks", "threads") for axis in "xyz"),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    ]
+
+
+class Parameters:
+    """The memory that the driver reads a launch from: its argument struct and its configuration. Used by one launch at
+    a time.
+    """
+
+    def __init__(self, struct: bytes, grid: Sequence[int], threads: int, shared_bytes: int) -> None:
         memory = ctypes.create_string_buffer(struct, len(struct))
         self.struct = memoryview(memory).cast("B")
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
         self.address = ctypes.addressof(self._pointers)
+        self.configuration = _Configuration(*grid, threads, 1, 1, shared_bytes)
+        self.configuration_address = ctypes.addressof(self.configuration)
 
 
 class Function:
@@ -175,14 +191,18 @@ class Function:
         self._handles: dict[int, int] = {}
         self._loading = threading.Lock()
 
-    def launch(self, grid: Sequence[int], parameters: Parameters, index: int, stream: int) -> None:
-        """Launches a grid of blocks on the current device. The driver copies the parameters before this returns."""
+    def parameters(self, struct: bytes, grid: Sequence[int]) -> Parameters:
+        """Returns new memory for launches of a grid of blocks with an argument struct like this."""
+        return Parameters(struct, grid, self._threads, self._shared_bytes)
+
+    def launch(self, parameters: Parameters, index: int, stream: int) -> None:
+        """Launches on the current device. The driver copies the parameters before this returns."""
         _make_current(index)
         handle = self._handles.get(index) or self._load(index)
-        launch = library().cuLaunchKernel
-        status = launch(handle, *grid, self._threads, 1, 1, self._shared_bytes, stream, parameters.address, None)
+        parameters.configuration.stream = stream
+        status = library().cuLaunchKernelEx(parameters.configuration_address, handle, parameters.address, None)
         if status:
-            _check("cuLaunchKernel", status)
+            _check("cuLaunchKernelEx", status)
 
     def _load(self, index: int) -> int:
         with self._loading:

@@ -30,13 +30,6 @@ _ALIGNMENT = 256  # bytes: that of each workspace in the memory of a call
 _MAX_MAPS = 256  # sets of maps that a launch keeps: a training step uses other addresses in each layer
 
 
-class Addresses(dict[str, int]):
-    """The addresses of the arrays of a call, by the names in the argument structs; missing ones are null."""
-
-    def __missing__(self, name: str) -> int:
-        return 0
-
-
 class Rows(NamedTuple):
     """The geometry of an array of rows: its rows and heads, and its strides (batch, head, row) in elements."""
 
@@ -95,19 +88,22 @@ class Launch:
         self.grid = grid
         self._function, self._template, self._maps, self._numbers = function, template, maps, numbers
         self.pointers = [name for _, name in pointers]
-        self._pointers_in = _getter(self.pointers)
-        self._mapped_in = _getter([each.array for each in maps])
         self._first_pointer = pointers[0][0]  # the others follow it
         self._pack_pointers = struct.Struct(f"<{len(pointers)}Q").pack_into
         self._encoded: dict[tuple[int, ...], Sequence[tuple[int, bytes]]] = {}
         self._idle: list[driver.Parameters] = []  # one for each thread that launched at the same time
 
-    def run(self, addresses: Addresses, numbers: Mapping[str, float], index: int, stream: int) -> None:
-        """Launches on a stream of the current device, which has this index."""
+    def bind(self, positions: Mapping[str, int]) -> None:
+        """Sets where `run` finds the addresses of arrays; those without a position are null."""
+        self._pointers_in = _getter([positions.get(name, 0) for name in self.pointers])
+        self._mapped_in = _getter([positions[each.array] for each in self._maps])
+
+    def run(self, addresses: Sequence[int], numbers: Mapping[str, float], index: int, stream: int) -> None:
+        """Launches on a stream of the current device, which has this index. The first address is null."""
         try:
             parameters = self._idle.pop()
         except IndexError:
-            parameters = driver.Parameters(self._template)
+            parameters = self._function.parameters(self._template, self.grid)
         buffer = parameters.struct
         self._pack_pointers(buffer, self._first_pointer, *self._pointers_in(addresses))
         for offset, form, name in self._numbers:
@@ -115,10 +111,10 @@ class Launch:
         if self._maps:
             for offset, encoded in self._encode(addresses):
                 buffer[offset : offset + driver.MAP_BYTES] = encoded
-        self._function.launch(self.grid, parameters, index, stream)
+        self._function.launch(parameters, index, stream)
         self._idle.append(parameters)
 
-    def _encode(self, addresses: Addresses) -> Sequence[tuple[int, bytes]]:
+    def _encode(self, addresses: Sequence[int]) -> Sequence[tuple[int, bytes]]:
         """Returns the tensor maps of arrays at these addresses, with their places in the argument struct."""
         key = self._mapped_in(addresses)
         found = self._encoded.get(key)
@@ -129,9 +125,11 @@ class Launch:
         return found
 
 
-def _getter(names: Sequence[str]) -> Callable[[Addresses], tuple[int, ...]]:
-    """Returns a function that gets the addresses of arrays with these names."""
-    return operator.itemgetter(*names) if len(names) > 1 else lambda addresses: tuple(addresses[n] for n in names)
+def _getter(positions: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...]]:
+    """Returns a function that gets the addresses at these positions."""
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)
+    return lambda addresses: tuple([addresses[position] for position in positions])
 
 
 class Workspace(NamedTuple):
@@ -155,31 +153,43 @@ class Prepared:
     """
 
     def __init__(
-        self, launches: Sequence[Launch], workspaces: Sequence[Workspace], counters: int, device: torch.device
+        self,
+        launches: Sequence[Launch],
+        workspaces: Sequence[Workspace],
+        counters: int,
+        device: torch.device,
+        names: Sequence[str],
     ) -> None:
+        """names: those of the arrays with the addresses that `run` takes, in order."""
         self.launches, self.workspaces, self._counters = launches, workspaces, counters
         self.pointers = frozenset(name for launch in launches for name in launch.pointers)
         self._device, self._places, size = device, [], 0
         for space in workspaces:
-            self._places.append((space, size))
+            self._places.append(size)
             size += -(-space.bytes // _ALIGNMENT) * _ALIGNMENT
+        ordered = ["", *names, *(space.name for space in workspaces)]
+        positions = {name: position for position, name in enumerate(ordered)}
+        positions.update(dict.fromkeys(_COUNTERS, len(ordered) if counters else 0))
+        for launch in launches:
+            launch.bind(positions)
+        self._zeroed = [(place, place + each.bytes) for place, each in zip(self._places, workspaces) if each.zeroed]
         self._allocate = driver.allocator((size,), (1,), torch.uint8, device) if size else None
 
-    def run(self, addresses: Addresses, numbers: Mapping[str, float]) -> None:
+    def run(self, addresses: Sequence[int], numbers: Mapping[str, float]) -> None:
         """Launches the pass on torch's current stream. The device of the arrays must be the current one."""
+        operands = [0, *addresses]
         stream = driver.current_stream(self._device)
         if self._allocate:
             memory = self._allocate()
             first = memory.data_ptr()
-            for space, place in self._places:
-                addresses[space.name] = first + place
-                if space.zeroed:
-                    memory[place : place + space.bytes].zero_()
+            operands += [first + place for place in self._places]
+            for begin, end in self._zeroed:
+                memory[begin:end].zero_()
         if self._counters:
             _owner, address = _counters(self._device, stream, self._counters)
-            addresses.update(dict.fromkeys(_COUNTERS, address))
+            operands.append(address)
         for launch in self.launches:
-            launch.run(addresses, numbers, self._device.index, stream)
+            launch.run(operands, numbers, self._device.index, stream)
 
 
 _counters_by_stream: dict[tuple[int | None, Hashable], tuple[int, int]] = {}
@@ -209,13 +219,17 @@ def prepare(
     arrays: Mapping[str, Rows],
     captures: Mapping[str, Captured],
     device: torch.device,
+    order: Sequence[str],
 ) -> Prepared:
-    """Returns the launches of the kernels with these names for the sizes of a call and the geometry of its arrays."""
+    """Returns the launches of the kernels with these names for the sizes of a call and the geometry of its arrays.
+
+    order: the names of all arrays of a call, in the order of their addresses in `Prepared.run`.
+    """
     kernels = [_KERNELS[name] for name in names]
     launches = [kernel.launch(sizes, arrays, captures) for kernel in kernels]
     spaces = [space for kernel in kernels for space in kernel.workspaces(sizes, captures)]
     counters = max(kernel.counters(sizes) for kernel in kernels)
-    return Prepared([each for each in launches if all(each.grid)], spaces, counters, device)
+    return Prepared([each for each in launches if all(each.grid)], spaces, counters, device, order)
 
 
 class _Kernel:

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from . import driver
 from ._ops import NAMESPACE, add_op_namespace_prefix, ops
-from .launches import Addresses, Prepared
+from .launches import Prepared
 from .specs import SPECS, Spec, has_aligned_rows, spec_of
 
 Tensors = Dict[str, Optional[Tensor]]
@@ -57,12 +57,15 @@ def attention(
     _check_derivatives(chosen, q, k, v, arrays)
     others = (seed, cu_seqlens_q, cu_seqlens_k, seqused_k)
     longest = (max_seqlen_q, max_seqlen_k)
-    if _is_plain(q, k, v, *arrays):
-        learned = q.requires_grad or k.requires_grad or v.requires_grad or any(each.requires_grad for each in arrays)
-        run = _apply if learned and torch.is_grad_enabled() else _forward
-        out, lse = run((chosen.name, numbers, longest), q, k, v, *others, *arrays)
-    else:
+    if not _is_plain(q, k, v, *arrays):
         out, lse = ops.forward(q, k, v, chosen.name, arrays, numbers, *others, *longest)
+        return (out, lse) if return_lse else out
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or any(each.requires_grad for each in arrays)
+    ):
+        options = (chosen.name, numbers, longest)
+        return (_apply_with_lse if return_lse else _apply)(options, q, k, v, *others, *arrays)
+    out, lse = _run(_FORWARD, chosen, (q, k, v, *others), arrays, numbers, longest)
     return (out, lse) if return_lse else out
 
 
@@ -105,17 +108,16 @@ class _Call(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """The arguments of a pass.
+    """The arguments of a call for which nothing is prepared yet.
 
     rows: the tensors of rows, by their names in argument structs; of the forward q, k and v. others: the other tensors.
-    arrays, numbers: the captured arrays and numbers of the spec. longest: bounds of the lengths of packed sequences.
+    arrays: the captured arrays. longest: bounds of the lengths of packed sequences.
     """
 
     spec: Spec
     rows: Dict[str, Tensor]
     others: Tensors
     arrays: Sequence[Tensor]
-    numbers: Sequence[float]
     longest: Tuple[Optional[int], Optional[int]]
 
     @property
@@ -126,70 +128,88 @@ class _Given(NamedTuple):
         return self.spec.sizes(self.rows["q"], self.rows["k"], batch, self.longest)
 
 
+class _Pass(NamedTuple):
+    """The names of the tensors of a pass in argument structs, in order; those of captured arrays follow."""
+
+    name: str
+    rows: Tuple[str, ...]
+    others: Tuple[str, ...]
+    results: Tuple[str, ...]
+
+    def order(self, spec: Spec) -> List[str]:
+        """Returns the names of all addresses of a call in order."""
+        members = [capture.member for capture in spec.arrays]
+        learned = [name for each in spec.arrays if each.grad for name in (f"d_{each.member}", _gradient_of(each.name))]
+        return [*self.rows, *self.others, *members, *self.results, *(learned if self is _BACKWARD else [])]
+
+    def given(self, spec: Spec, tensors: Sequence[Any], arrays: Sequence[Tensor], longest: Any) -> _Given:
+        """Returns the arguments of a call by their names."""
+        rows, others = tensors[: len(self.rows)], tensors[len(self.rows) :]
+        return _Given(spec, dict(zip(self.rows, rows)), dict(zip(self.others, others)), arrays, longest)
+
+
+def _gradient_of(capture: str) -> str:
+    return f"gradient of {capture}"
+
+
+_SEQUENCES = ("seed", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+_FORWARD = _Pass("forward", ("q", "k", "v"), _SEQUENCES, ("o", "lse"))
+_BACKWARD = _Pass("backward", ("q", "k", "v", "o", "d_o"), (*_SEQUENCES, "lse", "d_lse"), ("dq", "dk", "dv"))
 _MAX_OFFSETS = 65536
 _MAX_CALLS = 1024  # in decoding, every call has a new length
 _calls: Dict[Any, _Call] = {}
 _SEED = {"seed_low": 0, "seed_high": 0, "offset": 0}  # the seed is read from memory
 
 
-def _run(part: str, given: _Given) -> List[Tensor]:
-    """Runs a pass, "forward" or "backward". Returns its results."""
-    spec, rows, others, arrays, numbers, longest = given
-    if others["seed"] is not None:
-        _check_seed(spec, rows["q"], others["seed"])
-    tensors = (*rows.values(), *others.values(), *arrays)
+def _run(
+    part: _Pass,
+    spec: Spec,
+    tensors: Tuple[Any, ...],
+    arrays: Sequence[Tensor],
+    numbers: Sequence[float],
+    longest: Tuple[Optional[int], Optional[int]],
+) -> List[Tensor]:
+    """Runs a pass, and returns its results. tensors: in the order of the pass, None for those that are absent."""
+    seed = tensors[len(part.rows)]
+    if seed is not None:
+        _check_seed(spec, tensors[0], seed)
+    tensors = (*tensors, *arrays)
     described = [None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors]
-    key = (part, spec.name, longest, *described)
+    key = (part.name, spec.name, longest, *described)
     call = _calls.get(key)
     if call is None:
         if len(_calls) >= _MAX_CALLS:
             _calls.clear()
-        call = _calls[key] = (_prepare_forward if part == "forward" else _prepare_backward)(given)
-    with driver.on(rows["q"].device):
+        given = part.given(spec, tensors, arrays, longest)
+        call = _calls[key] = (_prepare_forward if part is _FORWARD else _prepare_backward)(given)
+    with driver.on(tensors[0].device):
         results = [allocate() for allocate in call.allocators]
         for position in call.zeroed:
             results[position].zero_()
         if call.prepared is not None:
-            addresses = _addresses(part, given, results)
-            by_name: Mapping[str, float] = _SEED
-            if arrays or numbers:
-                by_name = {**_SEED, **_add_captures(given, results[3:], addresses)}
-            call.prepared.run(addresses, by_name)
+            addresses = [0 if t is None else t.data_ptr() for t in tensors]
+            if functools.reduce(operator.or_, addresses[: len(part.rows)]) % 16:
+                raise ValueError(f"each of {part.rows} must begin at a multiple of 16 bytes: copy those that do not")
+            addresses += [result.data_ptr() for result in results[: len(part.results)]]
+            for gradient in results[len(part.results) :]:
+                addresses += [gradient.data_ptr()] * 2  # which has two names
+            call.prepared.run(addresses, _numbers(spec, arrays, numbers) if arrays or numbers else _SEED)
     return results
 
 
-def _addresses(part: str, given: _Given, results: Sequence[Tensor]) -> Addresses:
-    """Returns the addresses of the tensors of a call, except captured arrays. Raises ValueError for misaligned rows."""
-    addresses = Addresses({name: tensor.data_ptr() for name, tensor in given.rows.items()})
-    if functools.reduce(operator.or_, addresses.values()) % 16:
-        raise ValueError(f"each tensor must begin at a multiple of 16 bytes, and some of {addresses} do not: copy them")
-    for name, tensor in given.others.items():
-        if tensor is not None:
-            addresses[name] = tensor.data_ptr()
-    for name, result in zip(("o", "lse") if part == "forward" else ("dq", "dk", "dv"), results):
-        addresses[name] = result.data_ptr()
-    return addresses
-
-
-def _add_captures(given: _Given, gradients: Sequence[Tensor], addresses: Addresses) -> Dict[str, float]:
-    """Adds the addresses of captured arrays and of their gradients, and returns the captured numbers by name."""
-    spec = given.spec
-    spec.check_numbers(given.arrays, given.numbers)  # which are not in the key of calls
-    for capture, array in zip(spec.arrays, given.arrays):
-        addresses[capture.member] = array.data_ptr()
-    for capture, gradient in zip((each for each in spec.arrays if each.grad), gradients):
-        addresses[f"d_{capture.member}"] = addresses[f"gradient of {capture.name}"] = gradient.data_ptr()
-    return {
-        each.member: int(number) if each.is_integer else number for each, number in zip(spec.numbers, given.numbers)
-    }
+def _numbers(spec: Spec, arrays: Sequence[Tensor], numbers: Sequence[float]) -> Dict[str, float]:
+    """Returns the captured numbers of a call by name, after a check: they are not in the key of calls."""
+    spec.check_numbers(arrays, numbers)
+    by_name = {each.member: int(number) if each.is_integer else number for each, number in zip(spec.numbers, numbers)}
+    return {**_SEED, **by_name}
 
 
 def _prepare_forward(given: _Given) -> _Call:
     spec, rows = given.spec, given.rows
     driver.check_device(rows["q"])
     results = _empty_forward(given)
-    arrays = {**rows, "o": results[0]}
-    prepared = spec.prepare("forward", given.sizes, arrays, given.arrays) if results[1].numel() else None
+    arrays, order = {**rows, "o": results[0]}, _FORWARD.order(spec)
+    prepared = spec.prepare("forward", given.sizes, arrays, given.arrays, order) if results[1].numel() else None
     return _Call(_allocators(results), (), prepared)
 
 
@@ -207,9 +227,9 @@ def _prepare_backward(given: _Given) -> _Call:
     if empty or not (rows["k"].numel() or any(capture.sink for capture in spec.arrays)):
         return _Call(results, range(len(results)), None)
     own = dict(zip(("dq", "dk", "dv"), gradients))
-    prepared = spec.prepare("backward", given.sizes, {**rows, **own}, given.arrays)
+    prepared = spec.prepare("backward", given.sizes, {**rows, **own}, given.arrays, _BACKWARD.order(spec))
     learned = [capture for capture in spec.arrays if capture.grad]
-    zeroed = [3 + n for n, capture in enumerate(learned) if f"gradient of {capture.name}" not in prepared.pointers]
+    zeroed = [3 + n for n, capture in enumerate(learned) if _gradient_of(capture.name) not in prepared.pointers]
     return _Call(results, zeroed, prepared)
 
 
@@ -228,9 +248,8 @@ def forward(
     max_seqlen_k: Optional[int],
 ) -> Tuple[Tensor, Tensor]:
     """Returns the output and the LSE."""
-    others = _others(seed, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    longest = (max_seqlen_q, max_seqlen_k)
-    out, lse = _run("forward", _Given(SPECS[spec], {"q": q, "k": k, "v": v}, others, arrays, numbers, longest))
+    tensors = (q, k, v, seed, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    out, lse = _run(_FORWARD, SPECS[spec], tensors, arrays, numbers, (max_seqlen_q, max_seqlen_k))
     return out, lse
 
 
@@ -256,20 +275,9 @@ def backward(
     d_out = d_out if d_out.dtype == q.dtype else d_out.to(q.dtype)
     if not (d_out.is_contiguous() or has_aligned_rows(d_out)) or d_out.data_ptr() % 16:
         d_out = d_out.contiguous()
-    others = {"lse": lse.contiguous(), "d_lse": None if d_lse is None else d_lse.contiguous()}
-    others.update(_others(seed, cu_seqlens_q, cu_seqlens_k, seqused_k))
-    rows = {"q": q, "k": k, "v": v, "o": out, "d_o": d_out}
-    return _run("backward", _Given(SPECS[spec], rows, others, arrays, numbers, (max_seqlen_q, max_seqlen_k)))
-
-
-def _others(
-    seed: Optional[Tensor],
-    cu_seqlens_q: Optional[Tensor],
-    cu_seqlens_k: Optional[Tensor],
-    seqused_k: Optional[Tensor],
-) -> Tensors:
-    """Returns tensors that are not of rows, by their names in argument structs."""
-    return {"seed": seed, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
+    tensors = (q, k, v, out, d_out, seed, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    tensors += (lse.contiguous(), None if d_lse is None else d_lse.contiguous())
+    return _run(_BACKWARD, SPECS[spec], tensors, arrays, numbers, (max_seqlen_q, max_seqlen_k))
 
 
 def _check_sequences(spec: Spec, q: Tensor, others: Tensors) -> None:
@@ -336,9 +344,8 @@ def _fake_forward(
     q: Any, k: Any, v: Any, spec: Any, arrays: Any, numbers: Any, seed: Any, cu_seqlens_q: Any, cu_seqlens_k: Any,
     seqused_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
 ) -> Any:  # fmt: skip
-    others = _others(seed, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    rows = {"q": q, "k": k, "v": v}
-    return _empty_forward(_Given(SPECS[spec], rows, others, arrays, numbers, (max_seqlen_q, max_seqlen_k)))
+    tensors = (q, k, v, seed, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    return _empty_forward(_FORWARD.given(SPECS[spec], tensors, arrays, (max_seqlen_q, max_seqlen_k)))
 
 
 def _fake_backward(
@@ -400,27 +407,37 @@ if not hasattr(ops, "forward"):  # a copy of this package, imported under anothe
     LIBRARY = _register()  # registrations live as long as this object
 
 
-def _forward(options: Any, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Any:
-    """Runs the forward. options: the spec, its numbers and the bounds. tensors: the seed, offsets and arrays."""
-    spec, numbers, longest = options
-    return forward(q, k, v, spec, list(tensors[4:]), numbers, *tensors[:4], *longest)
-
-
 class _Attention(torch.autograd.Function):
-    """The operators with their gradients, without torch's dispatcher."""
+    """The operators with their gradients, without torch's dispatcher. Its result is the output."""
 
     @staticmethod
-    def forward(ctx: Any, options: Any, q: Any, k: Any, v: Any, *tensors: Any) -> Any:
-        output = _forward(options, q, k, v, *tensors)
-        _save(ctx, options, (q, k, v, *tensors), output)
-        return output
+    def forward(ctx: Any, options: Any, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Any:
+        """options: the spec, its numbers and the bounds. tensors: the seed, offsets and captured arrays."""
+        return _run_and_save(ctx, options, q, k, v, *tensors)[0]
 
     @staticmethod
-    def backward(ctx: Any, d_out: Optional[Tensor], d_lse: Optional[Tensor]) -> Any:
+    def backward(ctx: Any, d_out: Optional[Tensor], d_lse: Optional[Tensor] = None) -> Any:
         run = ops.backward if torch.is_grad_enabled() else backward
         *gradients, of_arrays = _gradients(ctx, d_out, d_lse, run)
-        return (None, *gradients, *[None] * 4, *of_arrays)
+        return (None, *gradients, *[None] * len(_SEQUENCES), *of_arrays)
 
 
+class _AttentionWithLse(_Attention):
+    """`_Attention` with the LSE as a second result."""
+
+    @staticmethod
+    def forward(ctx: Any, options: Any, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Any:
+        return _run_and_save(ctx, options, q, k, v, *tensors)
+
+
+def _run_and_save(ctx: Any, options: Any, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tuple[Tensor, Tensor]:
+    spec, numbers, longest = options
+    others, arrays = tensors[: len(_SEQUENCES)], tensors[len(_SEQUENCES) :]
+    out, lse = _run(_FORWARD, SPECS[spec], (q, k, v, *others), arrays, numbers, longest)
+    _save(ctx, options, (q, k, v, *tensors), (out, lse))
+    return out, lse
+
+
+# `apply` without what it does for transforms of torch.func, which `attention` leaves to the dispatcher.
 _apply = super(torch.autograd.Function, _Attention).apply
-"""`_Attention.apply` without what it does for transforms of torch.func, which `attention` leaves to the dispatcher."""
+_apply_with_lse = super(torch.autograd.Function, _AttentionWithLse).apply

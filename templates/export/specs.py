@@ -212,10 +212,11 @@ class Spec:
         sizes: Mapping[str, int],
         arrays: Mapping[str, torch.Tensor],
         captured: Sequence[torch.Tensor],
+        order: Sequence[str],
     ) -> Prepared:
         """Returns the launches of a pass ("forward" or "backward") on the device of q.
 
-        arrays: the tensors of rows, by name. captured: the captured arrays.
+        arrays: the tensors of rows, by name. captured: the captured arrays. order: as `launches.prepare` takes it.
         """
         device = arrays["q"].device
         sizes = {**sizes, "multiprocessors": driver.multiprocessors(device)}
@@ -224,7 +225,7 @@ class Spec:
         for capture, tensor in zip(self.arrays, captured):
             strides = tuple(stride * tensor.element_size() for stride in tensor.stride())
             captures[capture.member] = Captured(tuple(tensor.shape), strides)
-        return prepare(self._kernels_on(device, part), sizes, geometry, captures, device)
+        return prepare(self._kernels_on(device, part), sizes, geometry, captures, device, order)
 
     def _kernels_on(self, device: torch.device, part: str) -> tuple[str, ...]:
         """Returns the kernels of a pass for a GPU: those compiled for the most specific target that it runs."""

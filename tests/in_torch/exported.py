@@ -9,6 +9,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from struct import unpack
 from types import ModuleType
 from typing import Any
 
@@ -149,9 +150,9 @@ class Driver:
         ctypes.memmove(out.value, bytes(encoded), len(encoded))
         return 0
 
-    def cuLaunchKernel(self, function: Any, *arguments: Any) -> int:
-        *sizes, shared_bytes, stream, pointers, extra = arguments
-        assert extra is None
+    def cuLaunchKernelEx(self, configuration: int, function: Any, pointers: int, extra: Any) -> int:
+        *sizes, shared_bytes, stream, _attributes, count = unpack("7I4xQQI", ctypes.string_at(configuration, 52))
+        assert extra is None and count == 0
         kernel = self._kernels[function - 1]
         assert shared_bytes <= self.shared_limits.get(function, 48 * 1024)
         (address,) = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p))[:1]

@@ -190,7 +190,7 @@ def test_workspaces_are_those_of_flashgen(package: ModuleType, on_a_gpu: Driver,
     expected = workspaces(kernels_of(DENSE, target, ("backward",)), problem, {})
     names = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
     sizes = chosen.sizes(arrays["q"], arrays["k"], None, (None, None))
-    prepared = chosen.prepare("backward", sizes, {name: arrays[name] for name in names}, [])
+    prepared = chosen.prepare("backward", sizes, {name: arrays[name] for name in names}, [], names)
     found = {space.name: (space.shape, str(space.dtype), space.zeroed) for space in prepared.workspaces}
     assert found == {name: (each.shape, f"torch.{each.dtype}", each.zeroed) for name, each in expected.items()}
 

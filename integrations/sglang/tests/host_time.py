@@ -1,6 +1,6 @@
-"""Times of a decode step in SGLang's classes, of the backend "flashgen" and of SGLang's Triton backend. Needs a GPU.
+"""Times of a decode step in SGLang's classes, of the backend "flashgen" and of backends of SGLang. Needs a GPU.
 
-    python integrations/sglang/tests/host_time.py
+    python integrations/sglang/tests/host_time.py triton flashinfer
 
 A row has the host time of the metadata of a step and of a layer, without a graph; and the time on the GPU of a layer of
 a captured step, with its share of the metadata.
@@ -9,6 +9,7 @@ a captured step, with its share of the metadata.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -77,8 +78,8 @@ def row(backend: str, page_size: int, sequences: int, keys: int) -> str:
     server.backend.init_forward_metadata_out_graph(batch)
     outside = median(lambda: server.backend.init_forward_metadata_out_graph(batch))
     return (
-        f"{backend:9} page {page_size:3} {sequences:3} x {keys:5}  host: metadata {metadata:6.1f} us, layer {host:6.1f}"
-        f" us, before a replay {outside:6.1f} us  GPU: layer {replayed(graph):6.1f} us"
+        f"{backend:10} page {page_size:3} {sequences:3} x {keys:5}  host: metadata {metadata:6.1f} us, "
+        f"layer {host:6.1f} us, before a replay {outside:6.1f} us  GPU: layer {replayed(graph):6.1f} us"
     )
 
 
@@ -87,5 +88,8 @@ if __name__ == "__main__":
     with torch.no_grad():
         for sequences, keys in STEPS:
             for page_size in (1, 64):
-                for backend in ("flashgen", "triton"):
-                    print(row(backend, page_size, sequences, keys), flush=True)
+                for backend in ("flashgen", *(sys.argv[1:] or ["triton"])):
+                    try:
+                        print(row(backend, page_size, sequences, keys), flush=True)
+                    except (AttributeError, ImportError, RuntimeError, TypeError, ValueError) as error:
+                        print(f"{backend:10} cannot be run here: {type(error).__name__}: {error}", flush=True)
