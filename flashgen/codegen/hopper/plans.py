@@ -68,6 +68,14 @@ _REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 # them and starts more copies together. Kernels with an estimate (`registers`) of up to _LIGHT do not spill with 152.
 _REGISTERS_WITH_PAGES = _REGISTERS | {2: (40, 232)}
 _REGISTERS_TO_SPARE, _LIGHT = (56, 152), 156
+# With K and V of 8 bits all threads of the producer warpgroup convert, and have loads of 4 registers each in flight: as
+# many as the consumers leave registers for. By the number of consumers: registers of a producer thread and of a
+# consumer thread, loads, and the maximum estimate for a consumer (`registers`).
+_CONVERTING = {
+    1: ((104, 256, 8, 256),),
+    2: ((104, 200, 8, 190), (88, 208, 4, 206), (72, 216, 2, 256)),
+    3: ((80, 144, 4, 144), (56, 152, 2, 256)),
+}
 
 
 def swizzled_columns(element: DType) -> tuple[int, ...]:
@@ -168,9 +176,22 @@ class HopperPlan(Checked):
 
     def warpgroup_registers(self, spec: AttentionSpec) -> tuple[int, int]:
         """Returns the registers of a thread of the producer warpgroup and of a consumer warpgroup (setmaxnreg)."""
+        if spec.kv_dtype:
+            return self._converting(spec)[:2]
         if spec.page_size and self.consumers == 3 and self.registers(spec) <= _LIGHT:
             return _REGISTERS_TO_SPARE
         return (_REGISTERS_WITH_PAGES if spec.page_size else _REGISTERS)[self.consumers]
+
+    def _converting(self, spec: AttentionSpec) -> tuple[int, int, int]:
+        """Returns the registers of a producer thread and of a consumer thread, and the loads that the former starts."""
+        choices = _CONVERTING[self.consumers]
+        return next((each[:3] for each in choices if self.registers(spec) <= each[3]), choices[-1][:3])
+
+    def chunks_in_flight(self, spec: AttentionSpec) -> int:
+        """Returns the loads of 16 bytes that a thread has in flight while it converts K and V: at most a tile."""
+        columns = max(padded_head_dim(spec) // self.head_panel(spec), padded_value_dim(spec) // self.value_panel(spec))
+        rows = WARPGROUP // (max(self.head_panel(spec), self.value_panel(spec)) // 16)
+        return min(self._converting(spec)[2], columns * -(-self.tile_k // rows))
 
     @property
     def register_budget(self) -> int:
@@ -198,6 +219,7 @@ class HopperPlan(Checked):
         heads = f" of {self.packed_heads} heads" if self.packed_heads > 1 else ""
         split = f" that share {ROWS} rows" if self.split > 1 else ""
         tiles = "K, of which V is a part" if spec.shared_kv else "K and V"
+        tiles += f" converted from {spec.kv_dtype}" if spec.kv_dtype else ""
         drawn = f", dropout drawn for {self.drawn_steps(spec)} steps at once" if spec.dropout else ""
         return (
             f"{self.tile_q} queries{heads} x {self.tile_k} keys, {self.consumers} warpgroup(s) of "
@@ -252,7 +274,7 @@ class HopperPlan(Checked):
         )
         groups, label = Extent(self.group_constant, self.row_groups), "rows of warpgroups"
         passed = Extent("kPassedStages", passed_stages) if self.split > 1 else None
-        barriers = forward_barriers(stages, bool(spec.page_size), spec.shared_kv, passed)
+        barriers = forward_barriers(stages, bool(spec.page_size), spec.shared_kv, passed, bool(spec.kv_dtype))
         index_bytes = literal(batch_traits(spec).tile_bytes)
         return SharedMemoryLayout(
             (
@@ -325,8 +347,8 @@ class HopperPlan(Checked):
 
 
 def staged_buffers(spec: AttentionSpec, keys: Extent, stages: Extent) -> tuple[Buffer, ...]:
-    """Returns the stages of K, and of V unless it is a part of K."""
-    kv_element = element_sizes(spec)[1]
+    """Returns the stages of K, and of V unless it is a part of K. Their elements have 16 bits for every `kv_dtype`."""
+    kv_element = element_sizes(spec)[0]
     of_keys = Buffer("Key", "K", (keys, head_extent(spec)), kv_element, copies=stages, member="keys")
     of_values: dict[str, Any] = {"name": "Value", "label": "V", "shape": (keys, value_extent(spec))}
     of_values |= {"element": kv_element, "copies": stages, "alignment": _SWIZZLE_BYTES, "member": "values"}
