@@ -62,9 +62,9 @@ _WITH_SMALL_PAGES = _WITH_PAGES | {"ranges": (_Plan(3, 128), _Plan(3, 80), _Plan
 # With K and V of 8 bits the producer warpgroup has more registers, and the consumers fewer.
 _WITH_8_BITS: dict[Kind, tuple[HopperPlan, ...]] = {
     "full":    (_Plan(3, 96),  _Plan(2, 128), _Plan(2, 64), _Plan(2, 64)),
-    "ranges":  (_Plan(3, 96),  _Plan(2, 112), _Plan(2, 64), _Plan(2, 64)),
+    "ranges":  (_Plan(3, 96),  _Plan(2, 128), _Plan(2, 64), _Plan(2, 64)),
     "scores":  (_Plan(3, 96),  _Plan(2, 112), _Plan(2, 64), _Plan(2, 48)),
-    "lists":   (_Turn(2, 128), _Plan(2, 112), _Plan(2, 64), _Plan(2, 64)),
+    "lists":   (_Turn(2, 128), _Plan(2, 128), _Plan(2, 64), _Plan(2, 64)),
     "costly":  (_Turn(2, 128), _Plan(2, 96),  _Plan(2, 64), _Plan(2, 48)),
     "dropout": (_Turn(2, 128), _Turn(2, 96),  _Turn(2, 64), _Plan(2, 32)),
     "tables":  (_Turn(2, 128), _Turn(2, 96),  _Plan(2, 64), _Plan(2, 48)),

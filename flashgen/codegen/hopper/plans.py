@@ -68,14 +68,9 @@ _REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 # them and starts more copies together. Kernels with an estimate (`registers`) of up to _LIGHT do not spill with 152.
 _REGISTERS_WITH_PAGES = _REGISTERS | {2: (40, 232)}
 _REGISTERS_TO_SPARE, _LIGHT = (56, 152), 156
-# With K and V of 8 bits all threads of the producer warpgroup convert, and have loads of 4 registers each in flight: as
-# many as the consumers leave registers for. By the number of consumers: registers of a producer thread and of a
-# consumer thread, loads, and the maximum estimate for a consumer (`registers`).
-_CONVERTING = {
-    1: ((104, 256, 8, 256),),
-    2: ((104, 200, 8, 190), (88, 208, 4, 206), (72, 216, 2, 256)),
-    3: ((80, 144, 4, 144), (56, 152, 2, 256)),
-}
+# With K and V of 8 bits all threads of the producer warpgroup convert them.
+_REGISTERS_TO_CONVERT = {1: (104, 256), 2: (72, 216), 3: (56, 152)}
+_CHUNK = 16  # elements of 8 bits that a thread converts at a time
 
 
 def swizzled_columns(element: DType) -> tuple[int, ...]:
@@ -177,21 +172,22 @@ class HopperPlan(Checked):
     def warpgroup_registers(self, spec: AttentionSpec) -> tuple[int, int]:
         """Returns the registers of a thread of the producer warpgroup and of a consumer warpgroup (setmaxnreg)."""
         if spec.kv_dtype:
-            return self._converting(spec)[:2]
+            return _REGISTERS_TO_CONVERT[self.consumers]
         if spec.page_size and self.consumers == 3 and self.registers(spec) <= _LIGHT:
             return _REGISTERS_TO_SPARE
         return (_REGISTERS_WITH_PAGES if spec.page_size else _REGISTERS)[self.consumers]
 
-    def _converting(self, spec: AttentionSpec) -> tuple[int, int, int]:
-        """Returns the registers of a producer thread and of a consumer thread, and the loads that the former starts."""
-        choices = _CONVERTING[self.consumers]
-        return next((each[:3] for each in choices if self.registers(spec) <= each[3]), choices[-1][:3])
+    def _chunks(self, columns: int, panel: int) -> int:
+        """Returns the chunks of a tile of K or V that a thread of the producer warpgroup converts."""
+        rows = WARPGROUP // (panel // _CHUNK)
+        return columns // panel * -(-self.tile_k // rows)
 
-    def chunks_in_flight(self, spec: AttentionSpec) -> int:
-        """Returns the loads of 16 bytes that a thread has in flight while it converts K and V: at most a tile."""
-        columns = max(padded_head_dim(spec) // self.head_panel(spec), padded_value_dim(spec) // self.value_panel(spec))
-        rows = WARPGROUP // (max(self.head_panel(spec), self.value_panel(spec)) // 16)
-        return min(self._converting(spec)[2], columns * -(-self.tile_k // rows))
+    def _chunk_buffer(self, spec: AttentionSpec) -> Buffer:
+        """Returns the buffer of a tile of K and of V of 8 bits. Each thread reads what it has copied itself."""
+        keys = self._chunks(padded_head_dim(spec), self.head_panel(spec))
+        slots = keys + self._chunks(padded_value_dim(spec), self.value_panel(spec))
+        shape = (literal(slots), literal(WARPGROUP))
+        return Buffer("Chunk", "chunks of 8-bit K and V", shape, UINT4, alignment=_CHUNK, member="chunks")
 
     @property
     def register_budget(self) -> int:
@@ -281,6 +277,7 @@ class HopperPlan(Checked):
                 Buffer("Rows", label, copies=groups, parts=of_rows, union=not output_apart, index="warpgroup"),
                 *staged_buffers(spec, keys, stages),
                 *((passed_buffer(keys, passed, element),) if passed else ()),
+                *((self._chunk_buffer(spec),) if spec.kv_dtype else ()),
                 mbarriers(barriers),
                 Buffer("Index", "tile number", (index_bytes,), BYTE),
                 *(self._drawing(drawn_steps) if spec.dropout else ()),
