@@ -4,7 +4,15 @@ from flashgen.bench import summary
 from flashgen.bench.beside_flex import VariantRow, variant_rows
 from flashgen.bench.biases import BIAS_CASES, BIAS_PEERS, BiasRow, bias_rows
 from flashgen.bench.cases import Timed
-from flashgen.bench.decode import LATENT_SIZES, DecodeRow, DecodeSize, decode_rows, own_choices
+from flashgen.bench.decode import (
+    LATENT_SIZES,
+    PROMPT_SIZES,
+    DecodeRow,
+    DecodeSize,
+    decode_rows,
+    own_choices,
+    plan_of_numbers,
+)
 from flashgen.bench.decode import PEERS as DECODE_PEERS
 from flashgen.bench.decode import SIZES as DECODE_SIZES
 from flashgen.bench.grouped import GroupedRow, grouped_rows
@@ -26,6 +34,7 @@ __all__ = [
     "LATENT_PEERS",
     "LATENT_SIZES",
     "PEERS",
+    "PROMPT_SIZES",
     "SERVING_COMPARED",
     "SERVING_CONTENDERS",
     "SERVING_GROUPS",
@@ -46,6 +55,7 @@ __all__ = [
     "environment",
     "grouped_rows",
     "own_choices",
+    "plan_of_numbers",
     "serving_rows",
     "serving_variants",
     "speed_rows",

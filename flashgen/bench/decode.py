@@ -15,6 +15,8 @@ from flashgen.bench.flashinfer import paged_attention
 from flashgen.bench.latent_peers import LATENT_PEERS, latent_peer
 from flashgen.bench.peers import peer
 from flashgen.codegen.costs import WorkSizes, product_flops
+from flashgen.codegen.hopper.decode_plans import HopperDecodePlan
+from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.mma_sync.decode_plans import DecodePlan
 from flashgen.language.masks import causal
 from flashgen.language.operations import BATCH
@@ -61,6 +63,9 @@ LATENT_SIZES = (
     DecodeSize(32, 128, 1, 8192, 2),
 )
 """Sizes of latent attention, where all query heads share one head of keys."""
+PROMPT_SIZES = (DecodeSize(1, 32, 8, 8192, 512), DecodeSize(1, 32, 8, 8192, 2048))
+"""Sizes of prompts over a cache of 8-bit keys, beside the same over 16-bit keys."""
+AnyPlan = DecodePlan | HopperDecodePlan | HopperPlan
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,8 @@ class DecodeRow:
     """A measured size: microseconds, TB/s of the keys and values that the mask needs, and TFLOP/s, by implementation.
 
     Implementations are "flashgen", "pages of N", and the peers of PEERS, where FlashInfer and FlashMLA read pages of
-    64. If the spec has a kv_dtype, peers read 16-bit keys and values, and so does "16 bits", which is flashgen. `plan`
-    is that of flashgen's kernel.
+    64. If the spec has a kv_dtype, peers read 16-bit keys and values, and so do "16 bits" and "pages of N, 16 bits",
+    which are flashgen. `plan` is that of flashgen's kernel.
     """
 
     spec: str
@@ -87,6 +92,12 @@ class DecodeRow:
         own = self.microseconds.get(contender)
         return best / own if best is not None and own is not None else None
 
+    def of_16_bits(self, contender: str = "flashgen") -> float | None:
+        """Returns the speed of flashgen relative to itself with 16-bit keys; None if one was not measured."""
+        wide = self.microseconds.get("16 bits" if contender == "flashgen" else f"{contender}, 16 bits")
+        own = self.microseconds.get(contender)
+        return wide / own if wide is not None and own is not None else None
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"size": str(self.size), "ratio": self.ratio()}
 
@@ -98,7 +109,7 @@ def decode_rows(
     page_sizes: Sequence[int] = (),
     target: str | None = None,
     splits: Sequence[int] = (),
-    plans: Sequence[DecodePlan] = (),
+    plans: Sequence[AnyPlan] = (),
 ) -> Iterator[DecodeRow]:
     """Measures specs without captures at the sizes, over contiguous keys and over pages, in interleaved runs.
 
@@ -109,14 +120,43 @@ def decode_rows(
             yield measure_decode(spec, size, peers, page_sizes, target, splits, plans)
 
 
-def own_choices(splits: Sequence[int], plans: Sequence[DecodePlan]) -> dict[str, tuple[int | None, DecodePlan | None]]:
+def own_choices(splits: Sequence[int], plans: Sequence[AnyPlan]) -> dict[str, tuple[int | None, AnyPlan | None]]:
     """Returns the choices of splits and plans to measure in addition, as (splits, plan) by name."""
-    chosen: dict[str, tuple[int | None, DecodePlan | None]] = {f"{count} splits": (count, None) for count in splits}
+    chosen: dict[str, tuple[int | None, AnyPlan | None]] = {f"{count} splits": (count, None) for count in splits}
     for plan in plans:
-        name = f"{plan.tile_q}x{plan.tile_k}x{plan.warps}x{plan.stages}x{plan.blocks}"
-        name += f"x{plan.split}" if plan.split > 1 else ""
-        chosen |= {name: (None, plan)} | {f"{name}, {count} splits": (count, plan) for count in splits}
+        name = plan_name(plan)
+        of_splits = () if isinstance(plan, HopperPlan) else splits
+        chosen |= {name: (None, plan)} | {f"{name}, {count} splits": (count, plan) for count in of_splits}
     return chosen
+
+
+def plan_name(plan: AnyPlan) -> str:
+    """Returns the numbers of a plan, from which `plan_of_numbers` creates it."""
+    if isinstance(plan, HopperDecodePlan):
+        return f"{plan.tile_k}x{plan.stages}"
+    if isinstance(plan, HopperPlan):
+        return f"{plan.consumers}x{plan.tile_k}x{plan.stages}" + ("x2" if plan.takes_turns else "")
+    name = f"{plan.tile_q}x{plan.tile_k}x{plan.warps}x{plan.stages}x{plan.blocks}"
+    return name + (f"x{plan.split}" if plan.split > 1 else "")
+
+
+def plan_of_numbers(numbers: Sequence[int]) -> AnyPlan | None:
+    """Returns the plan of these numbers, or None.
+
+    Two are keys and stages of Hopper's decode kernel. Three are consumer warpgroups, keys and stages of Hopper's
+    forward kernel; with a fourth number, which is 2, its warpgroups take turns. Five are rows, keys, warps, stages and
+    CTAs per multiprocessor of the decode kernel of mma.sync. A sixth is how many of its warps share tiles.
+    """
+    match numbers:
+        case (tile_k, stages):
+            return HopperDecodePlan(tile_k, stages)
+        case (consumers, tile_k, stages):
+            return HopperPlan(consumers, tile_k, stages)
+        case (consumers, tile_k, stages, 2):
+            return HopperPlan(consumers, tile_k, stages, takes_turns=True)
+        case (rows, keys, warps, stages, blocks, *split) if len(split) <= 1:
+            return DecodePlan(rows, keys, warps, stages, blocks, False, *split)
+    return None
 
 
 def measure_decode(
@@ -126,7 +166,7 @@ def measure_decode(
     page_sizes: Sequence[int],
     target: str | None = None,
     splits: Sequence[int] = (),
-    plans: Sequence[DecodePlan] = (),
+    plans: Sequence[AnyPlan] = (),
 ) -> DecodeRow:
     """Times one size. With a kv_dtype, flashgen is also timed as "16 bits", with keys of the dtype of the spec."""
     attention, plain = compile(spec, target), with_cache(spec)
@@ -138,6 +178,8 @@ def measure_decode(
         runs = {"flashgen": narrow(spec, attention, q, (k, v)), "16 bits": lambda: wide(q, k, v)}
     for page_size in page_sizes:
         runs[f"pages of {page_size}"] = paged(spec, size, page_size, arrays, target)
+        if spec.kv_dtype:
+            runs[f"pages of {page_size}, 16 bits"] = paged(plain, size, page_size, arrays, target)
     for name, (num_splits, given) in own_choices(splits, plans).items():
         runs[name] = _own_choice(compile(spec, target, plan=given), spec, arrays, num_splits)
     beside = {name: _peer(name, plain, size, arrays) for name in peers}
@@ -157,9 +199,8 @@ def _own_choice(attention: Any, spec: AttentionSpec, arrays: Arrays, num_splits:
 def row(spec: AttentionSpec, size: DecodeSize, target: str, plan: str, milliseconds: Mapping[str, float]) -> DecodeRow:
     """Returns the row of a size from milliseconds by implementation."""
     elements, moved = _elements_needed(spec, size), bytes_needed(spec, size)
-    others = {"16 bits", *PEERS}  # these read 16 bits per element for every spec
-    terabytes = {
-        name: (elements * spec.element.bytes if name in others else moved) / time / 1e9
+    terabytes = {  # peers read 16 bits per element for every spec
+        name: (elements * spec.element.bytes if name in PEERS or name.endswith("16 bits") else moved) / time / 1e9
         for name, time in milliseconds.items()
     }
     micros = {name: 1e3 * time for name, time in milliseconds.items()}
@@ -230,14 +271,11 @@ def _pages(spec: AttentionSpec, size: DecodeSize, pages: int, page_size: int) ->
 
 
 def narrow(spec: AttentionSpec, attention: Any, q: Any, keys: tuple[Any, Any], **where: Any) -> Run:
-    """Returns a run over random 8-bit keys and values of the shapes of these tensors."""
+    """Returns a run over the keys and values of these tensors in 8 bits, so that scores are about the same."""
     import torch
 
-    scale = torch.full((1,), 0.01, device="cuda")
-    k, v = (
-        torch.randint(0, 120, array.shape, dtype=torch.uint8, device="cuda").view(getattr(torch, str(spec.kv_dtype)))
-        for array in keys
-    )
+    scale = torch.full((1,), 1 / 16, device="cuda")
+    k, v = ((array * 16).clamp(-127, 127).to(getattr(torch, str(spec.kv_dtype))) for array in keys)
     return lambda: attention(q, k, v, k_scale=scale, v_scale=scale, **where)
 
 

@@ -215,7 +215,9 @@ def decode(
         str,
         typer.Option(
             "--plans",
-            help="Plans to time as well, comma-separated: rows x keys x warps x stages x blocks, such as 16x16x4x3x2.",
+            help="Plans to time as well, comma-separated: rows x keys x warps x stages x blocks, such as 16x16x4x3x2; "
+            "on Hopper also warpgroups x keys x stages of the forward, such as 2x128x2, and keys x stages of decoding "
+            "with wide heads, such as 64x2.",
         ),
     ] = "",
     group: Annotated[
@@ -223,6 +225,9 @@ def decode(
     ] = "",
     latent: Annotated[
         bool, typer.Option("--latent", help="Time latent attention, with dims of 576 and 512 and one head of K.")
+    ] = False,
+    prompts: Annotated[
+        bool, typer.Option("--prompts", help="Time prompts over 8-bit keys, beside the same over 16-bit keys.")
     ] = False,
     only: Annotated[str, typer.Option("--only", help="The variants to time, comma-separated. Default: all.")] = "",
     peers: Annotated[str, typer.Option("--peers", help=PEERS_HELP)] = ",".join(PEERS_OF_DECODE),
@@ -245,12 +250,17 @@ def decode(
 
     --latent times specs with --shared-kv, where V is the first columns of K, by default of dims 576 and 512, also over
     pages of 64, and adds TFLOP/s. Its peers are FlashMLA and FlashInfer, which read pages of 64.
+
+    --prompts times 512 and 2048 queries over 8192 keys of float8, or of --kv-dtype, contiguous and in pages of 64, and
+    the same over 16-bit keys. It adds TFLOP/s.
     """
     require_gpu()
     from flashgen import bench
 
     if latent:
         options, pages = options.with_defaults(head_dim=576, value_dim=512, shared_kv=True), pages or "64"
+    if prompts:
+        options, pages = options.with_defaults(kv_dtype="float8_e4m3fn"), pages or "64"
     declared = [declare(text, options, 128) for text in specs or PLAIN[:1]]
     captured = [spec for spec in declared if spec.captures]
     if captured:
@@ -271,15 +281,17 @@ def decode(
         return
     if only:
         raise ArgumentError(f"--only {only!r} chooses among variants: add --group variants")
-    measured = given or list(bench.LATENT_SIZES if latent else bench.DECODE_SIZES)
+    defaults = bench.LATENT_SIZES if latent else bench.PROMPT_SIZES if prompts else bench.DECODE_SIZES
+    measured = given or list(defaults)
     page_sizes = numbers(pages, "--pages") if pages else []
     parts, planned = numbers(splits, "--splits") if splits else [], [decode_plan(text) for text in listed(plans)]
     rows = bench.decode_rows(declared, measured, beside, page_sizes, target, parts, planned)
     wide = ["16 bits"] if options.kv_dtype else []
-    own = [*(f"pages of {page}" for page in page_sizes), *bench.own_choices(parts, planned)]
+    paged = [f"pages of {page}{of}" for page in page_sizes for of in ("", *(f", {each}" for each in wide))]
+    own = [*paged, *bench.own_choices(parts, planned)]
     contenders = ["flashgen", *wide, *own, *beside]
     names = [f"{spec.name} {size}" for spec in declared for size in measured]
-    report(rows, names, bench_tables.decode(contenders, shared), output, json, bench.summary.decode, force)
+    report(rows, names, bench_tables.decode(contenders, shared or prompts), output, json, bench.summary.decode, force)
 
 
 def serving(
@@ -309,16 +321,17 @@ def serving(
 
 
 def decode_plan(text: str) -> Any:
-    """Parses "16x16x4x3x2": 16 rows, 16 keys, 4 warps, 3 stages, 2 blocks per multiprocessor.
+    """Parses the numbers of a plan, such as "16x16x4x3x2": see `bench.plan_of_numbers`."""
+    from flashgen import bench
 
-    A sixth number is how many warps share tiles, for more than 256 columns.
-    """
-    from flashgen.codegen.mma_sync.decode_plans import DecodePlan
-
-    if not re.fullmatch(r"\d+(x\d+){4,5}", text):
-        raise ArgumentError(f"--plans {text!r} must be rows x keys x warps x stages x blocks, such as 16x16x4x3x2")
-    rows, keys, warps, stages, blocks, *split = (int(part) for part in text.split("x"))
-    return DecodePlan(rows, keys, warps, stages, blocks, False, *split)
+    given = [int(part) for part in text.split("x")] if re.fullmatch(r"\d+(x\d+)*", text) else []
+    plan = bench.plan_of_numbers(given)
+    if plan is None:
+        raise ArgumentError(
+            f"--plans {text!r} must be rows x keys x warps x stages x blocks, such as 16x16x4x3x2; on Hopper 2x128x2 "
+            "or 64x2"
+        )
+    return plan
 
 
 def decode_size(text: str) -> bench_module.DecodeSize:

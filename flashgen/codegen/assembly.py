@@ -90,6 +90,8 @@ def common_context(
         "target": target,
         **batch_of(spec).template_context,
         "mixed": False,
+        "convert": None,
+        "scaled_exponent": False,
         "struct": struct,
         "types": types.strip(),
         "variant": declared.strip(),

@@ -22,6 +22,8 @@ from flashgen.codegen.visited import visited_keys
 from flashgen.language.spec import AttentionSpec
 
 _STRUCT = "ForwardArguments"
+EIGHT_BIT_SUFFIXES = {"float8_e4m3fn": "e4m3", "int8": "int8"}
+"""Dtypes of K and V of 8 bits -> the names of their conversions in primitives."""
 
 
 class ElementTexts(NamedTuple):
@@ -42,6 +44,12 @@ def page_fields(spec: AttentionSpec, strides: bool = True) -> list[Field]:
         Field("long long", "table_pitch", comment="distance between rows of page_table"),
         Field("int", "pages", comment=f"number of pages of k and v{of_pages}"),
     ]
+
+
+def scale_fields() -> list[Field]:
+    """Returns the members for the scales of K and V of 8 bits."""
+    fields = [Field("const float*", f"{name}_scale", comment="one per KV head, or one for all") for name in "kv"]
+    return fields + [Field("int", f"{name}_scales", comment="1 if each KV head has a scale, else 0") for name in "kv"]
 
 
 def forward_context(

@@ -88,7 +88,7 @@ def test_the_command_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_
     assert "1, 32:8, 131072" in done.output and (tmp_path / "decode.json").is_file()
     refused = CliRunner().invoke(app, ["bench", "decode", "document('ids')", *output])
     assert refused.exit_code == 2 and "captures 'ids'" in refused.output
-    for wrong in (["--plans", "16x16"], ["--group", "sizes"], ["--only", "tree"]):
+    for wrong in (["--plans", "16"], ["--plans", "16x16x4x3x2x1x1"], ["--group", "sizes"], ["--only", "tree"]):
         assert CliRunner().invoke(app, ["bench", "decode", *wrong, *output]).exit_code == 2
     refused = CliRunner().invoke(app, ["bench", "decode", "--page-size", "16", *output])
     assert refused.exit_code == 2 and "with --pages" in refused.output

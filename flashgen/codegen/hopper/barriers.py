@@ -28,7 +28,12 @@ def _pipeline(comment: str, *names: str, stages: Extent) -> BarrierGroup:
 
 @cache
 def forward_barriers(
-    stages: Extent, paged: bool, shared_kv: bool, passed_stages: Extent | None, array_stages: Extent | None = None
+    stages: Extent,
+    paged: bool,
+    shared_kv: bool,
+    passed_stages: Extent | None,
+    array_stages: Extent | None = None,
+    converted: bool = False,
 ) -> tuple[BarrierGroup, ...]:
     """Returns the barriers of the forward kernel. Arguments: see `key_tile_barriers`.
 
@@ -38,7 +43,7 @@ def forward_barriers(
     queries = "queries_full: Q of a work tile has landed. queries_empty: every consumer warp has read it."
     group = BarrierGroup(queries, (_full("queries"), _empty("queries")))
     arrays = _of_arrays(array_stages) if array_stages else ()
-    return group, *key_tile_barriers(stages, paged, shared_kv, passed_stages), *arrays
+    return group, *key_tile_barriers(stages, paged, shared_kv, passed_stages, converted), *arrays
 
 
 def _array_tiles(stages: Extent) -> BarrierGroup:
@@ -60,7 +65,7 @@ def _of_arrays(stages: Extent) -> tuple[BarrierGroup, ...]:
 
 @cache
 def key_tile_barriers(
-    stages: Extent, paged: bool, shared_kv: bool, passed_stages: Extent | None
+    stages: Extent, paged: bool, shared_kv: bool, passed_stages: Extent | None, converted: bool = False
 ) -> tuple[BarrierGroup, ...]:
     """Returns the barriers of the tiles of K and V, and of what consumer warpgroups pass to each other.
 
@@ -68,7 +73,10 @@ def key_tile_barriers(
         paged: Whether the KV cache is paged.
         shared_kv: Whether V is a part of K.
         passed_stages: Stages of P, if a consumer warpgroup passes it to another one with the same rows.
+        converted: Whether the producer warpgroup converts K and V of 8 bits.
     """
+    if converted:
+        return (_converted(stages),)
     tail = "The last tile of V, whose end is to be zeroed, has landed."
     passed = (
         "passed_full: each warp of the first warpgroup has written its rows of P, or its row states. passed_empty: "
@@ -79,6 +87,16 @@ def key_tile_barriers(
         *_staged(stages, shared_kv, bool(passed_stages)),
         *([_between_consumers(passed, "passed", passed_stages, "4")] if passed_stages else []),
     )
+
+
+def _converted(stages: Extent) -> BarrierGroup:
+    """Returns the barriers of the tiles of K and V that the warps of the producer warpgroup write."""
+    comment = (
+        "keys_full: every producer warp has written its part of a tile of K. keys_empty: every consumer warp has read "
+        "it. The same for V."
+    )
+    barriers = (each for name in ("keys", "values") for each in (Barrier(f"{name}_full", "4"), _empty(name)))
+    return BarrierGroup(comment, tuple(barriers), stages)
 
 
 def _staged(stages: Extent, shared_kv: bool, split: bool) -> tuple[BarrierGroup, ...]:

@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 from flashgen.codegen.hopper.decode_plans import HopperDecodePlan, choose_hopper_decode_plan
+from flashgen.codegen.hopper.left_to_mma_sync import forward_problem
 from flashgen.codegen.mma_sync.decode_plans import (
     FEW_ROWS,
     MIN_KEYS,
@@ -14,6 +15,7 @@ from flashgen.codegen.mma_sync.decode_plans import (
     DecodePlan,
     decode_plan_for,
     has_stream_k_tiles,
+    is_prompt,
     plan_of_rows,
 )
 from flashgen.codegen.mma_sync.family import MmaSyncDecode
@@ -42,6 +44,8 @@ class HopperDecode(MmaSyncDecode):
     def choose(self, spec: AttentionSpec, target: Target, workload: Workload) -> AnyPlan | None:
         rows = workload.heads_per_kv * workload.len_q
         plan = self._wide(spec, target, rows)
+        if spec.kv_dtype and forward_problem(spec) is None and is_prompt(workload):
+            return None
         if plan is None:
             return decode_plan_for(spec, target, workload)
         tiles = -(-rows // plan.tile_q)

@@ -22,7 +22,13 @@ from flashgen.codegen.batches import batch_of
 from flashgen.codegen.expressions.function_text import DEVICE_NAMES, FunctionText, Names
 from flashgen.codegen.expressions.row_elements import paired_elements, with_parameters
 from flashgen.codegen.expressions.uniform_text import uniform_text
-from flashgen.codegen.forward_kernel import forward_context, forward_kernel, page_fields
+from flashgen.codegen.forward_kernel import (
+    EIGHT_BIT_SUFFIXES,
+    forward_context,
+    forward_kernel,
+    page_fields,
+    scale_fields,
+)
 from flashgen.codegen.header import header
 from flashgen.codegen.hopper.array_tiles import array_tile
 from flashgen.codegen.hopper.forward_tiles import forward_tiles, head_groups
@@ -49,8 +55,9 @@ _GRID = "persistent, one block per multiprocessor; work tiles are (query tile, q
 def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> ArgumentLayout:
     """Returns the argument struct, which begins with the tensor maps. `packed`: a tile has rows of several heads."""
     heads = "packs" if packed else "heads"
-    arrays = (*spec.inputs, *(() if spec.out_dtype else ("o",)))
+    arrays = (*_loaded_by_tma(spec), *(() if spec.out_dtype else ("o",)))
     fields = [Field("TensorMap", f"{name}_map") for name in arrays]
+    fields += _converted_fields(spec) if spec.kv_dtype else []
     fields += [output_field(spec), Field("Strides", "o_strides")] if spec.out_dtype else []
     fields.append(batch_of(spec).lse)
     fields.append(
@@ -73,6 +80,19 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
     fields += batch_of(spec).size_fields("len_q", "len_k")
     fields.append(Field("unsigned", "kv_reciprocal", comment=f"2^31 / ({heads} per KV head), rounded up"))
     return layout_of(spec, fields, lists, sink=True)
+
+
+def _loaded_by_tma(spec: AttentionSpec) -> tuple[str, ...]:
+    """Returns the inputs that are loaded by TMA: all but K and V of 8 bits, which pass through registers."""
+    return spec.inputs[:1] if spec.kv_dtype else spec.inputs
+
+
+def _converted_fields(spec: AttentionSpec) -> list[Field]:
+    """Returns the members for K and V of 8 bits, and their scales."""
+    pages = "; batch is the distance between pages" if spec.page_size else ""
+    fields = [Field("const Element*", name, comment="two elements of 8 bits in each") for name in "kv"]
+    fields += [Field("Strides", f"{name}_strides", comment=f"in Elements{pages}") for name in "kv"]
+    return fields + scale_fields()
 
 
 def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None = None) -> tuple[RenderedKernel, ...]:
@@ -110,6 +130,8 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         "prompt_queries": tiles.prompt_queries,
         "box_keys": box_keys(spec, plan.tile_k),
         "joined": {name: _joined(spec, name) > 1 for name in "kv"},
+        "scaled_exponent": bool(spec.kv_dtype) and not spec.score,
+        "convert": f"convert_{EIGHT_BIT_SUFFIXES[spec.kv_dtype]}_{suffix_of(spec)}" if spec.kv_dtype else None,
     }
     context |= tiles.sequences(spec, context["struct"], layout)
     of_output = (plan.output_columns(spec), "true")
@@ -208,8 +230,9 @@ def _boxes(spec: AttentionSpec, plan: HopperPlan) -> dict[str, tuple[int, ...]]:
     """
     head, value = plan.head_panel(spec), plan.value_panel(spec)
     keys = box_keys(spec, plan.tile_k)
-    rows = {"q": _box_rows(_WARPGROUP_ROWS, plan)} | dict.fromkeys(spec.inputs[1:], (keys,))
-    for name in spec.inputs[1:]:
+    of_keys = _loaded_by_tma(spec)[1:]
+    rows = {"q": _box_rows(_WARPGROUP_ROWS, plan)} | dict.fromkeys(of_keys, (keys,))
+    for name in of_keys:
         if (joined := _joined(spec, name)) > 1:
             rows[name] = (GROUP_ROWS, joined, keys // GROUP_ROWS)
     if not spec.out_dtype:
@@ -219,6 +242,8 @@ def _boxes(spec: AttentionSpec, plan: HopperPlan) -> dict[str, tuple[int, ...]]:
 
 def _joined(spec: AttentionSpec, name: str) -> int:
     """Returns the number of panels of k or v that one copy loads."""
+    if spec.kv_dtype:
+        return 1
     width = spec.head_dim if name == "k" else spec.value_dim
     return panels_joined(spec, width, panel_columns(width, spec.element_of(name)))
 

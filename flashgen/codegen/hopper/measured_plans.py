@@ -75,6 +75,20 @@ _WITH_PAGES: dict[Kind, tuple[HopperPlan, ...]] = {
 # 8192 keys, 0.94 for 16 of 512 over 2048, 1.01 for one of 2048, 1.27 for one of 512, which has too few tiles for the
 # GPU. With pages of 64 they are 0.97, 1.01, 1.06 and 1.35.
 _WITH_SMALL_PAGES = _WITH_PAGES | {"ranges": (_Plan(3, 128), _Plan(3, 80), _Plan(2, 64), _Turn(2, 64))}
+# With K and V of 8 bits the producer warpgroup has more registers, and the consumers fewer.
+_WITH_8_BITS: dict[Kind, tuple[HopperPlan, ...]] = {
+    "full":    (_Plan(3, 96),  _Plan(2, 128), _Plan(2, 64), _Plan(2, 64)),
+    "ranges":  (_Plan(3, 96),  _Plan(2, 128), _Plan(2, 64), _Plan(2, 64)),
+    "scores":  (_Plan(3, 96),  _Plan(2, 112), _Plan(2, 64), _Plan(2, 48)),
+    "lists":   (_Turn(2, 128), _Plan(2, 128), _Plan(2, 64), _Plan(2, 64)),
+    "costly":  (_Turn(2, 128), _Plan(2, 96),  _Plan(2, 64), _Plan(2, 48)),
+    "dropout": (_Turn(2, 128), _Turn(2, 96),  _Turn(2, 64), _Plan(2, 32)),
+    "tables":  (_Turn(2, 128), _Turn(2, 96),  _Plan(2, 64), _Plan(2, 48)),
+    "ids":     (_Turn(2, 128), _Plan(2, 96),  _Plan(2, 64), _Plan(2, 32)),
+    "batched": (_Turn(2, 128), _Turn(2, 96),  _Plan(2, 64), _Plan(2, 32)),
+    "pairs":   (_Plan(2, 128), _Turn(2, 96),  _Plan(2, 48), _Plan(2, 32)),
+    "arrays":  (_Turn(2, 64),  _Plan(2, 64),  _Plan(2, 64), _Plan(2, 32)),
+}
 # fmt: on
 _NARROW, _NARROW_TILES = 32, _Plan(3, 128)  # columns of rows so narrow, and their plan of the kind "tiles"
 _WIDE_TILES = ((64, 2), (64, 1), (48, 2), (48, 1), (32, 2), (32, 1))
@@ -106,13 +120,16 @@ def choose_hopper_plan(spec: AttentionSpec, target: Target) -> HopperPlan:
     widest = max(padded(spec.value_dim), padded(spec.head_dim))
     column = next(number for number, width in enumerate(_WIDTHS) if widest <= width)
     kind = kind_of(demand_of(spec))
-    if kind == "tables" and not spec.page_size and is_clipped(spec):
+    if kind == "tables" and not spec.of_cache and is_clipped(spec):
         kind = "clipped"
     if kind == "arrays" and any(element.bytes <= _PAIRED_BYTES for element in paired_elements(spec)):
-        kind = "tiles" if _MEASURED["tiles"][column].array_stages(spec) else "pairs"
+        tiles = not spec.kv_dtype and _MEASURED["tiles"][column].array_stages(spec)
+        kind = "tiles" if tiles else "pairs"
     unmasked = spec.mask.expression == sympy.true and batch_traits(spec).spares_registers
     if kind == "tiles" and widest <= _NARROW and unmasked:
         return _NARROW_TILES
+    if spec.kv_dtype:
+        return _WITH_8_BITS[kind][column]
     over_pages = _WITH_SMALL_PAGES if has_small_pages(spec) else _WITH_PAGES if spec.page_size else {}
     return over_pages.get(kind, _MEASURED[kind])[column]
 

@@ -32,7 +32,7 @@ _SMALL_PAGE = 16
 
 def has_small_pages(spec: AttentionSpec) -> bool:
     """Whether pages have at most 16 keys, so that copies are small whatever the tile is."""
-    return spec.page_size is not None and spec.page_size <= _SMALL_PAGE
+    return spec.page_size is not None and not spec.kv_dtype and spec.page_size <= _SMALL_PAGE
 
 
 def panels_joined(spec: AttentionSpec, width: int, panel: int) -> int:
@@ -49,7 +49,7 @@ def box_keys(spec: AttentionSpec, tile_k: int) -> int:
 
 
 def cache_problem(spec: AttentionSpec) -> str | None:
-    """Returns why Hopper's own forward kernel cannot read the KV cache of a spec; None if it can."""
+    """Returns why TMA cannot load the KV cache of a spec as operands of wgmma; None if it can."""
     if spec.kv_dtype:
         return f"kv_dtype={spec.kv_dtype!r} is for the kernels of mma.sync, which widen keys in registers"
     if spec.page_size and spec.page_size < MIN_PAGE:

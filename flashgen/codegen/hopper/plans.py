@@ -74,6 +74,9 @@ _REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 # them and starts more copies together. Kernels with an estimate (`registers`) of up to _LIGHT do not spill with 152.
 _REGISTERS_WITH_PAGES = _REGISTERS | {2: (40, 232)}
 _REGISTERS_TO_SPARE, _LIGHT = (56, 152), 156
+# With K and V of 8 bits all threads of the producer warpgroup convert them.
+_REGISTERS_TO_CONVERT = {1: (104, 256), 2: (72, 216), 3: (56, 152)}
+_CHUNK = 16  # elements of 8 bits that a thread converts at a time
 
 
 def swizzled_columns(element: DType) -> tuple[int, ...]:
@@ -174,10 +177,24 @@ class HopperPlan(Checked):
 
     def warpgroup_registers(self, spec: AttentionSpec) -> tuple[int, int]:
         """Returns the registers of a thread of the producer warpgroup and of a consumer warpgroup (setmaxnreg)."""
+        if spec.kv_dtype:
+            return _REGISTERS_TO_CONVERT[self.consumers]
         if spec.page_size and self.consumers == 3 and self.registers(spec) <= _LIGHT:
             return _REGISTERS_TO_SPARE
         loads = spec.page_size or self.array_stages(spec)
         return (_REGISTERS_WITH_PAGES if loads else _REGISTERS)[self.consumers]
+
+    def _chunks(self, columns: int, panel: int) -> int:
+        """Returns the chunks of a tile of K or V that a thread of the producer warpgroup converts."""
+        rows = WARPGROUP // (panel // _CHUNK)
+        return columns // panel * -(-self.tile_k // rows)
+
+    def _chunk_buffer(self, spec: AttentionSpec) -> Buffer:
+        """Returns the buffer of a tile of K and of V of 8 bits. Each thread reads what it has copied itself."""
+        keys = self._chunks(padded_head_dim(spec), self.head_panel(spec))
+        slots = keys + self._chunks(padded_value_dim(spec), self.value_panel(spec))
+        shape = (literal(slots), literal(WARPGROUP))
+        return Buffer("Chunk", "chunks of 8-bit K and V", shape, UINT4, alignment=_CHUNK, member="chunks")
 
     @property
     def register_budget(self) -> int:
@@ -205,6 +222,7 @@ class HopperPlan(Checked):
         heads = f" of {self.packed_heads} heads" if self.packed_heads > 1 else ""
         split = f" that share {ROWS} rows" if self.split > 1 else ""
         tiles = "K, of which V is a part" if spec.shared_kv else "K and V"
+        tiles += f" converted from {spec.kv_dtype}" if spec.kv_dtype else ""
         drawn = f", dropout drawn for {self.drawn_steps(spec)} steps at once" if spec.dropout else ""
         return (
             f"{self.tile_q} queries{heads} x {self.tile_k} keys, {self.consumers} warpgroup(s) of "
@@ -231,7 +249,7 @@ class HopperPlan(Checked):
 
     def array_stages(self, spec: AttentionSpec) -> int:
         """Returns the tiles of a captured array in shared memory; 0 if scores read their elements from global memory."""
-        if self.split > 1 or spec.page_size or not array_tile(spec, self.tile_k):
+        if self.split > 1 or spec.page_size or spec.kv_dtype or not array_tile(spec, self.tile_k):
             return 0
         sizes = ((stages, self._shared_memory(spec, False, 0, 0, stages)) for stages in range(MAX_ARRAY_STAGES, 0, -1))
         return next((stages for stages, memory in sizes if memory.total_bytes <= MAX_SHARED), 0)
@@ -270,7 +288,7 @@ class HopperPlan(Checked):
         passed = Extent("kPassedStages", passed_stages) if self.split > 1 else None
         arrays = Extent("kArrayStages", array_stages) if array_stages else None
         array, array_rows = array_tile(spec, self.tile_k), Extent("kConsumers * 64", self.consumers * ROWS)
-        barriers = forward_barriers(stages, bool(spec.page_size), spec.shared_kv, passed, arrays)
+        barriers = forward_barriers(stages, bool(spec.page_size), spec.shared_kv, passed, arrays, bool(spec.kv_dtype))
         index_bytes = literal(batch_traits(spec).tile_bytes)
         return SharedMemoryLayout(
             (
@@ -278,6 +296,7 @@ class HopperPlan(Checked):
                 *staged_buffers(spec, keys, stages),
                 *((passed_buffer(keys, passed, element),) if passed else ()),
                 *((array.buffer(array_rows, arrays),) if array and arrays else ()),
+                *((self._chunk_buffer(spec),) if spec.kv_dtype else ()),
                 mbarriers(barriers),
                 Buffer("Index", "tile number", (index_bytes,), BYTE),
                 *((Buffer("NextIndex", "tile number of array loads", (index_bytes,), BYTE),) if arrays else ()),
@@ -345,8 +364,8 @@ class HopperPlan(Checked):
 
 
 def staged_buffers(spec: AttentionSpec, keys: Extent, stages: Extent) -> tuple[Buffer, ...]:
-    """Returns the stages of K, and of V unless it is a part of K."""
-    kv_element = element_sizes(spec)[1]
+    """Returns the stages of K, and of V unless it is a part of K. Their elements have 16 bits for every `kv_dtype`."""
+    kv_element = element_sizes(spec)[0]
     of_keys = Buffer("Key", "K", (keys, head_extent(spec)), kv_element, copies=stages, member="keys")
     of_values: dict[str, Any] = {"name": "Value", "label": "V", "shape": (keys, value_extent(spec))}
     of_values |= {"element": kv_element, "copies": stages, "alignment": _SWIZZLE_BYTES, "member": "values"}

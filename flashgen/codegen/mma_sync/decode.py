@@ -12,7 +12,13 @@ from flashgen.codegen.assembly import assemble, check_spec
 from flashgen.codegen.costs import decode_cost
 from flashgen.codegen.demand import demand_of
 from flashgen.codegen.expressions.function_text import DEVICE_NAMES, Names
-from flashgen.codegen.forward_kernel import forward_context, forward_kernel, page_fields
+from flashgen.codegen.forward_kernel import (
+    EIGHT_BIT_SUFFIXES,
+    forward_context,
+    forward_kernel,
+    page_fields,
+    scale_fields,
+)
 from flashgen.codegen.header import header
 from flashgen.codegen.mma_sync.decode_plans import PARTIAL_PADDING, DecodePlan, choose_decode_plan
 from flashgen.codegen.mma_sync.splits import SplitPlan, all_tiles, head_groups, row_tiles
@@ -45,7 +51,6 @@ STREAM_K_METHOD = (
 )
 STREAM_K_GRID = "one CTA per (work unit, group of heads), along x and y"
 DECODE_NAMES: Names = {**DEVICE_NAMES, HEAD: "position.head_at(Scores::row_index(n))"}
-WIDENS = {"float8_e4m3fn": "e4m3", "int8": "int8"}
 DECODE_QUERY = "position.query_at(Scores::row_index(n))"
 _SPLIT_FIELDS = [
     Field("int", "packed", comment="query heads that share a tile of rows"),
@@ -57,11 +62,7 @@ _SPLIT_FIELDS = [
 
 def cache_fields(spec: AttentionSpec) -> list[Field]:
     """Returns the struct members for the addresses of keys and values, and for the scales of 8-bit ones."""
-    fields = page_fields(spec)
-    if spec.kv_dtype:
-        fields += [Field("const float*", f"{name}_scale", comment="one per KV head, or one for all") for name in "kv"]
-        fields += [Field("int", f"{name}_scales", comment="1 if each KV head has a scale, else 0") for name in "kv"]
-    return fields
+    return page_fields(spec) + (scale_fields() if spec.kv_dtype else [])
 
 
 def partial_fields(scheduled: bool) -> list[Field]:
@@ -101,7 +102,7 @@ def cache_context(spec: AttentionSpec, names: Names) -> dict[str, Any]:
         "partials_at_once": PARTIALS_AT_ONCE,
         "page_size": spec.page_size,
         "split_depth": is_wide(spec),  # plans check that it is so
-        "widen": f"widen_{WIDENS[spec.kv_dtype]}" if spec.kv_dtype else None,
+        "widen": f"widen_{EIGHT_BIT_SUFFIXES[spec.kv_dtype]}" if spec.kv_dtype else None,
     }
 
 

@@ -1,0 +1,160 @@
+"""Prompts over 8-bit keys and values in Hopper's forward: on the emulator, compiled without spills, and on a GPU."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import flashgen as fg
+from flashgen import attention
+from flashgen.build import nvrtc
+from flashgen.codegen.dispatch import decode_plan, render_forward
+from flashgen.codegen.hopper.plans import HopperPlan
+from flashgen.codegen.mma_sync.decode_plans import DecodePlan
+from flashgen.codegen.targets import target_named
+from flashgen.codegen.workload import Workload
+from flashgen.runtime.schedule import Schedule
+from flashgen.verify import variants
+from flashgen.verify.check import judged
+from flashgen.verify.problems import Shape, random_inputs
+from flashgen.verify.variants import spec_of
+from paged import call
+
+SM_90A = target_named("sm_90a")
+KINDS = ("float8_e4m3fn", "int8")
+DTYPES = ("bfloat16", "float16")
+VARIANTS = variants()
+DIMS = (64, 96, 32, 128, 160, 256)
+SEED = 7
+
+
+def assert_right(spec: fg.AttentionSpec, shape: Shape, plan: HopperPlan, scale: Any = None, **how: Any) -> None:
+    captures, dropout = how.pop("captures", None), {"seed": SEED} if spec.dropout else {}
+    inputs = random_inputs(spec, shape, captures=captures)
+    if scale is not None:
+        inputs.captures["k_scale"] = np.asarray(scale, np.float32)
+    found = call(attention.compile(spec, "sm_90a", emulate=True, plan=plan, **how), inputs, **dropout)
+    verdict = judged(spec, inputs.q, inputs.k, inputs.v, *found, inputs.captures, **dropout)
+    assert verdict.ok, f"{spec.name}, {plan}: {verdict}"
+
+
+@pytest.mark.slow
+@pytest.mark.rotated(16)
+@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
+def test_every_variant(number: int) -> None:
+    """Contiguous keys and pages of 1, 16 and 64, several work tiles of a CTA, one to three warpgroups."""
+    variant = VARIANTS[number]
+    spec = spec_of(variant, DIMS[number % 6], DTYPES[number // 2 % 2], ("bhsd", "bshd")[number % 2])
+    spec = replace(spec, value_dim=DIMS[number // 2 % 6], kv_dtype=KINDS[number % 2])
+    spec = replace(spec, page_size=None if variant.equal else (None, 1, 16, 64)[number % 4])
+    shape = Shape(90, 90, 1, 2, 1) if variant.equal else Shape(140, 150, 1, 4, 2)
+    plan = HopperPlan(1 + number % 3, (32, 64, 96)[number // 3 % 3], 1 + number % 2)
+    assert_right(spec, shape, plan, captures=variant.captures, schedule=Schedule("random", "late", seed=number))
+
+
+@pytest.mark.parametrize("sanitize", ["address", "thread"])
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_under_sanitizers(sanitize: Any, page_size: int | None) -> None:
+    spec = fg.AttentionSpec(64, value_dim=96, mask=fg.causal(), page_size=page_size, kv_dtype=KINDS[page_size is None])
+    schedule = Schedule("random", "late", seed=5)
+    assert_right(spec, Shape(150, 170, 1, 4, 2), HopperPlan(2, 48, 2), sanitize=sanitize, schedule=schedule)
+
+
+@pytest.mark.parametrize("score", [None, fg.softcap(20.0)], ids=["plain", "softcap"])
+@pytest.mark.parametrize("scale", [[-0.05], [0.0], [0.004], [-0.02, 0.3]], ids=str)
+def test_scales_of_any_sign(scale: list[float], score: Any) -> None:
+    """With a sink, whose score has no scale."""
+    spec = fg.AttentionSpec(32, score=score, mask=fg.causal(), kv_dtype="int8", sink=fg.Tensor("sink", "float32", 1))
+    assert_right(spec, Shape(70, 90, 1, 2, 2), HopperPlan(1, 32, 2), scale)
+
+
+def test_packed_heads() -> None:
+    spec = fg.AttentionSpec(64, mask=fg.causal(), page_size=16, kv_dtype="float8_e4m3fn")
+    assert_right(spec, Shape(40, 150, 1, 8, 2), HopperPlan(2, 64, 2, packed_heads=4))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_value_is_converted_exactly(kind: str, dtype: str) -> None:
+    """One key at a time is attended to: the output is its value; all 256 bit patterns of each type."""
+    bits = np.arange(256, dtype=np.uint8)
+    numbers: Any = bits.view(np.int8) if kind == "int8" else bits.view(ml_dtypes.float8_e4m3fn)
+    numbers = np.where(np.isfinite(numbers.astype(np.float32)), numbers, np.zeros_like(numbers))
+    spec = fg.AttentionSpec(256, dtype, kv_dtype=kind)
+    plan, q_type = HopperPlan(2, 64), ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16
+    one, values = np.ones(1, np.float32), numbers.reshape(1, 1, 1, 256)
+    compiled = attention.compile(spec, "sm_90a", emulate=True, plan=plan)
+    out = compiled(np.zeros((1, 1, 70, 256), q_type), np.zeros_like(values), values, k_scale=one, v_scale=one)
+    np.testing.assert_array_equal(out[0, 0, 69].astype(np.float32), numbers.astype(np.float32))
+
+
+def test_bits_of_the_conversions_to_bfloat16() -> None:
+    """`convert_e4m3_bf16` and `convert_int8_bf16` as the device computes them, for every pattern except NaN."""
+
+    def number(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return bits.astype(np.uint16).view(ml_dtypes.bfloat16).astype(np.float64)
+
+    byte = np.arange(256, dtype=np.uint32)
+    with_sign = byte | np.where(byte & 0x80, 0xFF00, 0)
+    found = number(with_sign << 4 & 0x87F0) * number(np.array([0x7B80]))
+    expected = byte.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    finite = (byte & 0x7F) != 0x7F
+    np.testing.assert_array_equal(found[finite], expected[finite])
+    found = number((byte | 0x4300) & 0xFF7F) - number((byte | 0x4300) & 0xFF80)
+    np.testing.assert_array_equal(found, byte.astype(np.uint8).view(np.int8).astype(np.float64))
+
+
+def test_prompts_take_the_forward_and_few_queries_the_decode_kernel() -> None:
+    for page_size in (None, 64):
+        spec = fg.AttentionSpec(128, "bfloat16", mask=fg.causal(), page_size=page_size, kv_dtype="float8_e4m3fn")
+        assert isinstance(render_forward(spec, SM_90A).plan, HopperPlan)
+        for queries, decodes in ((512, False), (2048, False), (1, True), (16, True)):
+            plan = decode_plan(spec, SM_90A, Workload(queries, 8192, 32, 132, 4))
+            assert isinstance(plan, DecodePlan) if decodes else plan is None, (page_size, queries)
+    wide = fg.AttentionSpec(512, "bfloat16", kv_dtype="int8")
+    assert isinstance(render_forward(wide, SM_90A).plan, DecodePlan)
+
+
+@pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
+@pytest.mark.rotated(24)
+def test_no_spills(number: int, dim: int) -> None:
+    spec = replace(spec_of(VARIANTS[number], dim, DTYPES[number % 2]), kv_dtype=KINDS[number // 2 % 2])
+    for each in (spec, replace(spec, page_size=16)):
+        kernel = render_forward(each, SM_90A)
+        result = nvrtc.compile(kernel.source, "sm_90a", kernel.name)
+        assert not result.resources.spills, f"{kernel.name}, {kernel.plan}: {result.resources}"
+        assert not re.search(r"\(C75\d\d\)", result.log), f"{kernel.name}: {result.log}"
+
+
+@pytest.mark.gpu
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_a_gpu(kind: str, dtype: str) -> None:
+    """With torch's tensors, whose 8-bit types CuPy lacks."""
+    torch = pytest.importorskip("torch")
+    for page_size, dim, shape in (
+        (None, 128, Shape(1000, 1500, 2, 8, 2)),
+        (16, 64, Shape(600, 3000, 3, 8, 2)),
+        (1, 96, Shape(513, 700, 2, 16, 4)),
+    ):
+        spec = fg.AttentionSpec(dim, dtype, mask=fg.causal(), page_size=page_size, kv_dtype=kind)
+        inputs = random_inputs(spec, shape)
+        q = torch.from_numpy(inputs.q.astype(np.float32)).cuda().to(getattr(torch, dtype))
+        k, v = (
+            torch.from_numpy(each.view(np.uint8)).cuda().view(getattr(torch, kind)) for each in (inputs.k, inputs.v)
+        )
+        captures = {name: torch.from_numpy(value).cuda() for name, value in inputs.captures.items()}
+        compiled = attention.compile(spec, plan=render_forward(spec, SM_90A).plan)
+        for _ in range(2):
+            out, lse = compiled(q, k, v, return_lse=True, **captures)
+            found = (out.float().cpu().numpy().astype(inputs.q.dtype), lse.cpu().numpy())
+            verdict = judged(spec, inputs.q, inputs.k, inputs.v, *found, inputs.captures)
+            assert verdict.ok, f"{page_size}: {verdict}"
