@@ -48,7 +48,7 @@ def _padded_columns(spec: AttentionSpec, columns: int) -> int:
     """
     if not is_wide(spec):
         return padded(columns)
-    multiple = MMA_K * MAX_SPLIT * (2 if spec.kv_dtype else 1)
+    multiple = MMA_K * MAX_SPLIT * (2 if spec.scales_kv else 1)
     return -(-columns // multiple) * multiple
 
 

@@ -58,7 +58,7 @@ _SPLIT_FIELDS = [
 def cache_fields(spec: AttentionSpec) -> list[Field]:
     """Returns the struct members for the addresses of keys and values, and for the scales of 8-bit ones."""
     fields = page_fields(spec)
-    if spec.kv_dtype:
+    if spec.scales_kv:
         fields += [Field("const float*", f"{name}_scale", comment="one per KV head, or one for all") for name in "kv"]
         fields += [Field("int", f"{name}_scales", comment="1 if each KV head has a scale, else 0") for name in "kv"]
     return fields
@@ -101,7 +101,7 @@ def cache_context(spec: AttentionSpec, names: Names) -> dict[str, Any]:
         "partials_at_once": PARTIALS_AT_ONCE,
         "page_size": spec.page_size,
         "split_depth": is_wide(spec),  # plans check that it is so
-        "widen": f"widen_{WIDENS[spec.kv_dtype]}" if spec.kv_dtype else None,
+        "widen": f"widen_{WIDENS[spec.kv_dtype]}" if spec.kv_dtype and spec.scales_kv else None,
     }
 
 

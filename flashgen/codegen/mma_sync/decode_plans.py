@@ -198,6 +198,8 @@ class DecodePlan(Checked):
         rows, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
         head, value, (element, kv_element) = head_extent(spec), value_extent(spec), element_sizes(spec)
         stage: tuple[Buffer, ...] = (Buffer("Key", "K", (keys, head), kv_element),)
+        if spec.kv_record:
+            stage = (Buffer("Key", "records of K", (keys, Extent("kRecordBytes", spec.kv_record.bytes)), BYTE),)
         if not spec.shared_kv:
             stage += (Buffer("Value", "V", (keys, value), kv_element),)
         unit = Buffer("WorkUnit", "work unit", (literal(work_unit_bytes),), BYTE, at_end=True)
@@ -206,7 +208,7 @@ class DecodePlan(Checked):
                 Buffer("Query", "Q", (rows, head), element),
                 self._stages(stage),
                 *self._exchanged(rows, keys),
-                *([Buffer("RowScales", "scales of rows", (rows,), FLOAT)] if spec.kv_dtype else []),
+                *([Buffer("RowScales", "scales of rows", (rows,), FLOAT)] if spec.scales_kv else []),
                 *self._partials(rows, Extent("kPartialColumns", value.value + PARTIAL_PADDING)),
                 *((*search_buffers(self.warps, work_unit_bytes), unit) if self.scheduled else ()),
             ),
@@ -248,6 +250,9 @@ class DecodePlan(Checked):
                 f"split={self.split} must be 1, or warps={self.warps}, which is then 2 or {MAX_SPLIT}, if head_dim or "
                 f"value_dim is above {MAX_UNSPLIT}"
             )
+        if spec.kv_record and self.split != spec.kv_record.groups:
+            groups = spec.kv_record.groups
+            return f"split={self.split} must be {groups} with kv_dtype={spec.kv_dtype!r}, so that a warp has one scale"
         if self.split > 1 and spec.shared_kv and self.stages < 2:
             return f"stages={self.stages} must be at least 2 with shared_kv=True"
         if self.scheduled and not spec.page_size:
