@@ -72,6 +72,8 @@ def check_record(record: KvRecord, values: dict[str, Any]) -> None:
         raise SpecError(
             f"kv_dtype={record.name!r} needs a page_size: its array is (pages, page_size, 1, {record.bytes}) of uint8"
         )
+    if values["dropout"]:
+        raise SpecError(f"dropout={values['dropout']!r} is not supported with kv_dtype={record.name!r} {SEE_LIMITS}")
     if values["layout"] == "thd":
         raise SpecError(
             f"layout='thd' is not supported with kv_dtype={record.name!r}: give queries of equal length in layout "

@@ -75,6 +75,8 @@ _RINGS = (
 _SHARING_WARPS = 4
 _SHARED_RINGS = ((32, 4), (32, 3), (32, 2), (16, 4), (16, 3), (16, 2), (32, 1), (16, 1))
 """(keys, stages) of plans whose warps share tiles, in order of preference: larger tiles have fewer barriers."""
+_RECORD_RINGS = ((64, 3), (64, 2), (32, 4), (32, 3), (32, 2))
+"""The same for records of keys, of which each warp has the scores of a part: 8 or 16 keys, as ldmatrix reads them."""
 _SMALLEST_RING = (1, 1)  # if nothing else fits: wide heads with dropout on sm_75, where tiles have 32 keys
 
 
@@ -207,7 +209,7 @@ class DecodePlan(Checked):
             (
                 Buffer("Query", "Q", (rows, head), element),
                 self._stages(stage),
-                *self._exchanged(rows, keys),
+                *(self._exchanged_by_groups(rows, keys, element) if spec.kv_record else self._exchanged(rows, keys)),
                 *([Buffer("RowScales", "scales of rows", (rows,), FLOAT)] if spec.scales_kv else []),
                 *self._partials(rows, Extent("kPartialColumns", value.value + PARTIAL_PADDING)),
                 *((*search_buffers(self.warps, work_unit_bytes), unit) if self.scheduled else ()),
@@ -227,6 +229,14 @@ class DecodePlan(Checked):
         warps = Extent("kWarps", self.warps)
         return (
             (Buffer("Score", "scores over parts of the depth", (rows, keys), FLOAT, warps),) if self.split > 1 else ()
+        )
+
+    def _exchanged_by_groups(self, rows: Extent, keys: Extent, element: Extent) -> tuple[Buffer, ...]:
+        """Returns the buffers by which warps with parts of the keys exchange row states, and P times each scale."""
+        parts = Extent("kSplit", self.split)
+        return (
+            Buffer("Probability", "P of each group", (rows, keys), element, copies=Extent("kGroups", self.split)),
+            Buffer("Row", "row maxima and sums", (parts, rows), FLOAT),
         )
 
     def _partials(self, rows: Extent, columns: Extent) -> tuple[Buffer, Buffer]:
@@ -253,6 +263,8 @@ class DecodePlan(Checked):
         if spec.kv_record and self.split != spec.kv_record.groups:
             groups = spec.kv_record.groups
             return f"split={self.split} must be {groups} with kv_dtype={spec.kv_dtype!r}, so that a warp has one scale"
+        if spec.kv_record and self.tile_k % (8 * self.split):
+            return f"tile_k={self.tile_k} must be a multiple of 8 x split={self.split}"
         if self.split > 1 and spec.shared_kv and self.stages < 2:
             return f"stages={self.stages} must be at least 2 with shared_kv=True"
         if self.scheduled and not spec.page_size:
@@ -344,7 +356,7 @@ def _shared_rings(spec: AttentionSpec, target: Target, rows: int, scheduled: boo
     """
     plans = [
         _with_blocks(DecodePlan(rows, keys, _SHARING_WARPS, stages, 1, scheduled, _SHARING_WARPS), spec, target)
-        for keys, stages in _SHARED_RINGS
+        for keys, stages in (_RECORD_RINGS if spec.kv_record else _SHARED_RINGS)
         if (not spec.dropout or keys % DROPOUT_COLUMNS == 0) and (stages > 1 or not spec.shared_kv)
     ]
     plans = [plan for plan in plans if plan.registers(spec) <= _MAX_SHARED_REGISTERS] or plans[-1:]
