@@ -198,11 +198,11 @@ def _shape(spec: AttentionSpec, name: str, view: Shaped) -> tuple[int, int, int,
     """Returns (batch, heads, length, dim) of q, k or v. Raises ArgumentError if its shape or dtype does not fit."""
     layout = spec.array_layout(name)
     axes = layout.axes
+    if name == "k" and spec.kv_record:
+        check_records("k", view, spec.kv_record, spec.page_size)
     dim = spec.last_dim(name)
     if len(view.shape) != len(axes):
         raise ArgumentError(f"{name} has shape {view.shape}; give {len(axes)} dimensions ({', '.join(axes)})")
-    if name == "k" and spec.kv_record:
-        check_records("k", view, spec.kv_record, spec.page_size)
     if view.shape[-1] != dim:
         field = "value_dim" if name == "v" else "head_dim"
         raise ArgumentError(f"{name} has shape {view.shape}; its last dimension must be the spec's {field}={dim}")
