@@ -67,6 +67,7 @@ _REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 # With pages all lanes of the producer warp look up pages. If consumers can spare registers, the producer gets more of
 # them and starts more copies together. Kernels with an estimate (`registers`) of up to _LIGHT do not spill with 152.
 _REGISTERS_WITH_PAGES = _REGISTERS | {2: (40, 232)}
+_REGISTERS_WITH_RECORDS = (72, 216)  # the producer warpgroup converts records of keys
 _REGISTERS_TO_SPARE, _LIGHT = (56, 152), 156
 
 
@@ -170,6 +171,8 @@ class HopperPlan(Checked):
         """Returns the registers of a thread of the producer warpgroup and of a consumer warpgroup (setmaxnreg)."""
         if spec.page_size and self.consumers == 3 and self.registers(spec) <= _LIGHT:
             return _REGISTERS_TO_SPARE
+        if spec.kv_record:
+            return _REGISTERS_WITH_RECORDS
         return (_REGISTERS_WITH_PAGES if spec.page_size else _REGISTERS)[self.consumers]
 
     @property
