@@ -16,7 +16,7 @@ from flashgen.codegen.hopper.barriers import WARPS_OF_GROUP, key_tile_barriers
 from flashgen.codegen.hopper.measured_plans import wide_tiles
 from flashgen.codegen.hopper.pages import cache_problem
 from flashgen.codegen.hopper.plans import MAX_PASSED, ROWS, HopperPlan, passed_buffer, staged_buffers
-from flashgen.codegen.mma_sync.decode_plans import WORK_UNIT_BYTES, search_buffers
+from flashgen.codegen.mma_sync.decode_plans import WORK_UNIT_BYTES, merge_kernel_cost, search_buffers
 from flashgen.codegen.padding import MMA_K, WARP, element_sizes, head_extent, is_wide, padded_value_dim
 from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.shared_memory import Buffer, Extent, SharedMemoryLayout, mbarriers
@@ -24,7 +24,6 @@ from flashgen.codegen.targets import TARGETS, Target
 from flashgen.language.spec import AttentionSpec
 
 _CONSUMERS = 2
-_MERGE, _MERGE_OF_SPLIT = 2.0, 0.02  # of the kernel that merges partial outputs, in iterations
 _MAX_COLUMNS = 256  # of a wgmma
 _MIN_HALF = 16  # columns of the narrowest panel
 _MAX_RECORDS = 128  # of a tile of records, of which each lane of the producer looks up the page of 4
@@ -70,9 +69,9 @@ class HopperDecodePlan(Checked):
         """The number of consumer warps."""
         return self.forward.warps
 
-    def merge_cost(self, splits: int) -> float:
+    def merge_cost(self, spec: AttentionSpec, splits: int) -> float:
         """Returns the cost of merging the partial outputs of several splits, in iterations: another kernel does it."""
-        return _MERGE + _MERGE_OF_SPLIT * splits
+        return merge_kernel_cost(splits)
 
     @property
     def register_budget(self) -> int:

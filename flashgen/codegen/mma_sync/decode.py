@@ -35,6 +35,7 @@ from flashgen.language.spec import AttentionSpec
 
 _STRUCT = "DecodeArguments"
 PARTIALS_AT_ONCE = 16  # 6 registers each; those of scores and output are free when partial outputs are merged
+_BY_THE_LAST, _BY_ANOTHER_KERNEL = "the last CTA", "another kernel"
 DECODE_METHOD = (
     "split-KV over warps and CTAs; the last CTA to arrive combines partial outputs (Dao et al. 2023, Flash-Decoding)"
 )
@@ -122,8 +123,10 @@ def decode_layout(spec: AttentionSpec, lists: bool, scheduled: bool = False) -> 
     """Returns the argument struct of the decode kernel."""
     fields = [Field("const Element*", name) for name in spec.inputs] + [output_field(spec)]
     fields += [lse_field(), *partial_fields(scheduled)]
-    counted = "groups of heads, work units" if scheduled else "output tiles"
-    fields.append(Field("unsigned*", "arrivals", comment=f"({counted}): 0 before and after a launch; null for 1 split"))
+    if not spec.kv_record:  # whose splits another kernel merges
+        counted = "groups of heads, work units" if scheduled else "output tiles"
+        comment = f"({counted}): 0 before and after a launch; null for 1 split"
+        fields.append(Field("unsigned*", "arrivals", comment=comment))
     fields += schedule_fields(scheduled)
     fields += cache_fields(spec)
     fields += [Field("Strides", f"{name}_strides") for name in (*spec.inputs, "o")]
@@ -151,6 +154,8 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
     )
     cost = decode_cost(spec, plan.tile_q, plan.scheduled)
     grid, method = (STREAM_K_GRID, STREAM_K_METHOD) if plan.scheduled else (DECODE_GRID, DECODE_METHOD)
+    if spec.kv_record:
+        method = method.replace(_BY_THE_LAST, _BY_ANOTHER_KERNEL)
     context = (
         common
         | work_unit_context(plan)
@@ -170,7 +175,7 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
         assemble("mma_sync/decode.cu.jinja", context, target),
         grid=partial(decode_grid, spec, plan),
         values=partial(decode_values, spec, plan),
-        counts=partial(_counters, spec, plan),
+        counts=None if spec.kv_record else partial(_counters, spec, plan),
         workspaces=partial_workspaces(spec, partial(partial_rows, spec, plan)),
     )
     name = kernel_name("decode", target, spec) + plan.part(spec).removeprefix("decode").replace("_", "-")

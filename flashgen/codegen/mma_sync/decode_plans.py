@@ -57,6 +57,7 @@ _MAX_BLOCKS = 2
 FEW_ROWS = 16  # of the default plan's tiles
 _MANY_ROWS = 32
 _MERGE = 0.3  # cost of merging the partial output of one split, in iterations
+_MERGE_KERNEL, _MERGE_OF_SPLIT = 2.0, 0.02  # the same if another kernel merges
 _TILE_OVERHEAD = 4  # cost of an output tile's first copies and its partial output, in tiles of keys of a warp
 _MAX_REGISTERS = 248  # estimate for a thread; some kernels take a few more
 _MAX_STREAM_K_REGISTERS = 224  # the same for stream-K plans
@@ -78,6 +79,11 @@ _SHARED_RINGS = ((32, 4), (32, 3), (32, 2), (16, 4), (16, 3), (16, 2), (32, 1), 
 _RECORD_RINGS = ((64, 3), (64, 2), (32, 4), (32, 3), (32, 2))
 """The same for records of keys, of which each warp has the scores of a part: 8 or 16 keys, as ldmatrix reads them."""
 _SMALLEST_RING = (1, 1)  # if nothing else fits: wide heads with dropout on sm_75, where tiles have 32 keys
+
+
+def merge_kernel_cost(splits: int) -> float:
+    """Returns the cost of the kernel that merges partial outputs (merge_splits.py), in iterations of decode."""
+    return _MERGE_KERNEL + _MERGE_OF_SPLIT * splits
 
 
 def search_buffers(warps: int, found_bytes: int) -> tuple[Buffer, Buffer]:
@@ -136,9 +142,12 @@ class DecodePlan(Checked):
         """The fixed cost of an output tile in tiles of keys, for stream-K."""
         return _TILE_OVERHEAD if self.split == 1 else 1
 
-    def merge_cost(self, splits: int) -> float:
-        """Returns the cost of merging the partial outputs of several splits, in iterations: one CTA reads all."""
-        return _MERGE * splits
+    def merge_cost(self, spec: AttentionSpec, splits: int) -> float:
+        """Returns the cost of merging the partial outputs of several splits, in iterations.
+
+        One CTA reads all, or another kernel merges those of records of keys, whose splits are shorter in time.
+        """
+        return merge_kernel_cost(splits) if spec.kv_record else _MERGE * splits
 
     @property
     def register_budget(self) -> int:
