@@ -54,7 +54,8 @@ def hopper_decode_layout(spec: AttentionSpec, scheduled: bool) -> ArgumentLayout
     fields += [Field("Strides", f"{name}_strides") for name in "qo"]
     fields += [Field("int", name) for name in ("heads_q", "len_q", "len_k")]
     fields += split_fields(scheduled)
-    fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))
+    if not spec.kv_record:  # which have one KV head
+        fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))
     return layout_of(spec, fields, lists=False, sink=True)
 
 
