@@ -219,7 +219,7 @@ class DecodePlan(Checked):
                 Buffer("Query", "Q", (rows, head), element),
                 self._stages(stage),
                 *(self._exchanged_by_groups(rows, keys, element) if spec.kv_record else self._exchanged(rows, keys)),
-                *([Buffer("RowScales", "scales of rows", (rows,), FLOAT)] if spec.scales_kv else []),
+                *([Buffer("RowScales", "scales of rows", (rows,), FLOAT)] if spec.kv_dtype else []),
                 *self._partials(rows, Extent("kPartialColumns", value.value + PARTIAL_PADDING)),
                 *((*search_buffers(self.warps, work_unit_bytes), unit) if self.scheduled else ()),
             ),
