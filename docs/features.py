@@ -45,8 +45,11 @@ FEATURES: dict[str, Callable[[], dict[str, Any]]] = {
     "head dim 512": lambda: {"head_dim": 512},
     "V as a part of K, 576 and 512": lambda: {"head_dim": 576, "value_dim": 512, "shared_kv": True},
     "records of `fp8_ds_mla`": lambda: {
-        "head_dim": 576, "dtype": "bfloat16", "value_dim": 512,
-        "shared_kv": True, "kv_dtype": "fp8_ds_mla",
+        "head_dim": 576,
+        "dtype": "bfloat16",
+        "value_dim": 512,
+        "shared_kv": True,
+        "kv_dtype": "fp8_ds_mla",
     },
     "output in float32": lambda: {"out_dtype": "float32"},
     "gradients in float32": lambda: {"grad_dtype": "float32"},

@@ -486,7 +486,7 @@ FAULTS = [
          rf"{BARRIER}(\s+#pragma unroll\s+for \(int other = 1;[^}}]*numbers\[r\] \+)", r"\1"),
     ]),
     *caught_by(FORWARD, [WRONG], [
-        ("scales of the first group", "records", r"scales\.z \* kWidened", "scales.x * kWidened"),
+        ("scales of the first group", "records", r"= scales\.z;", "= scales.x;"),
         ("scales of the first keys", "records", r"const Scales scales\(own\)", "const Scales scales(tile)"),
         ("records of the first keys", "records", r"\(scores, q_tile, own,", "(scores, q_tile, tile,"),
         ("keys of the first warp", "records", r"position\.key \+= warp \* kKeysPerWarp;"),
@@ -501,6 +501,9 @@ FAULTS = [
         ("page of the first tile of records", "records", r"first_key\(step \+ 1\)", "first_key(begin)"),
         ("sums of the keys of a warp", "records", r"sum_over_parts\(sums\);"),
         ("sums in all lanes", "records", r"threadIdx\.x % 4 == 0 \? sums\[r\] : 0\.0f", "sums[r]"),
+        ("rows of Q not scaled back", "records", r"(?<!void )scale_scores\(scores\);"),
+        ("P of records not scaled up", "records", r"scores\[n\] \* kWidened", "scores[n]"),
+        ("other columns of Q from the first on", "records", r"(source - chunk \* 8\)) \+ plain", r"\1"),
         ("output of records not scaled", "records", r"output\[even\] \* scale", "output[even]"),
     ], rotated=6),
     *caught_by(FORWARD, [NAN], [

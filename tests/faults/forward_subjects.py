@@ -28,8 +28,11 @@ from planting import Result
 
 _SEED = 11
 _RECORDS: dict[str, Any] = {
-    "head_dim": 576, "value_dim": 512, "dtype": "bfloat16",
-    "shared_kv": True, "kv_dtype": "fp8_ds_mla",
+    "head_dim": 576,
+    "value_dim": 512,
+    "dtype": "bfloat16",
+    "shared_kv": True,
+    "kv_dtype": "fp8_ds_mla",
 }
 _CHANGED = ("forward", "merge")  # roles of the kernels in which faults are planted
 
