@@ -44,6 +44,13 @@ FEATURES: dict[str, Callable[[], dict[str, Any]]] = {
     "head dim 256": lambda: {"head_dim": 256},
     "head dim 512": lambda: {"head_dim": 512},
     "V as a part of K, 576 and 512": lambda: {"head_dim": 576, "value_dim": 512, "shared_kv": True},
+    "records of `fp8_ds_mla`": lambda: {
+        "head_dim": 576,
+        "dtype": "bfloat16",
+        "value_dim": 512,
+        "shared_kv": True,
+        "kv_dtype": "fp8_ds_mla",
+    },
     "output in float32": lambda: {"out_dtype": "float32"},
     "gradients in float32": lambda: {"grad_dtype": "float32"},
 }
@@ -55,7 +62,7 @@ REPRESENTATIVES = ("sm_75", "sm_80", "sm_90a")
 def _accepts(layout: str, feature: str, dtype: str, target: str, backward: bool, deterministic: bool = False) -> bool:
     options = {"head_dim": 128, **(FEATURES[feature]() if feature else {}), **LAYOUTS[layout]}
     try:
-        spec = fg.AttentionSpec(options.pop("head_dim"), dtype, **options)
+        spec = fg.AttentionSpec(options.pop("head_dim"), options.pop("dtype", dtype), **options)
         if backward:
             render_backward_kernels(spec, TARGETS[target], deterministic=deterministic)
         else:

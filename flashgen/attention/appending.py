@@ -10,12 +10,13 @@ from typing import Any
 
 from flashgen.attention.aliasing import AliasCheck
 from flashgen.attention.outputs import check_no_overlap, check_writable
-from flashgen.attention.problem import WANTED, check_aligned, check_table
-from flashgen.codegen.append_kernel import render_append
+from flashgen.attention.problem import WANTED, check_aligned, check_record_strides, check_records, check_table
+from flashgen.codegen.append_kernel import render_append, render_append_records
 from flashgen.codegen.families import emulated_target, target_of_gpu
 from flashgen.codegen.sizes import Sizes
 from flashgen.dtypes import ELEMENTS
 from flashgen.errors import ArgumentError
+from flashgen.language.kv_records import KV_RECORDS, KvRecord
 from flashgen.language.spec import MAX_PAGE_SIZE
 from flashgen.launch.argument_writer import ArgumentWriter
 from flashgen.launch.engines import Emulator, Engine, Gpu, Launch, Place, Runner
@@ -46,7 +47,9 @@ def append_kv(
         k_new, v_new: (batch, new keys, heads_kv, dim), float16 or bfloat16; rows start at multiples of 16 bytes, and
             the last dimension is contiguous. v_new may be None.
         k, v: the pages to write to, (pages, page_size, heads_kv, dim), with the dtype and dims of k_new and v_new. v is
-            None if v_new is None.
+            None if v_new is None. For a spec with kv_dtype="fp8_ds_mla", k is uint8 (pages, page_size, 1, 656) and
+            k_new bfloat16 (batch, new keys, 1, 576). Its first 512 columns are quantized as in FlashMLA's reference:
+            the scale of 128 of them is the least power of two that brings them to at most 448.
         page_table: int32 (batch, pages of a sequence); required.
         seqused_k: int32 (batch,), the number of keys of each sequence before the call; required.
         emulate: run the kernel on the CPU, on NumPy arrays.
@@ -138,11 +141,12 @@ def _prepare(engine: Engine, arrays: dict[str, Any]) -> _Prepared:
 def _prepare_launch(engine: Engine, views: dict[str, View]) -> tuple[Runner, Launch] | None:
     batch, tokens, heads, head_dim = views["k_new"].shape
     pages, page_size = views["k"].shape[:2]
+    record = record_of(views)
     value_dim = views["v"].shape[3] if "v" in views else 0
     if not (batch and tokens and heads and pages and (head_dim or value_dim)):
         return None
     target = target_of_gpu(*gpu.compute_capability()) if isinstance(engine, Gpu) else emulated_target()
-    kernel, runner = _RUNNERS.get_or_make((engine, target.name), partial(_build, engine, target))
+    kernel, runner = _RUNNERS.get_or_make((engine, target.name, record), partial(_build, engine, target, record))
     strides = {f"{name}_strides": _row_strides(views[name]) if name in views else (0, 0, 0) for name in _ROWS}
     values = strides | {
         "table_pitch": views["page_table"].strides[0],
@@ -154,16 +158,18 @@ def _prepare_launch(engine: Engine, views: dict[str, View]) -> tuple[Runner, Lau
         "page_size": page_size,
         "pages": pages,
     }
-    grid = kernel.grid(Sizes(batch, 0, heads, 0, 0, count=tokens * heads * max(head_dim, value_dim) // 8))
+    count = tokens if record else tokens * heads * max(head_dim, value_dim) // 8
+    grid = kernel.grid(Sizes(batch, 0, heads, 0, 0, count=count))
     if grid[0] > _MOST_BLOCKS:
         raise ArgumentError(f"k_new of shape {views['k_new'].shape} is too large for one launch; append it in parts")
     if not value_dim:  # no blocks append values
         grid = (grid[0], 1, grid[2])
-    return runner, Launch(grid, ArgumentWriter(kernel.layout, values))
+    own = {field.name for field in kernel.layout.fields}
+    return runner, Launch(grid, ArgumentWriter(kernel.layout, {name: values[name] for name in values if name in own}))
 
 
-def _build(engine: Engine, target: Any) -> tuple[Any, Runner]:
-    kernel = render_append(target)
+def _build(engine: Engine, target: Any, record: KvRecord | None) -> tuple[Any, Runner]:
+    kernel = render_append_records(target, record) if record else render_append(target)
     return kernel, engine.runner(kernel, "flashgen.append_kv(...) where FLASHGEN_JIT is not 0")
 
 
@@ -173,7 +179,41 @@ def _row_strides(view: View) -> tuple[int, int, int]:
     return batch, head, row
 
 
+def record_of(views: Mapping[str, View]) -> KvRecord | None:
+    """Returns the records that the pages hold, which are arrays of bytes; None for pages of rows."""
+    return next((each for each in KV_RECORDS.values() if views["k"].dtype == each.element.name), None)
+
+
+def _check_rows_of_records(views: dict[str, View], record: KvRecord) -> None:
+    """Raises ArgumentError if the new keys cannot be encoded as records, or the pages hold no records."""
+    if "v" in views:
+        raise ArgumentError(f"v: the pages of {record.name} have no v; give None for v_new and v")
+    check_records("k", views["k"], record)
+    check_record_strides("k", views["k"], record)
+    new, page_stride = views["k_new"], views["k"].strides[0]
+    if len(new.shape) != 4 or new.dtype != "bfloat16" or new.shape[2:] != (1, record.head_dim):
+        raise ArgumentError(
+            f"k_new is {new.dtype} {new.shape}; with pages of {record.name} give bfloat16 (batch, new keys, 1, "
+            f"{record.head_dim})"
+        )
+    _check_rows("k_new", new)
+    if all(views["k"].shape) and (page_stride % _ROW_ALIGNMENT or views["k"].pointer % _ROW_ALIGNMENT):
+        raise ArgumentError(
+            f"k at address {views['k'].pointer:#x} with strides {views['k'].strides} (bytes): pages must start at "
+            f"multiples of {_ROW_ALIGNMENT} bytes"
+        )
+
+
 def _check(views: dict[str, View]) -> None:
+    if record := record_of(views):
+        _check_rows_of_records(views, record)
+    else:
+        _check_row_arrays(views)
+    _check_pages(views)
+
+
+def _check_row_arrays(views: dict[str, View]) -> None:
+    """Raises ArgumentError if the rows of new keys and values do not fit those of the pages."""
     for name in (name for name in _ROWS if name in views):
         view = views[name]
         if len(view.shape) != 4 or view.dtype not in ELEMENTS or view.dtype != views["k"].dtype:
@@ -182,11 +222,6 @@ def _check(views: dict[str, View]) -> None:
             raise ArgumentError(f"{what}; give {axes}, all of one dtype, float16 or bfloat16")
         _check_rows(name, view)
     batch, tokens = views["k_new"].shape[:2]
-    size = views["k"].shape[1]
-    if size & (size - 1) or not 1 <= size <= MAX_PAGE_SIZE:
-        raise ArgumentError(f"k has pages of {size} keys; give a power of 2 from 1 to {MAX_PAGE_SIZE}")
-    if batch > _MOST_BATCH:
-        raise ArgumentError(f"k_new has batch {batch}; give at most {_MOST_BATCH}")
     wanted = {"v_new": (batch, tokens, views["k_new"].shape[2]), "v": views["k"].shape[:3]}
     for name, shape in wanted.items():
         if name in views and views[name].shape[:3] != shape:
@@ -196,6 +231,15 @@ def _check(views: dict[str, View]) -> None:
         if views[new].shape[2:] != views[pages].shape[2:]:
             shapes = f"{new} is {views[new].shape} and {pages} {views[pages].shape}"
             raise ArgumentError(f"{shapes}; heads and dims must agree")
+
+
+def _check_pages(views: dict[str, View]) -> None:
+    """Raises ArgumentError if the page table, the lengths or the pages do not fit the new keys."""
+    batch, size = views["k_new"].shape[0], views["k"].shape[1]
+    if size & (size - 1) or not 1 <= size <= MAX_PAGE_SIZE:
+        raise ArgumentError(f"k has pages of {size} keys; give a power of 2 from 1 to {MAX_PAGE_SIZE}")
+    if batch > _MOST_BATCH:
+        raise ArgumentError(f"k_new has batch {batch}; give at most {_MOST_BATCH}")
     for name, dimensions in {"page_table": 2, "seqused_k": 1}.items():
         fits = len(views[name].shape) == dimensions and views[name].shape[0] == batch
         if views[name].dtype != "int32" or not fits:

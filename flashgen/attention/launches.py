@@ -40,7 +40,7 @@ def launch_of(
         raise ArgumentError(f"{heads} heads in all of {problem.len_q} queries are too many tiles; split the batch")
     values = {f"{name}_strides": each for name, each in problem.strides.items()} | sizes
     values |= capture_values(kernel.layout, spec, captured)
-    if spec.kv_dtype:
+    if spec.scales_kv:
         values |= dict(zip(("k_scales", "v_scales"), problem.scales, strict=True))
     if spec.page_size:
         values |= {"pages": problem.pages, "table_pitch": problem.table_pitch}

@@ -12,6 +12,7 @@ from flashgen.codegen.sizes import Sizes
 from flashgen.dtypes import DTYPES, numpy_dtype
 from flashgen.errors import ArgumentError
 from flashgen.language.batch_layout import BATCH_LAYOUTS, PAGES, BatchLayout
+from flashgen.language.kv_records import KvRecord
 from flashgen.language.operations import LONGEST, MAX_HEADS
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import View
@@ -99,7 +100,7 @@ def problem_of(
             _check_contiguous(name, views[name])
     strides = {name: row_strides(spec, name, views[name]) for name in spec.inputs}
     pages = (views["k"].shape[0], views["page_table"].strides[0]) if spec.page_size else (0, 0)
-    scales = tuple(_scales(name, views[name], sizes) for name in _SCALES) if spec.kv_dtype else (0, 0)
+    scales = tuple(_scales(name, views[name], sizes) for name in _SCALES) if spec.scales_kv else (0, 0)
     others: Any = {"pages": pages[0], "table_pitch": pages[1], "scales": scales, "layout": spec.batch_layout}
     return Problem(**vars(sizes) | {"multiprocessors": multiprocessors}, strides=strides, **others)
 
@@ -197,7 +198,9 @@ def _shape(spec: AttentionSpec, name: str, view: Shaped) -> tuple[int, int, int,
     """Returns (batch, heads, length, dim) of q, k or v. Raises ArgumentError if its shape or dtype does not fit."""
     layout = spec.array_layout(name)
     axes = layout.axes
-    dim = spec.value_dim if name == "v" else spec.head_dim
+    if name == "k" and spec.kv_record:
+        check_records("k", view, spec.kv_record, spec.page_size)
+    dim = spec.last_dim(name)
     if len(view.shape) != len(axes):
         raise ArgumentError(f"{name} has shape {view.shape}; give {len(axes)} dimensions ({', '.join(axes)})")
     if view.shape[-1] != dim:
@@ -212,6 +215,27 @@ def _shape(spec: AttentionSpec, name: str, view: Shaped) -> tuple[int, int, int,
             "page_size, heads, dim), of other orders a view such as array.swapaxes(1, 2)"
         )
     return layout.to_bhsd(view.shape, batch=1)
+
+
+def check_records(name: str, view: Shaped, record: KvRecord, page_size: int | None = None) -> None:
+    """Raises ArgumentError if an array is not of pages of records. page_size: the keys of a page; None for any."""
+    _, size, *rest = view.shape if len(view.shape) == 4 else (0, 0)
+    if view.dtype != record.element.name or rest != [1, record.bytes] or page_size not in (None, size):
+        advice = ": give a view such as array.view(uint8)[:, :, None]" if view.shape[-1:] == (record.bytes,) else ""
+        raise ArgumentError(
+            f"{name} is {view.dtype} {tuple(view.shape)}; {record.name} takes {record.element.name} "
+            f"(pages, {page_size or 'page_size'}, 1, {record.bytes}){advice}"
+        )
+
+
+def check_record_strides(name: str, view: View, record: KvRecord) -> None:
+    """Raises ArgumentError if the records of a page do not lie side by side, in the order of the keys."""
+    _, row, _, last = view.strides
+    if all(view.shape) and (last != 1 or (view.shape[1] > 1 and row != record.bytes)):
+        raise ArgumentError(
+            f"{name} has strides {view.strides} (bytes); the {record.bytes} bytes of a record must be contiguous, and "
+            "the records of a page lie side by side: copy it to a contiguous array"
+        )
 
 
 def check_pages(spec: AttentionSpec, arrays: Mapping[str, Shaped], batch: int) -> int:
@@ -232,6 +256,8 @@ def row_strides(spec: AttentionSpec, name: str, view: View) -> tuple[int, int, i
     Raises ArgumentError if rows are not contiguous or not aligned.
     """
     layout = spec.array_layout(name)
+    if name == "k" and spec.kv_record:
+        check_record_strides(name, view, spec.kv_record)
     batch, head, row, last = layout.to_bhsd(view.strides)
     elements = math.prod(view.shape)
     if elements and last != 1:
@@ -278,7 +304,7 @@ def given_cache(spec: AttentionSpec, **given: Any) -> dict[str, Any]:
 
     given: all four; None for those that the call does not have. Raises ArgumentError if one is missing or not needed.
     """
-    wanted = (_PAGES if spec.page_size else ()) + (_SCALES if spec.kv_dtype else ())
+    wanted = (_PAGES if spec.page_size else ()) + (_SCALES if spec.scales_kv else ())
     for name, array in given.items():
         if name in wanted and array is None:
             why = f"page_size={spec.page_size}" if name in _PAGES else f"kv_dtype={spec.kv_dtype!r}"

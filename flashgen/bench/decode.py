@@ -18,6 +18,7 @@ from flashgen.codegen.costs import WorkSizes, product_flops
 from flashgen.codegen.hopper.decode_plans import HopperDecodePlan
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.mma_sync.decode_plans import DecodePlan
+from flashgen.language.kv_records import KvRecord
 from flashgen.language.masks import causal
 from flashgen.language.operations import BATCH
 from flashgen.language.spec import AttentionSpec
@@ -168,25 +169,56 @@ def measure_decode(
     splits: Sequence[int] = (),
     plans: Sequence[AnyPlan] = (),
 ) -> DecodeRow:
-    """Times one size. With a kv_dtype, flashgen is also timed as "16 bits", with keys of the dtype of the spec."""
+    """Times one size. With a kv_dtype, flashgen is also timed as "16 bits", with keys of the dtype of the spec.
+
+    A spec with a `kv_record` is timed over pages of its page_size, as are its "16 bits".
+    """
     attention, plain = compile(spec, target), with_cache(spec)
     arrays = _arrays(plain, size)
-    q, k, v, _ = arrays
-    runs: dict[str, Run] = {"flashgen": lambda: attention(q, k, v)}
-    if spec.kv_dtype:
-        wide = compile(plain, target)
-        runs = {"flashgen": narrow(spec, attention, q, (k, v)), "16 bits": lambda: wide(q, k, v)}
-    for page_size in page_sizes:
-        runs[f"pages of {page_size}"] = paged(spec, size, page_size, arrays, target)
-        if spec.kv_dtype:
-            runs[f"pages of {page_size}, 16 bits"] = paged(plain, size, page_size, arrays, target)
-    for name, (num_splits, given) in own_choices(splits, plans).items():
-        runs[name] = _own_choice(compile(spec, target, plan=given), spec, arrays, num_splits)
+    if spec.kv_record:
+        runs = _runs_of_records(spec, plain, size, arrays, target, own_choices(splits, plans))
+    else:
+        runs = _runs_of_keys(spec, plain, attention, arrays, target)
+        for page_size in page_sizes:
+            runs[f"pages of {page_size}"] = paged(spec, size, page_size, arrays, target)
+            if spec.kv_dtype:
+                runs[f"pages of {page_size}, 16 bits"] = paged(plain, size, page_size, arrays, target)
+        for name, (num_splits, given) in own_choices(splits, plans).items():
+            runs[name] = _own_choice(compile(spec, target, plan=given), spec, arrays, num_splits)
     beside = {name: _peer(name, plain, size, arrays) for name in peers}
     runs |= {name: run for name, run in beside.items() if run is not None}
     times = medians_ms(runs)
     plan = attention.plan_for(size.len_q, size.len_k, size.batch, size.heads, size.heads_kv)
     return row(spec, size, attention.target.name, str(plan), times)
+
+
+def _runs_of_keys(
+    spec: AttentionSpec, plain: AttentionSpec, attention: Any, arrays: Arrays, target: str | None
+) -> dict[str, Run]:
+    """Returns the runs of flashgen over contiguous keys."""
+    q, k, v, _ = arrays
+    if not spec.kv_dtype:
+        return {"flashgen": lambda: attention(q, k, v)}
+    wide = compile(plain, target)
+    return {"flashgen": narrow(spec, attention, q, (k, v)), "16 bits": lambda: wide(q, k, v)}
+
+
+def _runs_of_records(
+    spec: AttentionSpec,
+    plain: AttentionSpec,
+    size: DecodeSize,
+    arrays: Arrays,
+    target: str | None,
+    choices: Mapping[str, tuple[int | None, DecodePlan | None]],
+) -> dict[str, Run]:
+    """Returns the runs of flashgen over pages of records, and over pages of 16-bit keys."""
+    page_size = spec.page_size or 1
+    runs = {"flashgen": paged(spec, size, page_size, arrays, target)}
+    runs["16 bits"] = paged(plain, size, page_size, arrays, target)
+    for name, (num_splits, plan) in choices.items():
+        scheduled = plan and replace(plan, scheduled=size.batch > 1 and num_splits is None)
+        runs[name] = paged(spec, size, page_size, arrays, target, scheduled, num_splits)
+    return runs
 
 
 def _own_choice(attention: Any, spec: AttentionSpec, arrays: Arrays, num_splits: int | None) -> Run:
@@ -249,18 +281,43 @@ def _arrays(spec: AttentionSpec, size: DecodeSize) -> Arrays:
     return q, k, v, d_out
 
 
-def paged(spec: AttentionSpec, size: DecodeSize, page_size: int, arrays: Arrays, target: str | None = None) -> Run:
+def paged(
+    spec: AttentionSpec,
+    size: DecodeSize,
+    page_size: int,
+    arrays: Arrays,
+    target: str | None = None,
+    plan: DecodePlan | None = None,
+    num_splits: int | None = None,
+) -> Run:
     """Returns a run over pages in random order, with as many keys as `arrays` has, but other values."""
     paged = with_cache(spec, page_size, spec.kv_dtype)
-    attention, pages = compile(paged, target), size.batch * -(-size.len_k // page_size)
+    attention, pages = compile(paged, target, plan=plan), size.batch * -(-size.len_k // page_size)
     k, v = _pages(spec, size, pages, page_size)
     table, lengths = _page_table(pages, size)
     q = arrays[0]
     like = k if hasattr(k, "data_ptr") else None
     page_table, seqused_k = _on_device(table, like), _on_device(lengths, like)
-    if spec.kv_dtype:
-        return narrow(spec, attention, q, (k, v), page_table=page_table, seqused_k=seqused_k)
-    return lambda: attention(q, k, v, page_table=page_table, seqused_k=seqused_k)
+    where = {"page_table": page_table, "seqused_k": seqused_k, "num_splits": num_splits}
+    if spec.kv_record:
+        k = random_records(spec.kv_record, k)
+    if spec.scales_kv:
+        return narrow(spec, attention, q, (k, v), **where)
+    return lambda: attention(q, k, v, **where)
+
+
+def random_records(record: KvRecord, pages: Any) -> Any:
+    """Returns as many records as these pages of 16-bit keys have, of random numbers and with scales of 2^-7."""
+    import torch
+
+    def part(columns: int, value: Any) -> Any:
+        return value.view(torch.uint8).reshape(*pages.shape[:3], columns)
+
+    scaled, plain = record.scaled_columns, 2 * record.plain_columns
+    numbers = torch.randint(0, 120, (*pages.shape[:3], scaled), dtype=torch.uint8, device=pages.device)
+    scales = torch.full((*pages.shape[:3], record.groups), 2.0**-7, device=pages.device)
+    parts = (numbers, part(4 * record.groups, scales), part(plain, pages[..., scaled:].contiguous()))
+    return torch.cat(parts, dim=-1)
 
 
 def _pages(spec: AttentionSpec, size: DecodeSize, pages: int, page_size: int) -> tuple[Any, Any]:

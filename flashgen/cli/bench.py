@@ -256,18 +256,21 @@ def decode(
     """
     require_gpu()
     from flashgen import bench
+    from flashgen.language.kv_records import KV_RECORDS
 
     if latent:
         options, pages = options.with_defaults(head_dim=576, value_dim=512, shared_kv=True), pages or "64"
     if prompts:
         options, pages = options.with_defaults(kv_dtype="float8_e4m3fn"), pages or "64"
+    if options.kv_dtype in KV_RECORDS:
+        options, pages = options.with_defaults(page_size=numbers(pages or "64", "--pages")[0], dtype="bfloat16"), ""
     declared = [declare(text, options, 128) for text in specs or PLAIN[:1]]
     captured = [spec for spec in declared if spec.captures]
     if captured:
         raise ArgumentError(
             f"{captured[0].name} captures {captured[0].captures[0].name!r}: bench specs without captures"
         )
-    if options.page_size:
+    if options.page_size and options.kv_dtype not in KV_RECORDS:
         raise ArgumentError(
             f"--page-size {options.page_size}: give page sizes with --pages, in addition to contiguous keys"
         )

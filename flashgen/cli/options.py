@@ -129,9 +129,9 @@ class SpecOptions:
         str | None,
         typer.Option(
             "--kv-dtype",
-            help="The dtype of k and v: float8_e4m3fn or int8.",
+            help="The dtype of k and v: float8_e4m3fn, int8, or fp8_ds_mla for records of latent attention.",
             show_default="the dtype",
-            autocompletion=one_of("float8_e4m3fn", "int8"),
+            autocompletion=one_of("float8_e4m3fn", "int8", "fp8_ds_mla"),
         ),
     ] = None
 

@@ -123,7 +123,7 @@ def captures_of(spec: AttentionSpec, given: arrays.Arrays, path: Path) -> dict[s
         raise ArgumentError(
             f"--input {path} lacks the captures {', '.join(missing)}; it holds {', '.join(sorted(given))}"
         )
-    own = (*spec.batch_layout.sequence_arrays, *_PAGES * bool(spec.page_size), *_SCALES * bool(spec.kv_dtype))
+    own = (*spec.batch_layout.sequence_arrays, *_PAGES * bool(spec.page_size), *_SCALES * spec.scales_kv)
     found: dict[str, Any] = {name: given[name] for name in own if name in given}
     for capture in (capture for capture in spec.captures if capture.name in given):
         array = given[capture.name]

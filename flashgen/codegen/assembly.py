@@ -84,7 +84,7 @@ def common_context(
     options = {"struct": struct, "variant": variant, "position": position, "gradient": gradient}
     declared = environment().get_template("variant.cuh.jinja").render(options)
     suffix = suffix_of(spec)
-    factors = DTYPES["float16"].suffix if spec.kv_dtype else suffix  # float16 holds 8-bit values exactly
+    factors = DTYPES["float16"].suffix if spec.scales_kv else suffix  # float16 holds 8-bit values exactly
     return {
         "spec": spec,
         "target": target,

@@ -48,7 +48,7 @@ def _padded_columns(spec: AttentionSpec, columns: int) -> int:
     """
     if not is_wide(spec):
         return padded(columns)
-    multiple = MMA_K * MAX_SPLIT * (2 if spec.kv_dtype else 1)
+    multiple = MMA_K * MAX_SPLIT * (2 if spec.scales_kv else 1)
     return -(-columns // multiple) * multiple
 
 
@@ -76,7 +76,10 @@ def output_gradient_extent(spec: AttentionSpec) -> Extent:
 
 
 def element_sizes(spec: AttentionSpec) -> tuple[Extent, Extent]:
-    """Returns the bytes of an element in shared memory: (of Q, O, P and all gradients; of K and V)."""
+    """Returns the bytes of an element in shared memory: (of Q, O, P and all gradients; of K and V).
+
+    Records of K are counted by their kernels, or converted to the type of Q.
+    """
     element = Extent("kElementBytes", spec.element.bytes)
-    kv_element = size_of(spec.kv_element) if spec.kv_dtype else element
+    kv_element = size_of(spec.kv_element) if spec.scales_kv else element
     return element, kv_element

@@ -18,6 +18,7 @@ from flashgen.language import well_formed
 from flashgen.language.batch_layout import BATCH_LAYOUTS, PAGES, BatchLayout
 from flashgen.language.bound import Bound, merge_bound
 from flashgen.language.captures import Tensor
+from flashgen.language.kv_records import KV_RECORDS, KvRecord, check_record
 from flashgen.language.masks import full
 from flashgen.language.modifiers import Mask, MaskFunction, Score, ScoreFunction, as_mask, as_score
 from flashgen.language.operations import SCORE, Capture, captures_of
@@ -57,8 +58,10 @@ class AttentionSpec:
             heads_kv, dim) whatever the layout, and each call takes page_table and seqused_k. None means that k and v
             are not paged.
         kv_dtype: "float8_e4m3fn" or "int8" for quantized k and v, which the kernel multiplies by k_scale and v_scale of
-            the call. head_dim and value_dim must then be multiples of 32. None means that k and v have `dtype` and no
-            scales.
+            the call. head_dim and value_dim must then be multiples of 32. "fp8_ds_mla" for DeepSeek-V3.2's cache of
+            latent attention, uint8 (pages, page_size, 1, 656): each token has 512 float8 e4m3 numbers, four float32
+            scales, one per 128 of them, and 64 bfloat16 numbers. It needs head_dim=576, value_dim=512, shared_kv=True,
+            dtype="bfloat16" and a page_size. None means that k and v have `dtype` and no scales.
         sink: A floating Tensor of one dimension, one element per query head, or None. Each element is one extra score
             in the softmax of every row of that head. It takes probability but has no value, and is not scaled, masked
             or modified. It is a capture: each call supplies it.
@@ -122,7 +125,7 @@ class AttentionSpec:
             "score": None if score is None else as_score(score),
             "mask": full() if mask is None else as_mask(mask),
             "page_size": None if page_size is None else _page_size(page_size),
-            "kv_dtype": None if kv_dtype is None else dtype_name(kv_dtype, CACHED, "kv_dtype"),
+            "kv_dtype": None if kv_dtype is None else dtype_name(kv_dtype, (*CACHED, *KV_RECORDS), "kv_dtype"),
             "sink": None if sink is None else _sink(sink),
             "sharded": _flag(sharded, "sharded"),
             "shared_kv": _flag(shared_kv, "shared_kv"),
@@ -203,9 +206,19 @@ class AttentionSpec:
         return DTYPES[self.grad_dtype or self.dtype]
 
     @property
+    def kv_record(self) -> KvRecord | None:
+        """The records of the KV cache, if the rows of k are records of bytes."""
+        return KV_RECORDS.get(self.kv_dtype or "")
+
+    @property
+    def scales_kv(self) -> bool:
+        """Whether calls take k_scale and v_scale, the factors of 8-bit k and v."""
+        return self.kv_dtype is not None and not self.kv_record
+
+    @property
     def kv_element(self) -> DType:
         """The element type of k and v."""
-        return DTYPES[self.kv_dtype or self.dtype]
+        return self.kv_record.element if self.kv_record else DTYPES[self.kv_dtype or self.dtype]
 
     def element_of(self, name: str) -> DType:
         """Returns the element type of an array by name: q, k, v, o, d_o, dq, dk or dv.
@@ -230,7 +243,17 @@ class AttentionSpec:
     @property
     def kv_columns(self) -> int:
         """The elements that a call reads for each key: those of K and V, or of K alone where V is a part of it."""
-        return self.head_dim + (0 if self.shared_kv else self.value_dim)
+        return self.last_dim("k") + (0 if self.shared_kv else self.value_dim)
+
+    def last_dim(self, name: str) -> int:
+        """Returns the last dimension of q, k or v: a number of columns, or of the bytes of a record.
+
+        Args:
+            name: "q", "k" or "v".
+        """
+        if name == "v":
+            return self.value_dim
+        return self.kv_record.bytes if name == "k" and self.kv_record else self.head_dim
 
     @property
     def max_dim(self) -> int:
@@ -280,7 +303,7 @@ class AttentionSpec:
         parts += ["sharedkv"] if self.shared_kv else []
         parts += [self.layout] if self.layout != "bhsd" else []
         parts += [f"pages{self.page_size}"] if self.page_size else []
-        parts += [self.kv_element.short_name] if self.kv_dtype else []
+        parts += [(self.kv_record or self.kv_element).short_name] if self.kv_dtype else []
         parts += [f"o{self.out_element.short_name}"] if self.out_dtype else []
         parts += [f"g{self.grad_element.short_name}"] if self.grad_dtype else []
         return f"{'-'.join(parts)[:MAX_NAME].rstrip('-._')}-{self.digest}"
@@ -403,6 +426,9 @@ def _layout(value: Any) -> str:
 def _check_cache(values: dict[str, Any]) -> None:
     """Raises SpecError if page_size or kv_dtype cannot be combined with the other fields."""
     layout = BATCH_LAYOUTS[values["layout"]]
+    if values["kv_dtype"] in KV_RECORDS:
+        check_record(KV_RECORDS[values["kv_dtype"]], values)
+        return
     if values["kv_dtype"] and not (values["page_size"] or layout.supports("contiguous 8-bit keys")):
         raise SpecError(
             f"kv_dtype={values['kv_dtype']!r} is not supported for layout={layout.name!r} without pages: declare "
@@ -414,7 +440,10 @@ def _check_cache(values: dict[str, Any]) -> None:
             "part of K"
         )
     if values["shared_kv"] and values["kv_dtype"]:
-        raise SpecError(f"shared_kv=True is not supported with kv_dtype={values['kv_dtype']!r} {SEE_LIMITS}")
+        raise SpecError(
+            f"shared_kv=True is not supported with kv_dtype={values['kv_dtype']!r}, only with {', '.join(KV_RECORDS)} "
+            f"{SEE_LIMITS}"
+        )
     for name in ("head_dim", "value_dim"):
         if values["kv_dtype"] and values[name] % CACHED_DIM:
             raise SpecError(f"{name}={values[name]} must be a multiple of {CACHED_DIM} with a kv_dtype {SEE_LIMITS}")

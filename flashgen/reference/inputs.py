@@ -15,6 +15,7 @@ from flashgen.dtypes import numpy_dtype
 from flashgen.errors import ArgumentError
 from flashgen.language.operations import Capture
 from flashgen.reference.dropout import check_counter, threshold
+from flashgen.reference.kv_records import decode_records
 
 if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
@@ -106,6 +107,7 @@ def with_values(spec: AttentionSpec, q: Any, k: Any, v: Any) -> tuple[Any, Any, 
     if spec.shared_kv:
         if v is not None:
             raise ArgumentError("v: with shared_kv=True, V is the first columns of k; give None, or leave it out")
+        k = decode_records(spec.kv_record, k) if spec.kv_record else k
         return q, k, np.asarray(k)[..., : spec.value_dim]
     if v is None:
         raise ArgumentError("v is missing: give q, k and v, or declare shared_kv=True if V is a part of K")

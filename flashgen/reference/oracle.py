@@ -49,7 +49,7 @@ def attention(
     swaps heads and length. Captures are given by name in their declared dtype. seed and offset select the dropout mask
     (flashgen.reference.dropout). With a page_size, k and v are (pages, page_size, heads_kv, dim), and page_table and
     seqused_k give the rows of each sequence. With a kv_dtype, k and v have this dtype and are multiplied by k_scale and
-    v_scale.
+    v_scale; with "fp8_ds_mla" k is uint8 and has its scales in it.
     out is float64 in the layout of the spec. lse is float64 (batch, heads_q, len_q): the natural log of the sum of the
     exponentials of modified and masked scores, before dropout. A row with nothing to attend to has out = 0, lse = -inf.
     A varlen batch, layout "thd", has arrays (tokens, heads, dim), requires cu_seqlens_q, and may have cu_seqlens_k and

@@ -71,7 +71,7 @@ def build_problems(
     starts: the offsets of the sequences, (sequences + 1,), if q is packed, (tokens, heads, dim).
     """
     q, k, v = arrays
-    if spec.kv_dtype:
+    if spec.scales_kv:
         k, v = dequantize(spec, "k", k, cache.k_scale), dequantize(spec, "v", v, cache.v_scale)
     table, lengths = cache.page_table, cache.seqused_k
     if not spec.page_size:

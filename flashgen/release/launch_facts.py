@@ -58,7 +58,8 @@ _STEP_MEANINGS = {
             for name in ("k_new", "v_new", "k", "v")
         },
         "page_table": "(batch, pages of a sequence), int32",
-        "tokens": "new keys of each sequence; count is tokens * heads * max(head_dim, value_dim) / 8",
+        "tokens": "new keys of each sequence; count is tokens * heads * max(head_dim, value_dim) / 8, or "
+        "tokens if k holds records",
         "heads": "KV heads",
         "head_dim": "head dim of k, a multiple of 8",
         "value_dim": "head dim of v, a multiple of 8; where V is a part of K, give 0 and launch a grid with y = 1",
@@ -188,6 +189,10 @@ def _member_meanings(spec: AttentionSpec) -> dict[str, str]:
     if spec.page_size:
         of_page = f"(pages, {spec.page_size}, heads_kv"
         meanings |= {"k": f"pages of keys, {of_page}, {head})", "v": f"pages of values, {of_page}, {value})"}
+    if spec.kv_record:
+        record = f"(pages, {spec.page_size}, 1, {spec.kv_record.bytes})"
+        meanings["k"] = f"pages of records of keys, {spec.kv_record.name}, uint8 {record}"
+        meanings["k_strides"] = "strides of k in units of 2 bytes; batch is the stride of a page"
     if spec.shared_kv:
         meanings["k"] += f"; the first {value} columns are the values"
         meanings["dk"] += ", with that of the values"

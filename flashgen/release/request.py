@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashgen.codegen.append_kernel import render_append
+from flashgen.codegen.append_kernel import render_append, render_append_records
 from flashgen.codegen.merge_kernel import MAX_PARTIALS, render_merge
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import PARTS, Part
@@ -47,6 +47,7 @@ from flashgen.dtypes import ELEMENTS, dtype_name
 from flashgen.errors import FlashgenError, SpecError
 from flashgen.files import read_text
 from flashgen.language import AttentionSpec, Tensor, full, parse_mask, parse_score
+from flashgen.language.kv_records import KV_RECORDS
 from flashgen.strict_json import parse_json
 
 _PARSERS: dict[str, Callable[[Any], Any]] = {
@@ -59,7 +60,7 @@ _ARGUMENTS = (
 )
 _KEYS = ("spec", "target", "passes", "deterministic", "heads_per_kv", *_ARGUMENTS, "step", "parts")
 _STEPS = ("append_kv", "merge_states")
-_STEP_KEYS = ("step", "target", "dtype", "layout", "parts")
+_STEP_KEYS = ("step", "target", "dtype", "layout", "parts", "kv_dtype")
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class Step:
         dtype: the type of the merged outputs; None for append_kv.
         layout: the layout of the outputs.
         parts: how many results are merged.
+        kv_dtype: the records that append_kv writes, such as "fp8_ds_mla"; None for rows of keys and values.
     """
 
     name: str
@@ -100,10 +102,13 @@ class Step:
     dtype: str = "bfloat16"
     layout: str = "bhsd"
     parts: int = 2
+    kv_dtype: str | None = None
 
     def rendered(self) -> RenderedKernel:
         """Renders the kernel. Raises UnsupportedError if the target does not support the dtype."""
         if self.name == "append_kv":
+            if self.kv_dtype:
+                return render_append_records(self.target, KV_RECORDS[self.kv_dtype])
             return render_append(self.target)
         return render_merge(self.dtype, self.parts, self.layout, self.target)
 
@@ -177,7 +182,13 @@ def _read_steps(group: Mapping[str, Any], targets: list[Target]) -> Iterator[Ste
     if unknown:
         raise SpecError(f"`step` names {unknown[0]!r}; choose from {', '.join(_STEPS)}")
     for name, target in itertools.product(names, targets):
-        yield from _merge_steps(group, target) if name == "merge_states" else [Step(name, target)]
+        yield from _merge_steps(group, target) if name == "merge_states" else _append_steps(group, target)
+
+
+def _append_steps(group: Mapping[str, Any], target: Target) -> Iterator[Step]:
+    for name in _values_of(group, "kv_dtype") if "kv_dtype" in group else [None]:
+        kv_dtype = name and dtype_name(name, tuple(KV_RECORDS), "kv_dtype")
+        yield Step("append_kv", target, kv_dtype=kv_dtype)
 
 
 def _merge_steps(group: Mapping[str, Any], target: Target) -> Iterator[Step]:

@@ -107,7 +107,8 @@ def _without_cache(spec: AttentionSpec, tiles: TileMap, sizes: CallSizes) -> int
     )
     rows = sizes.batch * sizes.heads_q * sizes.len_q
     of_rows = rows * (spec.head_dim + spec.value_dim)
-    return spec.element.bytes * (of_rows + keys * repeats * spec.kv_columns) + _LSE_BYTES * rows
+    of_keys = spec.kv_element.bytes * keys * repeats * spec.kv_columns
+    return spec.element.bytes * of_rows + of_keys + _LSE_BYTES * rows
 
 
 def _with_ratios(rows: list[tuple[str, int, str]]) -> list[TrafficRow]:

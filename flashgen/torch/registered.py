@@ -30,7 +30,7 @@ def call_arguments(spec: AttentionSpec) -> tuple[tuple[CaptureInfo, ...], tuple[
     arrays += [(name, "int32", 1) for name in spec.sequence_arrays]
     if spec.page_size:
         arrays += [("page_table", "int32", 2), ("seqused_k", "int32", 1)]
-    if spec.kv_dtype:
+    if spec.scales_kv:
         arrays += [("k_scale", "float32", 1), ("v_scale", "float32", 1)]
     integers = spec.batch_layout.max_lengths or ("num_splits",)
     return (

@@ -14,6 +14,7 @@ from flashgen.language.evaluate import evaluate
 from flashgen.language.indexed_sizes import distance_of
 from flashgen.language.operations import BATCH, HEAD, KEY, LEN_K, LEN_Q, QUERY, Capture, Load
 from flashgen.language.shards import BLOCK_K
+from flashgen.reference.kv_records import encode_records
 
 if TYPE_CHECKING:
     from flashgen.language import AttentionSpec
@@ -165,9 +166,14 @@ def replace_kv_dtype(spec: AttentionSpec) -> AttentionSpec:
 def narrowed(spec: AttentionSpec, shape: Shape, plain: Inputs, random: np.random.Generator) -> Inputs:
     """Returns the inputs with k and v quantized to 8 bits, with scales that use most of the range of the 8-bit dtype.
 
-    k has a scale for each head, v has one scale for all heads. A NaN becomes the byte 255.
+    k has a scale for each head, v has one scale for all heads. A NaN becomes the byte 255, as do all bytes of a record
+    with a NaN.
     """
     assert spec.kv_dtype is not None
+    if spec.kv_record:
+        records = encode_records(spec.kv_record, np.nan_to_num(plain.k.astype(np.float32)))
+        records[np.isnan(plain.k.astype(np.float32)).any(axis=-1)] = 255
+        return Inputs(plain.q, records, None, plain.captures, plain.ragged)
     dtype, max_value = numpy_dtype(spec.kv_dtype), 127.0 if spec.kv_dtype == "int8" else 448.0
     axis = spec.array_layout("k").heads_axis
     scales = {

@@ -20,6 +20,7 @@ HEAD_DIMS = (64, 128, 40, 96, 32, 256, 80, 192, 8, 160)
 VALUE_DIMS = {40: 64, 96: 32, 192: 128, 8: 24}  # by head dim; for other head dims the value dim is the head dim
 DTYPES = ELEMENTS
 HEADS = ((2, 2), (4, 2), (3, 1))  # (heads_q, heads_kv): MHA, GQA, MQA
+RECORD_HEADS = ((3, 1), (16, 1), (20, 1))  # of caches of records, which have one KV head
 
 SMALL_LENGTHS = ((113, 203), (64, 128), (1, 1), (128, 217), (3, 3), (239, 1), (65, 65), (64, 32), (1, 339), (129, 256))
 LARGE_LENGTHS = ((799, 3), (255, 256), (1023, 1024), (512, 512), (1024, 1024), (2048, 2048))
@@ -332,7 +333,8 @@ def _case(variant: Variant, spec: AttentionSpec, lengths: tuple[int, int], numbe
 
     For short lengths, the batch is large enough for ENOUGH rows of q and k, so that a single call can be judged.
     """
-    heads_q, heads_kv = HEADS[number % len(HEADS)]
+    heads = RECORD_HEADS if spec.kv_record else HEADS
+    heads_q, heads_kv = heads[number % len(heads)]
     batch = max(2, -(-ENOUGH // (min(lengths) * heads_kv)))
     shape = Shape(*lengths, batch=batch, heads_q=heads_q, heads_kv=heads_kv)
     return Case(spec, shape, variant.captures, lse_gradient=number % 2 == 1)

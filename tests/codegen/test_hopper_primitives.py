@@ -61,6 +61,7 @@ USES = {
     "store_matrix_x4_transposed(arguments.barrier, 1, 2, 3, threadIdx.x);": "STSM.16.MT88.4",
     "*arguments.out = transpose_matrix(threadIdx.x);": "MOVM.16.MT88",
     "bulk_load(arguments.bytes, arguments.out, 128, arguments.barrier);": "UBLKCP",
+    "prefetch_bulk(arguments.out, 128);": "UBLKPF",
     "bulk_store(arguments.out, arguments.bytes, 128); bulk_commit(); bulk_wait_read<0>();": "UBLKCP",
     "if (elect_one()) *arguments.out = 1;": "ELECT",
     "*arguments.out = atomic_inc_acq_rel(arguments.counter, 3);": r"(?s)MEMBAR\.ALL\.GPU.*ATOMG\.E\.INC.*CCTL\.IVALL",

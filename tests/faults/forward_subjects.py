@@ -27,6 +27,13 @@ from flashgen.verify.problems import poisoned_outputs
 from planting import Result
 
 _SEED = 11
+_RECORDS: dict[str, Any] = {
+    "head_dim": 576,
+    "value_dim": 512,
+    "dtype": "bfloat16",
+    "shared_kv": True,
+    "kv_dtype": "fp8_ds_mla",
+}
 _CHANGED = ("forward", "merge")  # roles of the kernels in which faults are planted
 
 
@@ -195,6 +202,23 @@ def forward_subjects() -> dict[str, ForwardSubject]:
             2,
             target="sm_90a",
             scheduled=True,
+        ),
+        "records": ForwardSubject(
+            fg.AttentionSpec(**_RECORDS, page_size=64, scale=0.4, mask=fg.causal()),
+            Shape(5, 150, 2, 4, 1),
+            3,
+            splits=2,
+            split=4,
+        ),
+        "records, small pages": ForwardSubject(
+            fg.AttentionSpec(**_RECORDS, page_size=4), Shape(5, 150, 2, 4, 1), 2, splits=2, split=4
+        ),
+        "hopper records": ForwardSubject(
+            fg.AttentionSpec(**_RECORDS, page_size=16, scale=0.4, mask=fg.causal()),
+            Shape(5, 250, 2, 16, 1),
+            2,
+            target="sm_90a",
+            splits=2,
         ),
         "wide": ForwardSubject(fg.AttentionSpec(264, scale=1.0, mask=fg.causal()), ragged, split=2),
         "shared tiles": ForwardSubject(

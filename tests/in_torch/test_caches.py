@@ -82,6 +82,25 @@ def test_8_bits_with_scales(kv_dtype: str) -> None:
     assert torch.equal(compiled(spec, q, k8, v8, **where(), **scales), out)
 
 
+def test_records_of_bytes() -> None:
+    """Appended and read as a uint8 tensor, also under torch.compile; a gradient is refused."""
+    options: Any = {"value_dim": 512, "page_size": 16, "shared_kv": True, "kv_dtype": "fp8_ds_mla"}
+    spec = fg.AttentionSpec(576, "bfloat16", **options)
+    rows, q = (torch.randn(2, n, h, 576).to(torch.bfloat16) for n, h in ((18, 1), (12, 1)))
+    cache, table = torch.zeros(6, 16, 1, 656, dtype=torch.uint8), where()["page_table"]
+    append_kv(rows, None, cache, None, page_table=table, seqused_k=torch.zeros(2, dtype=torch.int32))
+    given = {"page_table": table, "seqused_k": torch.tensor([18, 7], dtype=torch.int32)}
+    out = attention(spec, q, cache, **given)
+    wanted = fg.reference.attention(spec, as_numpy(q), cache.numpy(), **{n: x.numpy() for n, x in given.items()})
+    assert_near(out, wanted)
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(spec, q, cache, **given), out)
+    with pytest.raises(ArgumentError, match=r"k is float8_e4m3fn .* fp8_ds_mla takes uint8 \(pages, 16, 1, 656\)"):
+        attention(spec, q, cache.view(torch.float8_e4m3fn), **given)
+    with pytest.raises(UnsupportedError, match="q requires a gradient"):
+        attention(spec, q.clone().requires_grad_(), cache, **given)
+
+
 def test_splits_of_contiguous_keys_have_a_gradient() -> None:
     spec = fg.AttentionSpec(32, "bfloat16")
     q, k, v = (torch.randn(1, 2, n, 32).to(torch.bfloat16).requires_grad_() for n in (1, 300, 300))

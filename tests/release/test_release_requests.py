@@ -119,6 +119,19 @@ def test_steps_of_a_server_and_sinks(tmp_path: Path) -> None:
     assert specs[4] == AttentionSpec(64, sink=Tensor("sinks", "float32", 1, grad=True))
 
 
+def test_the_step_that_appends_records(tmp_path: Path) -> None:
+    text = """
+        [[kernels]]
+        step = "append_kv"
+        kv_dtype = "fp8_ds_mla"
+        target = "sm_90a"
+        """
+    (step,) = read_requests(write(tmp_path, text))
+    assert isinstance(step, Step) and "append_fp8_ds_mla(" in step.rendered().source
+    with pytest.raises(SpecError, match="kv_dtype='int8' is not supported: give one of fp8_ds_mla"):
+        read_requests(write(tmp_path, text.replace("fp8_ds_mla", "int8")))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

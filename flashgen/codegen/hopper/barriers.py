@@ -11,10 +11,11 @@ from functools import cache
 from flashgen.codegen.shared_memory import Barrier, BarrierGroup, Extent, literal
 
 _ONE_THREAD, _CONSUMER_WARPS, _ARRAY_WARPS = "1", "kConsumers * 4", "kArrayWarps"
+WARPS_OF_GROUP = 4
 
 
-def _full(name: str) -> Barrier:
-    return Barrier(f"{name}_full", _ONE_THREAD)
+def _full(name: str, writers: int = 1) -> Barrier:
+    return Barrier(f"{name}_full", str(writers))
 
 
 def _empty(name: str) -> Barrier:
@@ -65,15 +66,22 @@ def _of_arrays(stages: Extent) -> tuple[BarrierGroup, ...]:
 
 @cache
 def key_tile_barriers(
-    stages: Extent, paged: bool, shared_kv: bool, passed_stages: Extent | None, converted: bool = False
+    stages: Extent,
+    paged: bool,
+    shared_kv: bool,
+    passed_stages: Extent | None,
+    converted: bool = False,
+    writers: int = 1,
 ) -> tuple[BarrierGroup, ...]:
     """Returns the barriers of the tiles of K and V, and of what consumer warpgroups pass to each other.
 
     Args:
-        paged: Whether the KV cache is paged.
+        paged: Whether pages are copied, whose rows behind the last key are zeroed.
         shared_kv: Whether V is a part of K.
         passed_stages: Stages of P, if a consumer warpgroup passes it to another one with the same rows.
         converted: Whether the producer warpgroup converts K and V of 8 bits.
+        writers: Arrivals at the full barriers of a tile of K of which V is a part: the producer's thread, or the warps
+            of the producer if these write the tile.
     """
     if converted:
         return (_converted(stages),)
@@ -84,7 +92,7 @@ def key_tile_barriers(
     )
     return (
         *([BarrierGroup(tail, (_full("tail"),), at_end=True)] if paged else []),
-        *_staged(stages, shared_kv, bool(passed_stages)),
+        *_staged(stages, shared_kv, bool(passed_stages), writers),
         *([_between_consumers(passed, "passed", passed_stages, "4")] if passed_stages else []),
     )
 
@@ -99,7 +107,7 @@ def _converted(stages: Extent) -> BarrierGroup:
     return BarrierGroup(comment, tuple(barriers), stages)
 
 
-def _staged(stages: Extent, shared_kv: bool, split: bool) -> tuple[BarrierGroup, ...]:
+def _staged(stages: Extent, shared_kv: bool, split: bool, writers: int) -> tuple[BarrierGroup, ...]:
     """Returns the barriers of the tiles of K and V. `split`: one consumer warpgroup of two computes the scores."""
     if shared_kv and split:
         comment = (
@@ -107,7 +115,7 @@ def _staged(stages: Extent, shared_kv: bool, split: bool) -> tuple[BarrierGroup,
             "warpgroup's. first_empty: each of its warps has read them. rest_full, rest_empty: the same for the other "
             "columns, and the second warpgroup. It has P of a tile only after the first one has computed the scores."
         )
-        parts = (each for name in ("first", "rest") for each in (_full(name), Barrier(f"{name}_empty", "4")))
+        parts = (each for name in ("first", "rest") for each in (_full(name, writers), Barrier(f"{name}_empty", "4")))
         return (BarrierGroup(comment, tuple(parts), stages),)
     if shared_kv:
         comment = (

@@ -45,14 +45,17 @@ _UNITS_METHOD = (
 
 
 def hopper_decode_layout(spec: AttentionSpec, scheduled: bool) -> ArgumentLayout:
-    """Returns the argument struct of the decode kernel, which begins with the tensor maps of k and v."""
+    """Returns the argument struct of the decode kernel. It has the tensor maps of k and v, or a pointer to records."""
     fields = [Field("TensorMap", f"{name}_map") for name in spec.inputs[1:]]
+    if spec.kv_record:
+        fields = [Field("const Element*", "k"), Field("Strides", "k_strides")]
     fields += [Field("const Element*", "q"), output_field(spec), lse_field(), *partial_fields(scheduled)]
-    fields += [*schedule_fields(scheduled), *page_fields(spec, strides=False)]
+    fields += [*schedule_fields(scheduled), *page_fields(spec, strides=bool(spec.kv_record))]
     fields += [Field("Strides", f"{name}_strides") for name in "qo"]
     fields += [Field("int", name) for name in ("heads_q", "len_q", "len_k")]
     fields += split_fields(scheduled)
-    fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))
+    if not spec.kv_record:  # which have one KV head
+        fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))
     return layout_of(spec, fields, lists=False, sink=True)
 
 
@@ -113,7 +116,7 @@ def render_hopper_decode(spec: AttentionSpec, target: Target, plan: HopperDecode
         plan,
         layout,
         assemble("hopper/decode.cu.jinja", context, target, products),
-        boxes={name: (panels[name], box_keys(spec, plan.tile_k)) for name in spec.inputs[1:]},
+        boxes={name: (panels[name], box_keys(spec, plan.tile_k)) for name in spec.inputs[1:] if not spec.kv_record},
         grid=partial(decode_grid, spec, plan),
         values=partial(decode_values, spec, plan),
         workspaces=partial_workspaces(spec, partial(partial_rows, spec, plan)),

@@ -12,11 +12,11 @@ from functools import lru_cache
 from typing import ClassVar
 
 from flashgen.codegen.demand import demand_of
-from flashgen.codegen.hopper.barriers import key_tile_barriers
+from flashgen.codegen.hopper.barriers import WARPS_OF_GROUP, key_tile_barriers
 from flashgen.codegen.hopper.measured_plans import wide_tiles
 from flashgen.codegen.hopper.pages import cache_problem
 from flashgen.codegen.hopper.plans import MAX_PASSED, ROWS, HopperPlan, passed_buffer, staged_buffers
-from flashgen.codegen.mma_sync.decode_plans import WORK_UNIT_BYTES, search_buffers
+from flashgen.codegen.mma_sync.decode_plans import WORK_UNIT_BYTES, merge_kernel_cost, search_buffers
 from flashgen.codegen.padding import MMA_K, WARP, element_sizes, head_extent, is_wide, padded_value_dim
 from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.shared_memory import Buffer, Extent, SharedMemoryLayout, mbarriers
@@ -24,9 +24,9 @@ from flashgen.codegen.targets import TARGETS, Target
 from flashgen.language.spec import AttentionSpec
 
 _CONSUMERS = 2
-_MERGE, _MERGE_OF_SPLIT = 2.0, 0.02  # of the kernel that merges partial outputs, in iterations
 _MAX_COLUMNS = 256  # of a wgmma
 _MIN_HALF = 16  # columns of the narrowest panel
+_MAX_RECORDS = 128  # of a tile of records, of which each lane of the producer looks up the page of 4
 _MAX_SHARED = TARGETS["sm_90a"].shared_per_block
 
 
@@ -69,9 +69,9 @@ class HopperDecodePlan(Checked):
         """The number of consumer warps."""
         return self.forward.warps
 
-    def merge_cost(self, splits: int) -> float:
+    def merge_cost(self, spec: AttentionSpec, splits: int) -> float:
         """Returns the cost of merging the partial outputs of several splits, in iterations: another kernel does it."""
-        return _MERGE + _MERGE_OF_SPLIT * splits
+        return merge_kernel_cost(splits)
 
     @property
     def register_budget(self) -> int:
@@ -117,7 +117,9 @@ class HopperDecodePlan(Checked):
     def _shared_memory(self, spec: AttentionSpec, passed_stages: int) -> SharedMemoryLayout:
         keys, stages = Extent("kTileK", self.tile_k), Extent("kStages", self.stages)
         passed, element = Extent("kPassedStages", passed_stages), element_sizes(spec)[0]
-        barriers = key_tile_barriers(stages, bool(spec.page_size), spec.shared_kv, passed)
+        copies_pages = bool(spec.page_size) and not spec.kv_record
+        writers = WARPS_OF_GROUP if spec.kv_record else 1
+        barriers = key_tile_barriers(stages, copies_pages, spec.shared_kv, passed, writers)
         rows = Extent("kTileQ", self.tile_q)
         return SharedMemoryLayout(
             (
@@ -140,6 +142,8 @@ class HopperDecodePlan(Checked):
             return f"tile_k={self.tile_k} must be a multiple of 16 up to {_MAX_COLUMNS}"
         if self.scheduled and not spec.page_size:
             return "scheduled=True needs a paged KV cache, whose lengths the device knows: declare page_size=..."
+        if spec.kv_record and self.tile_k > _MAX_RECORDS:
+            return f"tile_k={self.tile_k} must be at most {_MAX_RECORDS} with kv_dtype={spec.kv_dtype!r}"
         return variant_problem(spec) or shared_memory_problem(
             self.shared_bytes(spec), target, "take fewer keys or stages"
         )
@@ -155,7 +159,7 @@ def variant_problem(spec: AttentionSpec) -> str | None:
         return "dropout is for the decode kernel of mma.sync; here it is drawn for rows of one head"
     if demand_of(spec).listed:
         return f"mask {spec.mask.name} reads tile lists, which the decode kernel of mma.sync does"
-    return cache_problem(spec)
+    return cache_problem(spec, converts_records=True)
 
 
 @lru_cache(maxsize=256)

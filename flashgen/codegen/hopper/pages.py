@@ -48,9 +48,13 @@ def box_keys(spec: AttentionSpec, tile_k: int) -> int:
     return math.gcd(spec.page_size, tile_k) if spec.page_size else tile_k
 
 
-def cache_problem(spec: AttentionSpec) -> str | None:
-    """Returns why TMA cannot load the KV cache of a spec as operands of wgmma; None if it can."""
-    if spec.kv_dtype:
+def cache_problem(spec: AttentionSpec, converts_records: bool = False) -> str | None:
+    """Returns why Hopper's own forward kernel cannot read the KV cache of a spec; None if it can.
+
+    Args:
+        converts_records: Whether the kernel converts records of keys, as the decode kernel does.
+    """
+    if spec.kv_dtype and not (spec.kv_record and converts_records):
         return f"kv_dtype={spec.kv_dtype!r} is for the kernels of mma.sync, which widen keys in registers"
     if spec.page_size and spec.page_size < MIN_PAGE:
         return f"page_size={spec.page_size} is for the kernels of mma.sync; TMA copies {MIN_PAGE} keys or more"

@@ -73,6 +73,7 @@ _REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 # With pages all lanes of the producer warp look up pages, and other warps may load tiles of a captured array. If consumers can spare registers, the producer gets more of
 # them and starts more copies together. Kernels with an estimate (`registers`) of up to _LIGHT do not spill with 152.
 _REGISTERS_WITH_PAGES = _REGISTERS | {2: (40, 232)}
+_REGISTERS_WITH_RECORDS = (72, 216)  # the producer warpgroup converts records of keys
 _REGISTERS_TO_SPARE, _LIGHT = (56, 152), 156
 # With K and V of 8 bits all threads of the producer warpgroup convert them.
 _REGISTERS_TO_CONVERT = {1: (104, 256), 2: (72, 216), 3: (56, 152)}
@@ -177,6 +178,8 @@ class HopperPlan(Checked):
 
     def warpgroup_registers(self, spec: AttentionSpec) -> tuple[int, int]:
         """Returns the registers of a thread of the producer warpgroup and of a consumer warpgroup (setmaxnreg)."""
+        if spec.kv_record:
+            return _REGISTERS_WITH_RECORDS
         if spec.kv_dtype:
             return _REGISTERS_TO_CONVERT[self.consumers]
         if spec.page_size and self.consumers == 3 and self.registers(spec) <= _LIGHT:

@@ -41,6 +41,7 @@ from flashgen.language.spec import AttentionSpec
 
 _STRUCT = "DecodeArguments"
 PARTIALS_AT_ONCE = 16  # 6 registers each; those of scores and output are free when partial outputs are merged
+_BY_THE_LAST, _BY_ANOTHER_KERNEL = "the last CTA", "another kernel"
 DECODE_METHOD = (
     "split-KV over warps and CTAs; the last CTA to arrive combines partial outputs (Dao et al. 2023, Flash-Decoding)"
 )
@@ -62,7 +63,7 @@ _SPLIT_FIELDS = [
 
 def cache_fields(spec: AttentionSpec) -> list[Field]:
     """Returns the struct members for the addresses of keys and values, and for the scales of 8-bit ones."""
-    return page_fields(spec) + (scale_fields() if spec.kv_dtype else [])
+    return page_fields(spec) + (scale_fields() if spec.scales_kv else [])
 
 
 def partial_fields(scheduled: bool) -> list[Field]:
@@ -102,7 +103,7 @@ def cache_context(spec: AttentionSpec, names: Names) -> dict[str, Any]:
         "partials_at_once": PARTIALS_AT_ONCE,
         "page_size": spec.page_size,
         "split_depth": is_wide(spec),  # plans check that it is so
-        "widen": f"widen_{EIGHT_BIT_SUFFIXES[spec.kv_dtype]}" if spec.kv_dtype else None,
+        "widen": f"widen_{EIGHT_BIT_SUFFIXES[spec.kv_dtype]}" if spec.kv_dtype and spec.scales_kv else None,
     }
 
 
@@ -123,8 +124,10 @@ def decode_layout(spec: AttentionSpec, lists: bool, scheduled: bool = False) -> 
     """Returns the argument struct of the decode kernel."""
     fields = [Field("const Element*", name) for name in spec.inputs] + [output_field(spec)]
     fields += [lse_field(), *partial_fields(scheduled)]
-    counted = "groups of heads, work units" if scheduled else "output tiles"
-    fields.append(Field("unsigned*", "arrivals", comment=f"({counted}): 0 before and after a launch; null for 1 split"))
+    if not spec.kv_record:  # whose splits another kernel merges
+        counted = "groups of heads, work units" if scheduled else "output tiles"
+        comment = f"({counted}): 0 before and after a launch; null for 1 split"
+        fields.append(Field("unsigned*", "arrivals", comment=comment))
     fields += schedule_fields(scheduled)
     fields += cache_fields(spec)
     fields += [Field("Strides", f"{name}_strides") for name in (*spec.inputs, "o")]
@@ -152,6 +155,8 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
     )
     cost = decode_cost(spec, plan.tile_q, plan.scheduled)
     grid, method = (STREAM_K_GRID, STREAM_K_METHOD) if plan.scheduled else (DECODE_GRID, DECODE_METHOD)
+    if spec.kv_record:
+        method = method.replace(_BY_THE_LAST, _BY_ANOTHER_KERNEL)
     context = (
         common
         | work_unit_context(plan)
@@ -171,7 +176,7 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
         assemble("mma_sync/decode.cu.jinja", context, target),
         grid=partial(decode_grid, spec, plan),
         values=partial(decode_values, spec, plan),
-        counts=partial(_counters, spec, plan),
+        counts=None if spec.kv_record else partial(_counters, spec, plan),
         workspaces=partial_workspaces(spec, partial(partial_rows, spec, plan)),
     )
     name = kernel_name("decode", target, spec) + plan.part(spec).removeprefix("decode").replace("_", "-")

@@ -57,6 +57,7 @@ _MAX_BLOCKS = 2
 FEW_ROWS = 16  # of the default plan's tiles
 _MANY_ROWS = 32
 _MERGE = 0.3  # cost of merging the partial output of one split, in iterations
+_MERGE_KERNEL, _MERGE_OF_SPLIT = 2.0, 0.02  # the same if another kernel merges
 _TILE_OVERHEAD = 4  # cost of an output tile's first copies and its partial output, in tiles of keys of a warp
 _MAX_REGISTERS = 248  # estimate for a thread; some kernels take a few more
 _MAX_STREAM_K_REGISTERS = 224  # the same for stream-K plans
@@ -75,7 +76,14 @@ _RINGS = (
 _SHARING_WARPS = 4
 _SHARED_RINGS = ((32, 4), (32, 3), (32, 2), (16, 4), (16, 3), (16, 2), (32, 1), (16, 1))
 """(keys, stages) of plans whose warps share tiles, in order of preference: larger tiles have fewer barriers."""
+_RECORD_RINGS = ((64, 3), (64, 2), (32, 4), (32, 3), (32, 2))
+"""The same for records of keys, of which each warp has the scores of a part: 8 or 16 keys, as ldmatrix reads them."""
 _SMALLEST_RING = (1, 1)  # if nothing else fits: wide heads with dropout on sm_75, where tiles have 32 keys
+
+
+def merge_kernel_cost(splits: int) -> float:
+    """Returns the cost of the kernel that merges partial outputs (merge_splits.py), in iterations of decode."""
+    return _MERGE_KERNEL + _MERGE_OF_SPLIT * splits
 
 
 def search_buffers(warps: int, found_bytes: int) -> tuple[Buffer, Buffer]:
@@ -134,9 +142,12 @@ class DecodePlan(Checked):
         """The fixed cost of an output tile in tiles of keys, for stream-K."""
         return _TILE_OVERHEAD if self.split == 1 else 1
 
-    def merge_cost(self, splits: int) -> float:
-        """Returns the cost of merging the partial outputs of several splits, in iterations: one CTA reads all."""
-        return _MERGE * splits
+    def merge_cost(self, spec: AttentionSpec, splits: int) -> float:
+        """Returns the cost of merging the partial outputs of several splits, in iterations.
+
+        One CTA reads all, or another kernel merges those of records of keys, whose splits are shorter in time.
+        """
+        return merge_kernel_cost(splits) if spec.kv_record else _MERGE * splits
 
     @property
     def register_budget(self) -> int:
@@ -198,6 +209,8 @@ class DecodePlan(Checked):
         rows, keys = Extent("kTileQ", self.tile_q), Extent("kTileK", self.tile_k)
         head, value, (element, kv_element) = head_extent(spec), value_extent(spec), element_sizes(spec)
         stage: tuple[Buffer, ...] = (Buffer("Key", "K", (keys, head), kv_element),)
+        if spec.kv_record:
+            stage = (Buffer("Key", "records of K", (keys, Extent("kRecordBytes", spec.kv_record.bytes)), BYTE),)
         if not spec.shared_kv:
             stage += (Buffer("Value", "V", (keys, value), kv_element),)
         unit = Buffer("WorkUnit", "work unit", (literal(work_unit_bytes),), BYTE, at_end=True)
@@ -205,7 +218,7 @@ class DecodePlan(Checked):
             (
                 Buffer("Query", "Q", (rows, head), element),
                 self._stages(stage),
-                *self._exchanged(rows, keys),
+                *(self._exchanged_by_groups(rows, keys, element) if spec.kv_record else self._exchanged(rows, keys)),
                 *([Buffer("RowScales", "scales of rows", (rows,), FLOAT)] if spec.kv_dtype else []),
                 *self._partials(rows, Extent("kPartialColumns", value.value + PARTIAL_PADDING)),
                 *((*search_buffers(self.warps, work_unit_bytes), unit) if self.scheduled else ()),
@@ -225,6 +238,14 @@ class DecodePlan(Checked):
         warps = Extent("kWarps", self.warps)
         return (
             (Buffer("Score", "scores over parts of the depth", (rows, keys), FLOAT, warps),) if self.split > 1 else ()
+        )
+
+    def _exchanged_by_groups(self, rows: Extent, keys: Extent, element: Extent) -> tuple[Buffer, ...]:
+        """Returns the buffers by which warps with parts of the keys exchange row states, and P times each scale."""
+        parts = Extent("kSplit", self.split)
+        return (
+            Buffer("Probability", "P of each group", (rows, keys), element, copies=Extent("kGroups", self.split)),
+            Buffer("Row", "row maxima and sums", (parts, rows), FLOAT),
         )
 
     def _partials(self, rows: Extent, columns: Extent) -> tuple[Buffer, Buffer]:
@@ -248,6 +269,11 @@ class DecodePlan(Checked):
                 f"split={self.split} must be 1, or warps={self.warps}, which is then 2 or {MAX_SPLIT}, if head_dim or "
                 f"value_dim is above {MAX_UNSPLIT}"
             )
+        if spec.kv_record and self.split != spec.kv_record.groups:
+            groups = spec.kv_record.groups
+            return f"split={self.split} must be {groups} with kv_dtype={spec.kv_dtype!r}, so that a warp has one scale"
+        if spec.kv_record and self.tile_k % (8 * self.split):
+            return f"tile_k={self.tile_k} must be a multiple of 8 x split={self.split}"
         if self.split > 1 and spec.shared_kv and self.stages < 2:
             return f"stages={self.stages} must be at least 2 with shared_kv=True"
         if self.scheduled and not spec.page_size:
@@ -339,7 +365,7 @@ def _shared_rings(spec: AttentionSpec, target: Target, rows: int, scheduled: boo
     """
     plans = [
         _with_blocks(DecodePlan(rows, keys, _SHARING_WARPS, stages, 1, scheduled, _SHARING_WARPS), spec, target)
-        for keys, stages in _SHARED_RINGS
+        for keys, stages in (_RECORD_RINGS if spec.kv_record else _SHARED_RINGS)
         if (not spec.dropout or keys % DROPOUT_COLUMNS == 0) and (stages > 1 or not spec.shared_kv)
     ]
     plans = [plan for plan in plans if plan.registers(spec) <= _MAX_SHARED_REGISTERS] or plans[-1:]

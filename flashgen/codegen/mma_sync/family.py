@@ -19,6 +19,7 @@ from flashgen.codegen.mma_sync.decode_plans import (
 from flashgen.codegen.mma_sync.every_decode_plan import every_decode_plan
 from flashgen.codegen.mma_sync.forward import render_mma_sync
 from flashgen.codegen.mma_sync.forward_plans import ForwardPlan, choose_forward_plan, every_forward_plan
+from flashgen.codegen.mma_sync.merge_splits import render_merge_splits
 from flashgen.codegen.mma_sync.mixed import choose_mixed_work_units, render_mixed
 from flashgen.codegen.mma_sync.mixed_plans import MixedPlan, choose_mixed_plan
 from flashgen.codegen.mma_sync.splits import SplitPlan, choose_splits
@@ -74,13 +75,19 @@ def _default_class(spec: AttentionSpec) -> type[Plan]:
     return DecodePlan if spec.kv_dtype else ForwardPlan
 
 
+def _render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan) -> tuple[RenderedKernel, ...]:
+    """Returns the decode kernel of a plan, and the kernel that merges the splits of records of keys."""
+    kernels = render_decode(spec, target, plan)
+    return (*kernels, render_merge_splits(spec, target, plan)) if spec.kv_record else kernels
+
+
 class MmaSyncForward(ForwardFamily):
     """Forward kernels by mma.sync. They also read pages; the decode and mixed kernels read 8-bit keys and values."""
 
     plan = ForwardPlan
     plan_kinds: ClassVar[Mapping[type[Plan], PlanKind]] = {
         ForwardPlan: PlanKind(render_mma_sync),
-        DecodePlan: PlanKind(render_decode, num_splits),
+        DecodePlan: PlanKind(_render_decode, num_splits),
         MixedPlan: PlanKind(render_mixed, choose_mixed_work_units),
     }
     decode = MmaSyncDecode()

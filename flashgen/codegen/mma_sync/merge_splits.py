@@ -49,14 +49,14 @@ class _Described(NamedTuple):
         blocks: The blocks that share a tile.
     """
 
-    decode: SplitPlan
+    decode: Any
     blocks: int
 
     def summary(self, spec: AttentionSpec) -> str:
         return f"{self.blocks} block(s) of {_THREADS} threads for each tile of {self.decode.tile_q} rows"
 
     def show_options(self, spec: AttentionSpec) -> str:
-        return self.decode.show_options(spec).replace("--kernel decode", "--kernel decode_merge")
+        return f"--pass decode --kernel {self.decode.part(spec).replace('decode', 'decode_merge', 1)}"
 
 
 def render_merge_splits(spec: AttentionSpec, target: Target, plan: SplitPlan) -> RenderedKernel:

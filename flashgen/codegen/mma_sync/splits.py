@@ -47,7 +47,7 @@ class SplitPlan(DecodePlan, Protocol):
     @property
     def min_length(self) -> int: ...
 
-    def merge_cost(self, splits: int) -> float:
+    def merge_cost(self, spec: AttentionSpec, splits: int) -> float:
         """Returns the cost of merging the partial outputs of several splits, in iterations."""
 
 
@@ -86,7 +86,7 @@ def choose_splits(spec: AttentionSpec, plan: SplitPlan, sizes: Sizes) -> int:
 
     def cost(splits: int) -> float:
         waves = ceil_div(tiles * splits, slots)
-        return waves * (iterations(splits) + _BEGIN) + (plan.merge_cost(splits) if splits > 1 else 0)
+        return waves * (iterations(splits) + _BEGIN) + (plan.merge_cost(spec, splits) if splits > 1 else 0)
 
     filling = [min(max(int(waves * slots) // tiles, 1), limit) for waves in _WAVES]
     fewest = [ceil_div(key_tiles, iterations(splits) * plan.groups) for splits in filling]  # with as few iterations
