@@ -209,7 +209,7 @@ def _runs_of_records(
     size: DecodeSize,
     arrays: Arrays,
     target: str | None,
-    choices: Mapping[str, tuple[int | None, DecodePlan | None]],
+    choices: Mapping[str, tuple[int | None, AnyPlan | None]],
 ) -> dict[str, Run]:
     """Returns the runs of flashgen over pages of records, and over pages of 16-bit keys."""
     page_size = spec.page_size or 1
