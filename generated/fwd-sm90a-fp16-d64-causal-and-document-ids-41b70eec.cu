@@ -464,8 +464,8 @@ __device__ __forceinline__ void store_rows(const float (&output)[kValueDimPadded
   }
 }
 
-// Starts scores = Q * K^T for the rows of a warpgroup; `queries` and `keys` are shared memory addresses.
-__device__ __forceinline__ void start_scores(float (&scores)[kTileK / 2], unsigned queries, unsigned keys) {
+// Issues the wgmmas of scores = Q * K^T for the rows of a warpgroup; `queries` and `keys` are shared memory addresses.
+__device__ __forceinline__ void issue_qk_wgmma(float (&scores)[kTileK / 2], unsigned queries, unsigned keys) {
   constexpr int kSwizzle = kHeadPanel * kElementBytes;
   order_registers(scores);
   wgmma_fence();
@@ -480,8 +480,8 @@ __device__ __forceinline__ void start_scores(float (&scores)[kTileK / 2], unsign
   wgmma_commit();
 }
 
-// Starts output += P * V; `values` is the shared memory address of V, whose rows are the reduction dimension.
-__device__ __forceinline__ void start_output(float (&output)[kValueDimPadded / 2],
+// Issues the wgmmas of output += P * V; `values` is the shared memory address of V, whose rows are the reduction dimension.
+__device__ __forceinline__ void issue_pv_wgmma(float (&output)[kValueDimPadded / 2],
                                              const unsigned (&probabilities)[kTileK / 16][4], unsigned values) {
   constexpr int kSwizzle = kValuePanel * kElementBytes;
   order_registers(output);
@@ -781,7 +781,7 @@ __device__ __forceinline__ void consumer(int warpgroup, const SharedStorage& sto
     if (warpgroup == kConsumers - 1) ping_pong_arrive(warpgroup, tiles.count <= 1);   // warpgroup 0 starts
     if (first < last) {
       mbarrier_wait(storage.keys_full(state.stage()), state.phase());
-      start_scores(scores, queries, storage.keys(state.stage()));
+      issue_qk_wgmma(scores, queries, storage.keys(state.stage()));
       await_product<0>(scores);
       release(storage.keys_empty(state.stage()));
       if (first + 1 == last) release(storage.queries_empty());
@@ -790,9 +790,9 @@ __device__ __forceinline__ void consumer(int warpgroup, const SharedStorage& sto
       for (int step = first + 1; step < last; ++step, ++state) {
         mbarrier_wait(storage.keys_full((state + 1).stage()), (state + 1).phase());
         ping_pong_wait(warpgroup);
-        start_scores(scores, queries, storage.keys((state + 1).stage()));
+        issue_qk_wgmma(scores, queries, storage.keys((state + 1).stage()));
         mbarrier_wait(storage.values_full(state.stage()), state.phase());
-        start_output(output, probabilities, storage.values(state.stage()));
+        issue_pv_wgmma(output, probabilities, storage.values(state.stage()));
         ping_pong_arrive(warpgroup, step + 1 == tiles.count);
         await_product<1>(scores);
         release(storage.keys_empty((state + 1).stage()));
@@ -803,7 +803,7 @@ __device__ __forceinline__ void consumer(int warpgroup, const SharedStorage& sto
         softmax(probabilities, output, rows, steady, scores);
       }
       mbarrier_wait(storage.values_full(state.stage()), state.phase());
-      start_output(output, probabilities, storage.values(state.stage()));
+      issue_pv_wgmma(output, probabilities, storage.values(state.stage()));
       await_product<0>(output);
       release(storage.values_empty(state++.stage()));
     } else {

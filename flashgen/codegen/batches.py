@@ -12,7 +12,7 @@ from flashgen.codegen.varlen import MAP_ROWS, sequences_text, slots, varlen_fiel
 from flashgen.language.spec import AttentionSpec
 
 _VARLEN_COMMENTS = {
-    "statistics": "(heads_q, rows, 2): base-2 LSE and D",
+    "lse_and_d": "(heads_q, rows, 2): base-2 LSE and D",
     "dq_accum": "(heads_q, rows, padded head_dim), in fragment order",
     "rows": "rows of all sequences, each rounded up",
 }

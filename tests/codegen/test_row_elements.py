@@ -111,7 +111,7 @@ def test_text_loads_before_the_products(target: str) -> None:
     source = render_forward(fg.AttentionSpec(64, score=added(bias())), TARGETS[target]).source
     load, product = (
         source.rindex("load_pairs(pairs,"),
-        source.rindex("start_scores(" if "90a" in target else "multiply_by_transpose<"),
+        source.rindex("issue_qk_wgmma(" if "90a" in target else "multiply_by_transpose<"),
     )
     assert load < product and "bias_of(pairs.element0[n / 2], n % 2)" in source
 
