@@ -415,8 +415,8 @@ MUTANTS = (
     Mutant(
         "received halo rows always come first",
         "flashgen/torch/context_parallel/halos.py",
-        "rows.rows_at(rim.theirs_at, rim.theirs.length).buffer",
-        "rows.rows_at(0, rim.theirs.length).buffer",
+        "rows.rows_at(boundary.theirs_at, boundary.theirs.length).buffer",
+        "rows.rows_at(0, boundary.theirs.length).buffer",
         ("tests/in_torch/context_parallel/test_emulated.py::test_boundaries_of_windows",),
     ),
     Mutant(
