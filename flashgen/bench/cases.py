@@ -77,9 +77,12 @@ def inputs(case: Case, seed: int = 0) -> Arrays:
 
 
 def _shape(case: Case, heads: int, dim: int) -> tuple[int, ...]:
-    if case.spec.layout == "bshd":
-        return case.batch, case.length, heads, dim
-    return case.batch, heads, case.length, dim
+    return case.spec.batch_layout.from_bhsd((case.batch, heads, case.length, dim))
+
+
+def has_heads_first(spec: AttentionSpec) -> bool:
+    """Returns whether the arrays of a spec are (batch, heads, length, dim), which most peers take."""
+    return spec.layout == "bhsd"
 
 
 def random_arrays(shapes: Sequence[tuple[int, ...]], dtype: str, seed: int) -> list[Any]:
