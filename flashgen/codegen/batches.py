@@ -40,6 +40,7 @@ class DenseBatch:
     Attributes:
         is_varlen: Whether the templates emit the search for the sequence of a tile slot.
         template: The template with the fragments of kernels that differ between batch layouts.
+        scheduler: The template of the tile scheduler of Hopper's forward kernel.
         grid_axes: The axes of grids with a block per tile, head and sequence, in words.
         lengths: What `len_q` and `len_k` are, in words.
         tile: What a query tile or a key tile is called, in words.
@@ -49,6 +50,7 @@ class DenseBatch:
 
     is_varlen = False
     template = "batch/dense.cuh.jinja"
+    scheduler = "hopper/scheduler.cuh.jinja"
     grid_axes = "x, y and z"
     lengths: ClassVar[Mapping[str, str]] = {"len_q": "queries", "len_k": "keys"}
     tile = "tile"
@@ -58,7 +60,8 @@ class DenseBatch:
     @property
     def template_context(self) -> dict[str, Any]:
         """The context of all templates: the fragments of the layout, and no search for a sequence unless added."""
-        return {"varlen": self.is_varlen, "batch_template": self.template, "sequences": ""}
+        templates = {"batch_template": self.template, "scheduler_template": self.scheduler}
+        return {"varlen": self.is_varlen, **templates, "sequences": ""}
 
     @property
     def lse(self) -> Field:
@@ -144,6 +147,7 @@ class VarlenBatch(DenseBatch):
 
     is_varlen = True
     template = "batch/varlen.cuh.jinja"
+    scheduler = "hopper/varlen_scheduler.cuh.jinja"
     grid_axes = "x and y"
     lengths: ClassVar[Mapping[str, str]] = {
         "len_q": "maximum queries of a sequence",

@@ -64,7 +64,7 @@ class PrefillTiles(ForwardTiles):
         return []
 
     def sequences(self, spec: AttentionSpec, struct: str, layout: ArgumentLayout) -> dict[str, Any]:
-        return {}
+        return {"scheduler_template": "hopper/prompts.cuh.jinja"}
 
     def count(self, spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Any:
         """Returns the maximum number of tiles of prefill sequences; 0 if no sequence can be one."""
