@@ -63,7 +63,7 @@ def check_shared_offsets(given: Mapping[str, Any], q: Any, k: Any) -> None:
 
 
 def refuse_varlen(spec: AttentionSpec, what: str, remedy: str) -> None:
-    """Raises UnsupportedError if only the device knows the lengths of a spec's calls, which the feature `what` needs."""
+    """Raises UnsupportedError if only the device knows the lengths of calls, which the feature `what` needs."""
     if not spec.batch_layout.supports("plans by sizes"):
         raise UnsupportedError(f"{what} is not supported for layout='thd': {remedy}")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import sympy
 
+from flashgen.bench.cases import has_heads_first
 from flashgen.bench.torch_runs import runs_or_none
 from flashgen.language.masks import causal
 from flashgen.language.spec import AttentionSpec

@@ -149,7 +149,9 @@ def decode_cost(spec: AttentionSpec, tile_q: int, scheduled: bool = False) -> Co
     if scheduled:
         of_units: Count = lambda work: 2 * partial * work.splits * work.heads_q * work.len_q
         return _split_cost(spec, of_units, f"{_OF_WORK_UNITS}; {rows}")
-    return _split_cost(spec, lambda work: partial * work.splits * _AMOUNTS[DenseBatch].queries(work), f"if splits > 1; {rows}")
+    return _split_cost(
+        spec, lambda work: partial * work.splits * _AMOUNTS[DenseBatch].queries(work), f"if splits > 1; {rows}"
+    )
 
 
 def merge_splits_cost(spec: AttentionSpec, scheduled: bool = False) -> Cost:

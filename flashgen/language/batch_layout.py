@@ -8,7 +8,9 @@ from typing import Any, ClassVar, Literal, get_args
 Sizes4 = tuple[int, int, int, int]
 """Sizes or strides of the axes (batch, heads, length, dim), the order "bhsd"."""
 
-Feature = Literal["plans by sizes", "kept tile lists", "shards", "decode kernels", "contiguous 8-bit keys", "tiles of gradients"]
+Feature = Literal[
+    "plans by sizes", "kept tile lists", "shards", "decode kernels", "contiguous 8-bit keys", "tiles of gradients"
+]
 """What some batch layouts do not support:
 
 plans by sizes         kernels that are selected or tuned for the lengths of a call
@@ -113,7 +115,9 @@ BATCH_LAYOUTS: dict[str, BatchLayout] = {
     for layout in (
         BatchLayout("bhsd", ("batch", "heads", "length", "dim"), 1, 2, _SWAP.format("bshd")),
         BatchLayout("bshd", ("batch", "length", "heads", "dim"), 2, 1, _SWAP.format("bhsd")),
-        VarlenLayout("thd", ("tokens", "heads", "dim"), 1, 0, "give (tokens, heads, dim), for example array.swapaxes(0, 1)"),
+        VarlenLayout(
+            "thd", ("tokens", "heads", "dim"), 1, 0, "give (tokens, heads, dim), for example array.swapaxes(0, 1)"
+        ),
     )
 }
 PAGES = BatchLayout("pages", ("pages", "page_size", "heads", "dim"), 2, 1, "swap the axes of heads and rows of a page")
