@@ -583,7 +583,7 @@ __device__ __forceinline__ void issue_wgmma_ss(float (&product)[kRowsB / 2], uns
 // kDepth rows are the reduction dimension.
 template <int kColumns, int kPanel, int kDepth>
 __device__ __forceinline__ void issue_wgmma_rs(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
-                                                 unsigned b_tile) {
+                                               unsigned b_tile) {
   constexpr int kSwizzle = kPanel * kElementBytes;
   order_registers(product);
   wgmma_fence();
@@ -636,8 +636,8 @@ using Scores = Fragment<kTileQ>;
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, and the lane's first query and first key. The one along which the
-// mainloop visits tiles is relative to the tile.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. The last two count from the
+// beginning of the sequence, but from that of the tile along the axis on which the mainloop visits tiles.
 struct Position {
   int batch, head, query, key;
 };
@@ -848,8 +848,8 @@ __device__ __forceinline__ void dq_writer(const SharedStorage& storage,
 }
 
 // Converts kConvertedRows rows of the dQ accumulator with one warp. `chunk` is the index of such a group of rows, over all query
-// heads of all batches. Four lanes convert two rows, 8 apart. A row that attends to no key is 0, whatever K holds, and so is a tile of dQ to which no
-// CTA has added.
+// heads of all batches. Four lanes convert two rows, 8 apart. A row that attends to no key is 0, whatever K holds, and so is a
+// tile of dQ to which no CTA has added.
 __device__ __forceinline__ void convert_dq_rows(unsigned chunk, const BackwardDkdvArguments& arguments) {
   const unsigned head_chunks = arguments.rows / kConvertedRows, head_of_all = chunk / head_chunks;
   const long long first_row = static_cast<long long>(chunk) * kConvertedRows;
@@ -880,8 +880,8 @@ __device__ __forceinline__ void convert_dq_rows(unsigned chunk, const BackwardDk
   }
 }
 
-// Converts the dQ accumulator of each head once all its work tiles are added. Warps that are otherwise idle do this, and the
-// consumer warps after their last work tile. Each warp takes the next rows that no other warp has taken.
+// Converts the dQ accumulator of each head once every writer has counted all its work tiles as added. Warps that are otherwise
+// idle do this, and the consumer warps after their last work tile. Each warp takes the next rows that no other warp has taken.
 __device__ __forceinline__ void convert_dq(const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32;
   const unsigned head_chunks = arguments.heads_per_kv * arguments.rows / kConvertedRows;   // of a KV head
@@ -1079,7 +1079,7 @@ __device__ __forceinline__ void mainloop(float (&d_keys)[kHeadDimPadded / 2], fl
       if (lane == 0) bulk_wait_read<0>();   // the buffer of dQ held dK of the previous work tile, which has been stored
       __syncwarp();
     }
-    // The last iteration starts its own S and dP again, and nobody uses them: wgmmas in a branch would not overlap.
+    // The last iteration issues the wgmmas of its own S and dP again, without a use: wgmmas in a branch would not overlap.
     const PipelineState<kStages> next = state + (is_done ? 0 : 1);
     issue_qk_wgmma(scores, warpgroup, storage, next, is_done);
     await_product<2>(d_values);

@@ -450,7 +450,7 @@ __device__ __forceinline__ void issue_wgmma_ss(float (&product)[kRowsB / 2], uns
 // kDepth rows are the reduction dimension.
 template <int kColumns, int kPanel, int kDepth>
 __device__ __forceinline__ void issue_wgmma_rs(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
-                                                 unsigned b_tile) {
+                                               unsigned b_tile) {
   constexpr int kSwizzle = kPanel * kElementBytes;
   order_registers(product);
   wgmma_fence();
@@ -493,8 +493,8 @@ using Scores = Fragment<kTileQ>;
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, and the lane's first query and first key. The one along which the
-// mainloop visits tiles is relative to the tile.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. The last two count from the
+// beginning of the sequence, but from that of the tile along the axis on which the mainloop visits tiles.
 struct Position {
   int batch, head, query, key;
 };

@@ -418,7 +418,7 @@ __device__ __forceinline__ void issue_wgmma_ss(float (&product)[kRowsB / 2], uns
 // kDepth rows are the reduction dimension.
 template <int kColumns, int kPanel, int kDepth>
 __device__ __forceinline__ void issue_wgmma_rs(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
-                                                 unsigned b_tile) {
+                                               unsigned b_tile) {
   constexpr int kSwizzle = kPanel * kElementBytes;
   order_registers(product);
   wgmma_fence();
@@ -461,8 +461,8 @@ using Scores = Fragment<kTileK>;
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, and the lane's first query and first key. The one along which the
-// mainloop visits tiles is relative to the tile.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. The last two count from the
+// beginning of the sequence, but from that of the tile along the axis on which the mainloop visits tiles.
 struct Position {
   int batch, head, query, key;
 };
@@ -650,7 +650,7 @@ __device__ __forceinline__ void consumer(const WorkTile& work, int warpgroup, co
     unsigned fragments[kTileK / 16][4];
     pack_scores(fragments, d_scores);
     issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileK>(d_queries, fragments, storage.keys(key_state.stage()));
-    // The last iteration starts its own S and dP again, and nobody uses them: wgmmas in a branch would not overlap.
+    // The last iteration issues the wgmmas of its own S and dP again, without a use: wgmmas in a branch would not overlap.
     const bool is_last = step + 1 == tiles.count;
     const int next = is_last ? step : step + 1;
     issue_qk_wgmma({next}, is_last);

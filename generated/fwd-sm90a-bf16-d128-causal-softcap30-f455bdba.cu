@@ -464,7 +464,7 @@ __device__ __forceinline__ void issue_qk_wgmma(float (&scores)[kTileK / 2], unsi
 
 // Issues the wgmmas of output += P * V; `values` is the shared memory address of V, whose rows are the reduction dimension.
 __device__ __forceinline__ void issue_pv_wgmma(float (&output)[kValueDimPadded / 2],
-                                             const unsigned (&probabilities)[kTileK / 16][4], unsigned values) {
+                                               const unsigned (&probabilities)[kTileK / 16][4], unsigned values) {
   constexpr int kSwizzle = kValuePanel * kElementBytes;
   order_registers(output);
   wgmma_fence();
@@ -577,8 +577,8 @@ __device__ __forceinline__ bool softmax(float (&scores)[Scores::kElements], RowS
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, and the lane's first query and first key. The one along which the
-// mainloop visits tiles is relative to the tile.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. The last two count from the
+// beginning of the sequence, but from that of the tile along the axis on which the mainloop visits tiles.
 struct Position {
   int batch, head, query, key;
 };
