@@ -56,9 +56,9 @@ def flops(spec: AttentionSpec, timed: Timed, work: WorkSizes) -> float:
     return sum(product_flops(spec, pass_, work) for pass_ in passes)
 
 
-def case(spec: AttentionSpec, length: int, tokens: int = TOKENS, width: int = WIDTH) -> Case:
+def case(spec: AttentionSpec, length: int) -> Case:
     """Returns the case of a spec at a length."""
-    return Case(spec, length, max(tokens // length, 1), max(width // spec.head_dim, 1))
+    return Case(spec, length, max(TOKENS // length, 1), max(WIDTH // spec.head_dim, 1))
 
 
 def inputs(case: Case, seed: int = 0) -> Arrays:
