@@ -495,7 +495,7 @@ MUTANTS = (
     Mutant(
         "a mixed batch has too few blocks for its prompts",
         "flashgen/codegen/mma_sync/mixed.py",
-        "sizes.total_q // plan.prompt_queries * sizes.heads_q",
+        "sizes.total_q // plan.prefill_queries * sizes.heads_q",
         "sizes.total_q // plan.tile_q * sizes.heads_q",
         ("tests/attention/test_mixed_batches.py::test_mixtures_and_thread_orders",),
     ),

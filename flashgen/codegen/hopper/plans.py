@@ -55,7 +55,7 @@ _MAX_DRAWN = 2  # maximum number of times this is done at once
 _WIDE = 192  # columns beyond which registers are scarce
 _MIN_LISTED = 256  # scores of a tile that a warp reads before it votes
 
-PROMPT_QUERIES = ROWS
+PREFILL_QUERIES = ROWS
 """The minimum number of queries of a prompt in a mixed batch: the rows of a warpgroup."""
 PACKS = (1, 2, 4, 8, 16, 32, 64)  # numbers of packed heads; they divide the rows of a wgmma
 
