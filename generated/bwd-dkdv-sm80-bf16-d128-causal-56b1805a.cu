@@ -24,7 +24,7 @@ struct BackwardDkdvArguments {
   const Element* k;
   const Element* v;
   const Element* d_o;
-  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
+  const float* lse_and_d;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
   float* dq_accum;   // (batch, heads_q, rows, padded head_dim), in fragment order
   Element* dk;
   Element* dv;
@@ -93,14 +93,14 @@ constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
 constexpr int kOutputBytes = kTileQ * kValueDimPadded * kElementBytes;
-constexpr int kStatisticsBytes = kTileQ * sizeof(float2);
+constexpr int kLseAndDBytes = kTileQ * sizeof(float2);
 constexpr int kScoreBytes = kTileK * kTileQ * kElementBytes;
 constexpr int kProbabilityBytes = kTileK * kTileQ * kElementBytes;
 constexpr int kValueOffset = kKeyBytes;
 constexpr int kQueryOffset = kValueOffset + kValueBytes;
 constexpr int kOutputOffset = kQueryOffset + kStages * kQueryBytes;
-constexpr int kStatisticsOffset = kOutputOffset + kStages * kOutputBytes;
-constexpr int kScoreOffset = kStatisticsOffset + kStages * kStatisticsBytes;
+constexpr int kLseAndDOffset = kOutputOffset + kStages * kOutputBytes;
+constexpr int kScoreOffset = kLseAndDOffset + kStages * kLseAndDBytes;
 constexpr int kProbabilityOffset = kScoreOffset + kScoreBytes;
 static_assert(kProbabilityOffset + kProbabilityBytes <= 164864, "the shared memory of the launch");
 static_assert(kRowTiles * 16 * kWarps == kTileK * kSplit && kQueryTiles % 2 == 0, "whole mma tiles");
@@ -200,8 +200,8 @@ using Scores = Fragment<kRowTiles, kQueryTiles>;
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, and the lane's first query and first key. The one along which the
-// mainloop visits tiles is relative to the tile.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. The last two count from the
+// beginning of the sequence, but from that of the tile along the axis on which the mainloop visits tiles.
 struct Position {
   int batch, head, query, key;
 };
@@ -305,9 +305,9 @@ __device__ __forceinline__ void load_keys_and_values(const WorkTile& work, unsig
   load_tile<kTileK, kValueDim, kValueDimPadded>(v_tile, v, arguments.v_strides.row, work.first_key, arguments.len_k);
 }
 
-// Starts loading the statistics of a tile of queries, (LSE to the base 2, D) each. The array is padded to whole tiles.
-__device__ __forceinline__ void load_statistics(unsigned tile, const float* source) {
-  for (int i = threadIdx.x; i < kStatisticsBytes / 16; i += kThreads) {
+// Starts loading LSE and D of a tile of queries, (LSE to the base 2, D) for each row. The array is padded to whole tiles.
+__device__ __forceinline__ void load_lse_and_d(unsigned tile, const float* source) {
+  for (int i = threadIdx.x; i < kLseAndDBytes / 16; i += kThreads) {
     copy_async_16(tile + i * 16, source + i * 4, true);
   }
 }
@@ -422,16 +422,16 @@ __device__ __forceinline__ void store_rounded(const Values& values, float factor
 // ---- Score gradients ------------------------------------------------------------------------------------------------
 
 // Returns (LSE, D) of the two queries of this lane's pairs j.
-__device__ __forceinline__ float4 statistics_of(const unsigned char* statistics, int j) {
+__device__ __forceinline__ float4 lse_and_d_of(const unsigned char* lse_and_d, int j) {
   const int query = threadIdx.x / 32 % kSplit * kQueriesPerWarp + Scores::column(Scores::pair(0, j)) + threadIdx.x % 4 * 2;
-  return *reinterpret_cast<const float4*>(statistics + query * 8);
+  return *reinterpret_cast<const float4*>(lse_and_d + query * 8);
 }
 
 // Returns whether some query of a tile has a large LSE.
-__device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
+__device__ __forceinline__ bool has_large_lse(const unsigned char* lse_and_d) {
   float largest = 0.0f;
   for (int row = threadIdx.x % 32; row < kTileQ; row += 32) {
-    const float lse = fabsf(*reinterpret_cast<const float*>(statistics + row * 8));
+    const float lse = fabsf(*reinterpret_cast<const float*>(lse_and_d + row * 8));
     if (lse < kNoLse) largest = fmaxf(largest, lse);
   }
   return __any_sync(0xffffffffu, largest > kLargeLse);
@@ -444,12 +444,12 @@ __device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
 template <Tests kTests>
 __device__ __forceinline__ void recompute_p_and_ds(Scores& probabilities,
                                                    Scores& d_scores,
-                                                   const unsigned char* statistics,
+                                                   const unsigned char* lse_and_d,
                                                    const Position& position, int first_query,
                                                    const BackwardDkdvArguments& arguments) {
 #pragma unroll
   for (int j = 0; j < Scores::kPairs; ++j) {
-    const float4 rows = statistics_of(statistics, j);
+    const float4 rows = lse_and_d_of(lse_and_d, j);
 #pragma unroll
     for (int m = 0; m < Scores::kRows * 2; ++m) {
       const int n = Scores::pair(m / 2, j) + m % 2;
@@ -470,14 +470,14 @@ __device__ __forceinline__ void recompute_p_and_ds(Scores& probabilities,
 
 // Turns products into P, and dP into dS. full: no element of the tile is masked out.
 __device__ __forceinline__ void compute_score_gradients(
-    Scores& probabilities, Scores& d_scores, const unsigned char* statistics, bool full, const WorkTile& work,
+    Scores& probabilities, Scores& d_scores, const unsigned char* lse_and_d, bool full, const WorkTile& work,
     const Position& position, int first_query, const BackwardDkdvArguments& arguments) {
-  if (work.first_key + kTileK > arguments.len_k || has_large_lse(statistics)) {
-    recompute_p_and_ds<Tests::kAll>(probabilities, d_scores, statistics, position, first_query, arguments);
+  if (work.first_key + kTileK > arguments.len_k || has_large_lse(lse_and_d)) {
+    recompute_p_and_ds<Tests::kAll>(probabilities, d_scores, lse_and_d, position, first_query, arguments);
   } else if (!full) {
-    recompute_p_and_ds<Tests::kMask>(probabilities, d_scores, statistics, position, first_query, arguments);
+    recompute_p_and_ds<Tests::kMask>(probabilities, d_scores, lse_and_d, position, first_query, arguments);
   } else {
-    recompute_p_and_ds<Tests::kNone>(probabilities, d_scores, statistics, position, first_query, arguments);
+    recompute_p_and_ds<Tests::kNone>(probabilities, d_scores, lse_and_d, position, first_query, arguments);
   }
 }
 
@@ -582,12 +582,12 @@ attention_backward_dkdv_bf16_d128_causal_56b1805a(const __grid_constant__ Backwa
     const Element* q = arguments.q + work.batch * arguments.q_strides.batch + head * arguments.q_strides.head;
     const Element* d_o = arguments.d_o + work.batch * arguments.d_o_strides.batch + head * arguments.d_o_strides.head;
     const long long first_row = (static_cast<long long>(work.batch) * arguments.heads_q + head) * arguments.rows;
-    const auto load_queries = [&](int step) {   // and their statistics
+    const auto load_queries = [&](int step) {   // and their lse_and_d
       const int first_query = tiles.first_query(step);
       load_tile<kTileQ, kHeadDim, kHeadDimPadded>(k_tile + kQueryOffset + step % kStages * kQueryBytes, q,
                                                   arguments.q_strides.row, first_query, arguments.len_q);
-      load_statistics(k_tile + kStatisticsOffset + step % kStages * kStatisticsBytes,
-                      arguments.statistics + (first_row + first_query) * 2);
+      load_lse_and_d(k_tile + kLseAndDOffset + step % kStages * kLseAndDBytes,
+                     arguments.lse_and_d + (first_row + first_query) * 2);
     };
     const auto load_output_gradients = [&](int step) {
       const int first_query = tiles.first_query(step);
@@ -604,7 +604,7 @@ attention_backward_dkdv_bf16_d128_causal_56b1805a(const __grid_constant__ Backwa
       const unsigned d_o_tile = k_tile + kOutputOffset + step % kStages * kOutputBytes;
       const unsigned q_rows = q_tile + part * kQueriesPerWarp * kHeadDimPadded * kElementBytes;
       const unsigned d_o_rows = d_o_tile + part * kQueriesPerWarp * kValueDimPadded * kElementBytes;
-      const unsigned char* statistics = shared_memory + kStatisticsOffset + step % kStages * kStatisticsBytes;
+      const unsigned char* lse_and_d = shared_memory + kLseAndDOffset + step % kStages * kLseAndDBytes;
       Scores probabilities = {}, d_scores = {};
       // Q and dO of this step have arrived, and every warp has finished the previous step.
       copy_async_wait<0>();
@@ -616,7 +616,7 @@ attention_backward_dkdv_bf16_d128_causal_56b1805a(const __grid_constant__ Backwa
       copy_async_commit();
       multiply_by_transpose<kHeadDimPadded>(probabilities, k_rows, q_rows);
       multiply_by_transpose<kValueDimPadded>(d_scores, v_rows, d_o_rows);
-      compute_score_gradients(probabilities, d_scores, statistics, tiles.full(step), work, position, first_query, arguments);
+      compute_score_gradients(probabilities, d_scores, lse_and_d, tiles.full(step), work, position, first_query, arguments);
       store_rounded<kTileQ / 8>(probabilities, 1.0f, shared_memory + kProbabilityOffset, warp_row, part * kQueryTiles);
       store_rounded<kTileQ / 8>(d_scores, 1.0f, shared_memory + kScoreOffset, warp_row, part * kQueryTiles);
       // The products with this warp's own part of P and dS do not wait for the other parts.

@@ -30,9 +30,9 @@ struct BackwardDkdvArguments {
   TensorMap d_o_map;
   TensorMap dk_map;
   TensorMap dv_map;
-  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
+  const float* lse_and_d;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
   float* dq_accum;   // (batch, heads_q, rows, padded head_dim), in fragment order
-  unsigned* dq_semaphore;   // (batch, heads_q, rows / tile): 0, or which CTAs have added to a tile of dQ; see accumulate_dq
+  unsigned* dq_tile_state;   // (batch, heads_q, rows / tile): 0 until a CTA adds to the dQ tile; accumulate_dq explains the states
   unsigned* dq_added;   // (batch, heads): work tiles whose dQ has been added; 0 before a launch
   unsigned* dq_next;   // (1): the next group of dQ rows to convert; 0 before a launch
   Element* dq;
@@ -78,7 +78,7 @@ constexpr int kDqRowParts = kTileQ / 64;
 constexpr int kDqColumnParts = kConsumers / kDqRowParts;
 constexpr int kDqColumns = kHeadDimPadded / kDqColumnParts;
 constexpr int kDqPartBytes = 16 * kDqColumns * sizeof(float);   // of a warp's part
-constexpr int kDqWriters = 1;   // threads that add dQ to the accumulator
+constexpr int kDqWriterThreads = 1;   // threads that add dQ to the accumulator, of a warp each
 constexpr int kConvertedRows = 16;   // rows of dQ that a warp converts at a time, few so that all warps have some at the end
 
 // A tile consists of panels of columns, one after the other. A panel is as wide as the TMA swizzle.
@@ -105,7 +105,7 @@ constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
 constexpr int kDOutputBytes = kTileQ * kValueDimPadded * kElementBytes;
 constexpr int kDsBytes = kTileQ * kTileK * kElementBytes;
 constexpr int kDqBytes = kTileQ * kHeadDimPadded * sizeof(float);
-constexpr int kStatisticsBytes = kTileQ * sizeof(float2);
+constexpr int kLseAndDBytes = kTileQ * sizeof(float2);
 constexpr int kBarrierBytes = (4 * kStages + 2 * kDsStages + 1 + 2 + 2 + 2 * 2) * 8;
 constexpr int kWorkTileBytes = 16;
 constexpr int kValueOffset = kKeyBytes;
@@ -113,8 +113,8 @@ constexpr int kQueryOffset = kValueOffset + kValueBytes;
 constexpr int kDOutputOffset = kQueryOffset + kStages * kQueryBytes;
 constexpr int kDsOffset = kDOutputOffset + kStages * kDOutputBytes;
 constexpr int kDqOffset = kDsOffset + kDsStages * kDsBytes;
-constexpr int kStatisticsOffset = kDqOffset + kDqBytes;
-constexpr int kBarrierOffset = kStatisticsOffset + kStages * kStatisticsBytes;
+constexpr int kLseAndDOffset = kDqOffset + kDqBytes;
+constexpr int kBarrierOffset = kLseAndDOffset + kStages * kLseAndDBytes;
 constexpr int kWorkTileOffset = kBarrierOffset + kBarrierBytes;
 constexpr int kKeyGradientOffset = kDqOffset;
 constexpr int kValueGradientOffset = kValueOffset;
@@ -459,11 +459,11 @@ struct SharedStorage {
   __device__ __forceinline__ unsigned d_outputs(int stage) const { return base + (kDOutputOffset + stage * kDOutputBytes); }
   __device__ __forceinline__ unsigned ds(int stage) const { return base + (kDsOffset + stage * kDsBytes); }
   __device__ __forceinline__ unsigned dq() const { return base + kDqOffset; }
-  __device__ __forceinline__ unsigned statistics(int stage) const { return base + (kStatisticsOffset + stage * kStatisticsBytes); }
+  __device__ __forceinline__ unsigned lse_and_d(int stage) const { return base + (kLseAndDOffset + stage * kLseAndDBytes); }
   __device__ __forceinline__ unsigned dk() const { return base + kKeyGradientOffset; }
   __device__ __forceinline__ unsigned dv() const { return base + kValueGradientOffset; }
 
-  // queries_full: a tile of Q and its row statistics have landed, and K with the first of a work tile. queries_empty: every consumer warp has finished reading Q. The same for dO, and V with the first of it.
+  // queries_full: a tile of Q, LSE and D have landed, and K with the first of a work tile. queries_empty: every consumer warp has finished reading Q. The same for dO, and V with the first of it.
   __device__ __forceinline__ unsigned queries_full(int stage) const { return barriers + stage * 32; }
   __device__ __forceinline__ unsigned queries_empty(int stage) const { return barriers + 8 + stage * 32; }
   __device__ __forceinline__ unsigned d_outputs_full(int stage) const { return barriers + 16 + stage * 32; }
@@ -513,7 +513,7 @@ struct SharedStorage {
     mbarrier_init(values_empty(), kConsumers * 4);
     for (int stage = 0; stage < 2; ++stage) {
       mbarrier_init(work_tile_full(stage), 1);
-      mbarrier_init(work_tile_empty(stage), kConsumers * 4 + kDqWriters);
+      mbarrier_init(work_tile_empty(stage), kConsumers * 4 + kDqWriterThreads);
     }
     mbarrier_fence_init();
   }
@@ -561,10 +561,10 @@ __device__ __forceinline__ void store_rows(const float (&values)[kColumns / 2], 
   }
 }
 
-// Starts product = A * B^T for 64 rows of A and kRowsB rows of B. Both tiles are K-major: their columns are the reduction
-// dimension. A panel of A has kRowsA rows.
+// Issues the wgmmas of product = A * B^T for 64 rows of A and kRowsB rows of B, both in shared memory (SS). Both tiles are
+// K-major: their columns are the reduction dimension. A panel of A has kRowsA rows.
 template <int kDepth, int kPanel, int kRowsA, int kRowsB>
-__device__ __forceinline__ void start_product(float (&product)[kRowsB / 2], unsigned a_tile, unsigned b_tile) {
+__device__ __forceinline__ void issue_wgmma_ss(float (&product)[kRowsB / 2], unsigned a_tile, unsigned b_tile) {
   constexpr int kSwizzle = kPanel * kElementBytes;
   order_registers(product);
   wgmma_fence();
@@ -579,10 +579,11 @@ __device__ __forceinline__ void start_product(float (&product)[kRowsB / 2], unsi
   wgmma_commit();
 }
 
-// Starts product += A * B with the fragments of A in registers. B is MN-major: its kDepth rows are the reduction dimension.
+// Issues the wgmmas of product += A * B with the fragments of A in registers and B in shared memory (RS). B is MN-major: its
+// kDepth rows are the reduction dimension.
 template <int kColumns, int kPanel, int kDepth>
-__device__ __forceinline__ void start_accumulate(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
-                                                 unsigned b_tile) {
+__device__ __forceinline__ void issue_wgmma_rs(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
+                                               unsigned b_tile) {
   constexpr int kSwizzle = kPanel * kElementBytes;
   order_registers(product);
   wgmma_fence();
@@ -635,8 +636,8 @@ using Scores = Fragment<kTileQ>;
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, and the lane's first query and first key. The one along which the
-// mainloop visits tiles is relative to the tile.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. The last two count from the
+// beginning of the sequence, but from that of the tile along the axis on which the mainloop visits tiles.
 struct Position {
   int batch, head, query, key;
 };
@@ -731,7 +732,7 @@ __device__ __forceinline__ long long first_row(const QueryIterator& iterator, co
 
 // ---- The producer ---------------------------------------------------------------------------------------------------
 
-// Loads a work tile: Q, the row statistics and dO of each iteration, and with the first iteration K and V, once the buffers
+// Loads a work tile: Q, LSE, D and dO of each iteration, and with the first iteration K and V, once the buffers
 // of the previous work tile are released.
 __device__ __forceinline__ void load_work_tile(const WorkTile& work, QueryIterator& iterator, PipelineState<1> kv_state,
                                                PipelineState<kStages>& state, const SharedStorage& storage,
@@ -739,11 +740,11 @@ __device__ __forceinline__ void load_work_tile(const WorkTile& work, QueryIterat
   for (bool first = true; !iterator.done(arguments); iterator.advance(work, arguments), ++state, first = false) {
     const int head = iterator.head(work, arguments);
     mbarrier_wait(storage.queries_empty(state.stage()), state.phase() ^ 1);
-    mbarrier_expect_bytes(storage.queries_full(state.stage()), kQueryBytes + kStatisticsBytes + (first ? kKeyBytes : 0));
+    mbarrier_expect_bytes(storage.queries_full(state.stage()), kQueryBytes + kLseAndDBytes + (first ? kKeyBytes : 0));
     load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(storage.queries(state.stage()), arguments.q_map,
                                                   storage.queries_full(state.stage()), iterator.first_query(), head, work.batch);
-    bulk_load(storage.statistics(state.stage()), arguments.statistics + first_row(iterator, work, arguments) * 2,
-              kStatisticsBytes, storage.queries_full(state.stage()));
+    bulk_load(storage.lse_and_d(state.stage()), arguments.lse_and_d + first_row(iterator, work, arguments) * 2,
+              kLseAndDBytes, storage.queries_full(state.stage()));
     if (first) {
       mbarrier_wait(storage.keys_empty(), kv_state.phase() ^ 1);
       load_rows<kTileK, kHeadDimPadded, kHeadPanel>(storage.keys(), arguments.k_map, storage.queries_full(state.stage()),
@@ -811,23 +812,23 @@ __device__ __forceinline__ void store_dq(const float (&d_queries)[kDqColumns / 2
 }
 
 // Adds the dQ of a work tile to the accumulator. The first CTA that reaches a tile of dQ stores instead, so that only the
-// semaphores need zeroing: a semaphore is 0 before that store, 1 during it and 2 after it. Others add in any order.
+// tile states need zeroing: a state is 0 before that store, 1 during it and 2 after it. Others add in any order.
 __device__ __forceinline__ void accumulate_dq(const WorkTile& work, PipelineState<2>& state,
                                               const SharedStorage& storage, const BackwardDkdvArguments& arguments) {
   for (QueryIterator iterator(work, arguments); !iterator.done(arguments); iterator.advance(work, arguments), ++state) {
     const long long row = first_row(iterator, work, arguments);
-    unsigned* const semaphore = arguments.dq_semaphore + row / kTileQ;
+    unsigned* const tile_state = arguments.dq_tile_state + row / kTileQ;
     float* const accumulator = arguments.dq_accum + row * kHeadDimPadded;
-    const bool is_stored = semaphore_test(semaphore, 2);   // true most of the time
+    const bool is_stored = semaphore_test(tile_state, 2);   // true most of the time
     mbarrier_wait(storage.dq_full(state.stage()), state.phase());
-    const bool is_first = !is_stored && atomicCAS(semaphore, 0u, 1u) == 0;
-    if (!is_stored && !is_first) semaphore_wait(semaphore, 2);
+    const bool is_first = !is_stored && atomicCAS(tile_state, 0u, 1u) == 0;
+    if (!is_stored && !is_first) semaphore_wait(tile_state, 2);
     if (is_first) bulk_store(accumulator, storage.dq(), kDqBytes);
     else bulk_reduce_add(accumulator, storage.dq(), kDqBytes);
     bulk_commit();
     bulk_wait_read<0>();
     mbarrier_arrive(storage.dq_empty());
-    if (is_first) semaphore_release(semaphore, 1);
+    if (is_first) semaphore_release(tile_state, 1);
   }
 }
 
@@ -847,16 +848,16 @@ __device__ __forceinline__ void dq_writer(const SharedStorage& storage,
 }
 
 // Converts kConvertedRows rows of the dQ accumulator with one warp. `chunk` is the index of such a group of rows, over all query
-// heads of all batches. Four lanes convert two rows, 8 apart. A row that attends to no key is 0, whatever K holds, and so is a tile of dQ to which no
-// CTA has added.
+// heads of all batches. Four lanes convert two rows, 8 apart. A row that attends to no key is 0, whatever K holds, and so is a
+// tile of dQ to which no CTA has added.
 __device__ __forceinline__ void convert_dq_rows(unsigned chunk, const BackwardDkdvArguments& arguments) {
   const unsigned head_chunks = arguments.rows / kConvertedRows, head_of_all = chunk / head_chunks;
   const long long first_row = static_cast<long long>(chunk) * kConvertedRows;
   const int batch = head_of_all / arguments.heads_q, head = head_of_all % arguments.heads_q;
   const int lane = threadIdx.x % 32, query = chunk % head_chunks * kConvertedRows + lane / 4;
-  const bool is_added = __ldcg(arguments.dq_semaphore + first_row / kTileQ) > 0;
-  const float* const statistics = arguments.statistics + (first_row + lane / 4) * 2;
-  const bool attends[2] = {(statistics[0] != kNoLse) && is_added, (statistics[16] != kNoLse) && is_added};
+  const bool is_added = __ldcg(arguments.dq_tile_state + first_row / kTileQ) > 0;
+  const float* const lse_and_d = arguments.lse_and_d + (first_row + lane / 4) * 2;
+  const bool attends[2] = {(lse_and_d[0] != kNoLse) && is_added, (lse_and_d[16] != kNoLse) && is_added};
   const float* const accumulator = arguments.dq_accum + first_row * kHeadDimPadded + lane * 4;
   Element* const gradient = arguments.dq + batch * arguments.dq_strides.batch + head * arguments.dq_strides.head +
                             query * arguments.dq_strides.row + lane % 4 * 8;
@@ -879,8 +880,8 @@ __device__ __forceinline__ void convert_dq_rows(unsigned chunk, const BackwardDk
   }
 }
 
-// Converts the dQ accumulator of each head once all its work tiles are added. Warps that are otherwise idle do this, and the
-// consumer warps after their last work tile. Each warp takes the next rows that no other warp has taken.
+// Converts the dQ accumulator of each head once every writer has counted all its work tiles as added. Warps that are otherwise
+// idle do this, and the consumer warps after their last work tile. Each warp takes the next rows that no other warp has taken.
 __device__ __forceinline__ void convert_dq(const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32;
   const unsigned head_chunks = arguments.heads_per_kv * arguments.rows / kConvertedRows;   // of a KV head
@@ -892,7 +893,7 @@ __device__ __forceinline__ void convert_dq(const BackwardDkdvArguments& argument
     const unsigned head = chunk / head_chunks;
     if (lane == 0) next = atomicAdd(arguments.dq_next, 1u);   // returns during the conversion
     if (head >= complete_heads) {
-      if (lane == 0) counter_wait(arguments.dq_added + head, arguments.tiles_k * kDqWriters);
+      if (lane == 0) counter_wait(arguments.dq_added + head, arguments.tiles_k * kDqWriterThreads);
       __syncwarp();
       complete_heads = head + 1;
     }
@@ -903,15 +904,15 @@ __device__ __forceinline__ void convert_dq(const BackwardDkdvArguments& argument
 // ---- The consumers --------------------------------------------------------------------------------------------------
 
 // Returns (LSE, D) of the two queries of this lane's pairs j.
-__device__ __forceinline__ float4 statistics_of(const unsigned char* statistics, int j) {
-  return *reinterpret_cast<const float4*>(statistics + (Scores::column(Scores::pair(0, j)) + threadIdx.x % 4 * 2) * 8);
+__device__ __forceinline__ float4 lse_and_d_of(const unsigned char* lse_and_d, int j) {
+  return *reinterpret_cast<const float4*>(lse_and_d + (Scores::column(Scores::pair(0, j)) + threadIdx.x % 4 * 2) * 8);
 }
 
 // Returns whether some query of a tile has a large LSE.
-__device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
+__device__ __forceinline__ bool has_large_lse(const unsigned char* lse_and_d) {
   float largest = 0.0f;
   for (int row = threadIdx.x % 32; row < kTileQ; row += 32) {
-    const float lse = fabsf(*reinterpret_cast<const float*>(statistics + row * 8));
+    const float lse = fabsf(*reinterpret_cast<const float*>(lse_and_d + row * 8));
     if (lse < kNoLse) largest = fmaxf(largest, lse);
   }
   return __any_sync(0xffffffffu, largest > kLargeLse);
@@ -921,11 +922,11 @@ __device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
 // 1 wherever its exponent is positive, or below 0 by no more than the rounding error of a large LSE.
 template <Tests kTests>
 __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
-                                            const unsigned char* statistics, const Position& position,
+                                            const unsigned char* lse_and_d, const Position& position,
                                             int first_query, const BackwardDkdvArguments& arguments) {
 #pragma unroll
   for (int j = 0; j < Scores::kPairs; ++j) {
-    const float4 rows = statistics_of(statistics, j);
+    const float4 rows = lse_and_d_of(lse_and_d, j);
 #pragma unroll
     for (int m = 0; m < Scores::kRows * 2; ++m) {
       const int n = Scores::pair(m / 2, j) + m % 2;
@@ -944,10 +945,10 @@ __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
 // Turns dP into dS = P * (dP - D) with D from the preprocess kernel.
 __device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
                                            const float (&probabilities)[Scores::kElements],
-                                           const unsigned char* statistics) {
+                                           const unsigned char* lse_and_d) {
 #pragma unroll
   for (int j = 0; j < Scores::kPairs; ++j) {
-    const float4 rows = statistics_of(statistics, j);
+    const float4 rows = lse_and_d_of(lse_and_d, j);
 #pragma unroll
     for (int m = 0; m < Scores::kRows * 2; ++m) {
       const int n = Scores::pair(m / 2, j) + m % 2;
@@ -965,21 +966,21 @@ __device__ __forceinline__ void pack_scores(unsigned (&fragments)[Scores::kPairs
   }
 }
 
-// Starts S^T = K * Q^T for the keys of a warpgroup. `has_waited`: the stage of Q has been waited for before.
-__device__ __forceinline__ void start_scores(float (&scores)[kTileQ / 2], int warpgroup, const SharedStorage& storage,
-                                             PipelineState<kStages> state, bool has_waited) {
+// Issues the wgmmas of S^T = K * Q^T for the keys of a warpgroup. `has_waited`: the stage of Q has been waited for before.
+__device__ __forceinline__ void issue_qk_wgmma(float (&scores)[kTileQ / 2], int warpgroup, const SharedStorage& storage,
+                                               PipelineState<kStages> state, bool has_waited) {
   if (!has_waited) mbarrier_wait(storage.queries_full(state.stage()), state.phase());
   // The warpgroup's rows of each panel.
   const unsigned keys = storage.keys() + warpgroup * kPartK * kHeadPanel * kElementBytes;
-  start_product<kHeadDimPadded, kHeadPanel, kTileK, kTileQ>(scores, keys, storage.queries(state.stage()));
+  issue_wgmma_ss<kHeadDimPadded, kHeadPanel, kTileK, kTileQ>(scores, keys, storage.queries(state.stage()));
 }
 
-// Starts dP^T = V * dO^T for the keys of a warpgroup. `has_waited`: the stage of dO has been waited for before.
-__device__ __forceinline__ void start_dp(float (&d_scores)[kTileQ / 2], int warpgroup, const SharedStorage& storage,
-                                         PipelineState<kStages> state, bool has_waited) {
+// Issues the wgmmas of dP^T = V * dO^T for the keys of a warpgroup. `has_waited`: the stage of dO has been waited for before.
+__device__ __forceinline__ void issue_dp_wgmma(float (&d_scores)[kTileQ / 2], int warpgroup, const SharedStorage& storage,
+                                               PipelineState<kStages> state, bool has_waited) {
   if (!has_waited) mbarrier_wait(storage.d_outputs_full(state.stage()), state.phase());
   const unsigned values = storage.values() + warpgroup * kPartK * kValuePanel * kElementBytes;
-  start_product<kValueDimPadded, kValuePanel, kTileK, kTileQ>(d_scores, values, storage.d_outputs(state.stage()));
+  issue_wgmma_ss<kValueDimPadded, kValuePanel, kTileK, kTileQ>(d_scores, values, storage.d_outputs(state.stage()));
 }
 
 // Turns the scores into P while the wgmma of dP runs, and then dP into dS.
@@ -988,16 +989,16 @@ __device__ __forceinline__ void compute_p_and_ds(float (&scores)[kTileQ / 2], fl
                                                  PipelineState<kStages> state, const WorkTile& work,
                                                  const Position& position, const BackwardDkdvArguments& arguments) {
   const int first_query = iterator.first_query();
-  const unsigned char* statistics = storage.pointer<unsigned char>(storage.statistics(state.stage()));
-  if (work.first_key + kTileK > arguments.len_k || has_large_lse(statistics)) {
-    recompute_p<Tests::kAll>(scores, statistics, position, first_query, arguments);
+  const unsigned char* lse_and_d = storage.pointer<unsigned char>(storage.lse_and_d(state.stage()));
+  if (work.first_key + kTileK > arguments.len_k || has_large_lse(lse_and_d)) {
+    recompute_p<Tests::kAll>(scores, lse_and_d, position, first_query, arguments);
   } else if (!iterator.tiles.full(iterator.step)) {
-    recompute_p<Tests::kMask>(scores, statistics, position, first_query, arguments);
+    recompute_p<Tests::kMask>(scores, lse_and_d, position, first_query, arguments);
   } else {
-    recompute_p<Tests::kNone>(scores, statistics, position, first_query, arguments);
+    recompute_p<Tests::kNone>(scores, lse_and_d, position, first_query, arguments);
   }
   await_product<0>(d_scores);
-  compute_ds(d_scores, scores, statistics);
+  compute_ds(d_scores, scores, lse_and_d);
 }
 
 // Writes dS of this warp's 16 keys to its stage in shared memory, as an operand of dQ: a row for each query, and a panel of
@@ -1017,8 +1018,8 @@ __device__ __forceinline__ void store_ds(const unsigned (&fragments)[kTileQ / 16
   release(storage.ds_full(state.stage()));
 }
 
-// Starts dQ = dS * K for the part of a tile of dQ that a warpgroup computes.
-__device__ __forceinline__ void start_dq(float (&d_queries)[kDqColumns / 2], int warpgroup, unsigned ds, unsigned keys) {
+// Issues the wgmmas of dQ = dS * K for the part of a tile of dQ that a warpgroup computes.
+__device__ __forceinline__ void issue_dq_wgmma(float (&d_queries)[kDqColumns / 2], int warpgroup, unsigned ds, unsigned keys) {
   constexpr int kSwizzle = kHeadPanel * kElementBytes;
   const int row_part = warpgroup / kDqColumnParts, column_part = warpgroup % kDqColumnParts;
   order_registers(d_queries);
@@ -1044,8 +1045,8 @@ __device__ __forceinline__ void mainloop(float (&d_keys)[kHeadDimPadded / 2], fl
   float scores[kTileQ / 2], d_scores[kTileQ / 2];
   float(&d_queries)[kDqColumns / 2] = scores;   // the scores are no longer needed when dQ starts
   bool has_previous = false, has_stored = false;   // whether there is an iteration before, and whether it has stored dQ
-  start_scores(scores, warpgroup, storage, state, false);
-  start_dp(d_scores, warpgroup, storage, state, false);
+  issue_qk_wgmma(scores, warpgroup, storage, state, false);
+  issue_dp_wgmma(d_scores, warpgroup, storage, state, false);
   await_product<1>(scores);
   // `base` is opaque to the compiler in each iteration. Registers would otherwise hold the addresses of K and V.
   for (bool is_done = false; !is_done; ++state, storage.base = opaque(storage.base)) {
@@ -1061,29 +1062,29 @@ __device__ __forceinline__ void mainloop(float (&d_keys)[kHeadDimPadded / 2], fl
 
     // wgmmas start in this order: dQ of the previous iteration, dV, dK, and S and dP of the next iteration. Each is a group of
     // its own. dQ waits for nothing: at the end of the previous iteration both warpgroups had written dS.
-    const auto start_dk_and_dv = [&] {
-      start_accumulate<kValueDimPadded, kValuePanel, kTileQ>(d_values, p_fragments, storage.d_outputs(state.stage()));
-      start_accumulate<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, ds_fragments, storage.queries(state.stage()));
+    const auto issue_dk_and_dv_wgmma = [&] {
+      issue_wgmma_rs<kValueDimPadded, kValuePanel, kTileQ>(d_values, p_fragments, storage.d_outputs(state.stage()));
+      issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, ds_fragments, storage.queries(state.stage()));
     };
     if (has_previous) {
       const PipelineState<kDsStages> previous_ds = {state.iteration - 1};
-      start_dq(d_queries, warpgroup, storage.ds(previous_ds.stage()), storage.keys());
-      start_dk_and_dv();
+      issue_dq_wgmma(d_queries, warpgroup, storage.ds(previous_ds.stage()), storage.keys());
+      issue_dk_and_dv_wgmma();
       await_product<2>(d_queries);
       store_dq(d_queries, warpgroup, storage, previous_ds, has_stored);
       has_stored = true;
     } else {
-      start_dk_and_dv();
+      issue_dk_and_dv_wgmma();
       has_previous = true;
       if (lane == 0) bulk_wait_read<0>();   // the buffer of dQ held dK of the previous work tile, which has been stored
       __syncwarp();
     }
-    // The last iteration starts its own S and dP again, and nobody uses them: wgmmas in a branch would not overlap.
+    // The last iteration issues the wgmmas of its own S and dP again, without a use: wgmmas in a branch would not overlap.
     const PipelineState<kStages> next = state + (is_done ? 0 : 1);
-    start_scores(scores, warpgroup, storage, next, is_done);
+    issue_qk_wgmma(scores, warpgroup, storage, next, is_done);
     await_product<2>(d_values);
     await_product<1>(d_keys);
-    start_dp(d_scores, warpgroup, storage, next, is_done);
+    issue_dp_wgmma(d_scores, warpgroup, storage, next, is_done);
     if (!is_done) {   // otherwise the wgmmas that were started again still read these stages
       release(storage.d_outputs_empty(state.stage()));
       release(storage.queries_empty(state.stage()));
@@ -1096,7 +1097,7 @@ __device__ __forceinline__ void mainloop(float (&d_keys)[kHeadDimPadded / 2], fl
   release(storage.d_outputs_empty(last.stage()));
   release(storage.queries_empty(last.stage()));
   const PipelineState<kDsStages> last_ds = {last.iteration};
-  start_dq(d_queries, warpgroup, storage.ds(last_ds.stage()), storage.keys());
+  issue_dq_wgmma(d_queries, warpgroup, storage.ds(last_ds.stage()), storage.keys());
   await_product<0>(d_queries);
   store_dq(d_queries, warpgroup, storage, last_ds, has_stored);
 }
@@ -1167,7 +1168,7 @@ attention_backward_dkdv_bf16_d128_causal_56b1805a(const __grid_constant__ Backwa
     const int warp = uniform(threadIdx.x / 32 % 4);
     if (warp == 0) {
       if (elect_one()) producer(storage, arguments);
-    } else if (warp <= kDqWriters) {
+    } else if (warp <= kDqWriterThreads) {
       if (elect_one()) dq_writer(storage, arguments);
     } else {
       convert_dq(arguments);

@@ -26,7 +26,7 @@ struct BackwardDkdvArguments {
   TensorMap d_o_map;
   TensorMap dk_map;
   TensorMap dv_map;
-  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
+  const float* lse_and_d;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
   int heads_q;
   int heads_per_kv;
   int len_q;
@@ -76,14 +76,14 @@ constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
 constexpr int kDOutputBytes = kTileQ * kValueDimPadded * kElementBytes;
 constexpr int kExchangeBytes = kTileQ * kTileK * kElementBytes;
-constexpr int kStatisticsBytes = kTileQ * sizeof(float2);
+constexpr int kLseAndDBytes = kTileQ * sizeof(float2);
 constexpr int kBarrierBytes = (4 * kStages + 2 * kExchangeStages) * 8;
 constexpr int kValueOffset = kKeyBytes;
 constexpr int kQueryOffset = kValueOffset + kValueBytes;
 constexpr int kDOutputOffset = kQueryOffset + kStages * kQueryBytes;
 constexpr int kExchangeOffset = kDOutputOffset + kStages * kDOutputBytes;
-constexpr int kStatisticsOffset = kExchangeOffset + kExchangeStages * kExchangeBytes;
-constexpr int kBarrierOffset = kStatisticsOffset + kStages * kStatisticsBytes;
+constexpr int kLseAndDOffset = kExchangeOffset + kExchangeStages * kExchangeBytes;
+constexpr int kBarrierOffset = kLseAndDOffset + kStages * kLseAndDBytes;
 constexpr int kValueGradientOffset = kValueOffset;
 static_assert(kBarrierOffset + kBarrierBytes <= 214112, "the shared memory of the launch");
 
@@ -350,11 +350,11 @@ struct SharedStorage {
   __device__ __forceinline__ unsigned queries(int stage) const { return base + (kQueryOffset + stage * kQueryBytes); }
   __device__ __forceinline__ unsigned d_outputs(int stage) const { return base + (kDOutputOffset + stage * kDOutputBytes); }
   __device__ __forceinline__ unsigned exchange(int stage) const { return base + (kExchangeOffset + stage * kExchangeBytes); }
-  __device__ __forceinline__ unsigned statistics(int stage) const { return base + (kStatisticsOffset + stage * kStatisticsBytes); }
+  __device__ __forceinline__ unsigned lse_and_d(int stage) const { return base + (kLseAndDOffset + stage * kLseAndDBytes); }
   __device__ __forceinline__ unsigned dk() const { return base; }
   __device__ __forceinline__ unsigned dv() const { return base + kValueGradientOffset; }
 
-  // queries_full: a tile of Q and its row statistics have landed, and K with the first of a work tile. queries_empty: every consumer warp has finished reading Q. The same for dO, and V with the first of it.
+  // queries_full: a tile of Q, LSE and D have landed, and K with the first of a work tile. queries_empty: every consumer warp has finished reading Q. The same for dO, and V with the first of it.
   __device__ __forceinline__ unsigned queries_full(int stage) const { return barriers + stage * 32; }
   __device__ __forceinline__ unsigned queries_empty(int stage) const { return barriers + 8 + stage * 32; }
   __device__ __forceinline__ unsigned d_outputs_full(int stage) const { return barriers + 16 + stage * 32; }
@@ -428,10 +428,10 @@ __device__ __forceinline__ void store_rows(const float (&values)[kColumns / 2], 
   }
 }
 
-// Starts product = A * B^T for 64 rows of A and kRowsB rows of B. Both tiles are K-major: their columns are the reduction
-// dimension. A panel of A has kRowsA rows.
+// Issues the wgmmas of product = A * B^T for 64 rows of A and kRowsB rows of B, both in shared memory (SS). Both tiles are
+// K-major: their columns are the reduction dimension. A panel of A has kRowsA rows.
 template <int kDepth, int kPanel, int kRowsA, int kRowsB>
-__device__ __forceinline__ void start_product(float (&product)[kRowsB / 2], unsigned a_tile, unsigned b_tile) {
+__device__ __forceinline__ void issue_wgmma_ss(float (&product)[kRowsB / 2], unsigned a_tile, unsigned b_tile) {
   constexpr int kSwizzle = kPanel * kElementBytes;
   order_registers(product);
   wgmma_fence();
@@ -446,10 +446,11 @@ __device__ __forceinline__ void start_product(float (&product)[kRowsB / 2], unsi
   wgmma_commit();
 }
 
-// Starts product += A * B with the fragments of A in registers. B is MN-major: its kDepth rows are the reduction dimension.
+// Issues the wgmmas of product += A * B with the fragments of A in registers and B in shared memory (RS). B is MN-major: its
+// kDepth rows are the reduction dimension.
 template <int kColumns, int kPanel, int kDepth>
-__device__ __forceinline__ void start_accumulate(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
-                                                 unsigned b_tile) {
+__device__ __forceinline__ void issue_wgmma_rs(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
+                                               unsigned b_tile) {
   constexpr int kSwizzle = kPanel * kElementBytes;
   order_registers(product);
   wgmma_fence();
@@ -492,8 +493,8 @@ using Scores = Fragment<kTileQ>;
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, and the lane's first query and first key. The one along which the
-// mainloop visits tiles is relative to the tile.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. The last two count from the
+// beginning of the sequence, but from that of the tile along the axis on which the mainloop visits tiles.
 struct Position {
   int batch, head, query, key;
 };
@@ -569,7 +570,7 @@ __device__ __forceinline__ long long first_row(const QueryIterator& iterator, co
 
 // ---- The producer ---------------------------------------------------------------------------------------------------
 
-// The producer: loads Q, the row statistics and dO of each iteration once their stages are empty, and with the first
+// The producer: loads Q, LSE, D and dO of each iteration once their stages are empty, and with the first
 // iteration K and V.
 __device__ __forceinline__ void producer(const WorkTile& work, const SharedStorage& storage,
                                          const BackwardDkdvArguments& arguments) {
@@ -578,11 +579,11 @@ __device__ __forceinline__ void producer(const WorkTile& work, const SharedStora
   for (bool first = true; !iterator.done(arguments); iterator.advance(work, arguments), ++state, first = false) {
     const int head = iterator.head(work, arguments);
     mbarrier_wait(storage.queries_empty(state.stage()), state.phase() ^ 1);
-    mbarrier_expect_bytes(storage.queries_full(state.stage()), kQueryBytes + kStatisticsBytes + (first ? kKeyBytes : 0));
+    mbarrier_expect_bytes(storage.queries_full(state.stage()), kQueryBytes + kLseAndDBytes + (first ? kKeyBytes : 0));
     load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(storage.queries(state.stage()), arguments.q_map,
                                                   storage.queries_full(state.stage()), iterator.first_query(), head, work.batch);
-    bulk_load(storage.statistics(state.stage()), arguments.statistics + first_row(iterator, work, arguments) * 2,
-              kStatisticsBytes, storage.queries_full(state.stage()));
+    bulk_load(storage.lse_and_d(state.stage()), arguments.lse_and_d + first_row(iterator, work, arguments) * 2,
+              kLseAndDBytes, storage.queries_full(state.stage()));
     if (first) {
       load_rows<kTileK, kHeadDimPadded, kHeadPanel>(storage.keys(), arguments.k_map, storage.queries_full(state.stage()),
                                                     work.first_key, work.head_kv, work.batch);
@@ -601,15 +602,15 @@ __device__ __forceinline__ void producer(const WorkTile& work, const SharedStora
 // ---- The consumers --------------------------------------------------------------------------------------------------
 
 // Returns (LSE, D) of the two queries of this lane's pairs j.
-__device__ __forceinline__ float4 statistics_of(const unsigned char* statistics, int j) {
-  return *reinterpret_cast<const float4*>(statistics + (Scores::column(Scores::pair(0, j)) + threadIdx.x % 4 * 2) * 8);
+__device__ __forceinline__ float4 lse_and_d_of(const unsigned char* lse_and_d, int j) {
+  return *reinterpret_cast<const float4*>(lse_and_d + (Scores::column(Scores::pair(0, j)) + threadIdx.x % 4 * 2) * 8);
 }
 
 // Returns whether some query of a tile has a large LSE.
-__device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
+__device__ __forceinline__ bool has_large_lse(const unsigned char* lse_and_d) {
   float largest = 0.0f;
   for (int row = threadIdx.x % 32; row < kTileQ; row += 32) {
-    const float lse = fabsf(*reinterpret_cast<const float*>(statistics + row * 8));
+    const float lse = fabsf(*reinterpret_cast<const float*>(lse_and_d + row * 8));
     if (lse < kNoLse) largest = fmaxf(largest, lse);
   }
   return __any_sync(0xffffffffu, largest > kLargeLse);
@@ -619,11 +620,11 @@ __device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
 // 1 wherever its exponent is positive, or below 0 by no more than the rounding error of a large LSE.
 template <Tests kTests>
 __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
-                                            const unsigned char* statistics, const Position& position,
+                                            const unsigned char* lse_and_d, const Position& position,
                                             int first_query, const BackwardDkdvArguments& arguments) {
 #pragma unroll
   for (int j = 0; j < Scores::kPairs; ++j) {
-    const float4 rows = statistics_of(statistics, j);
+    const float4 rows = lse_and_d_of(lse_and_d, j);
 #pragma unroll
     for (int m = 0; m < Scores::kRows * 2; ++m) {
       const int n = Scores::pair(m / 2, j) + m % 2;
@@ -642,10 +643,10 @@ __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
 // Turns dP into dS = P * (dP - D) with D from the preprocess kernel.
 __device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
                                            const float (&probabilities)[Scores::kElements],
-                                           const unsigned char* statistics) {
+                                           const unsigned char* lse_and_d) {
 #pragma unroll
   for (int j = 0; j < Scores::kPairs; ++j) {
-    const float4 rows = statistics_of(statistics, j);
+    const float4 rows = lse_and_d_of(lse_and_d, j);
 #pragma unroll
     for (int m = 0; m < Scores::kRows * 2; ++m) {
       const int n = Scores::pair(m / 2, j) + m % 2;
@@ -695,23 +696,23 @@ __device__ __forceinline__ void consumer_dv(const WorkTile& work, const SharedSt
   Position position = {work.batch, 0, lane % 4 * 2, work.first_key + warp_row + lane / 4};
   float d_values[kValueDimPadded / 2] = {}, scores[kTileQ / 2];
   unsigned fragments[kTileQ / 16][4];
-  const auto start_scores = [&](PipelineState<kStages> state) {
+  const auto issue_qk_wgmma = [&](PipelineState<kStages> state) {
     mbarrier_wait(storage.queries_full(state.stage()), state.phase());
-    start_product<kHeadDimPadded, kHeadPanel, kTileK, kTileQ>(scores, storage.keys(), storage.queries(state.stage()));
+    issue_wgmma_ss<kHeadDimPadded, kHeadPanel, kTileK, kTileQ>(scores, storage.keys(), storage.queries(state.stage()));
   };
   QueryIterator iterator(work, arguments);
   const auto compute_p = [&](PipelineState<kStages> state) {
     const int first_query = iterator.first_query();
-    const unsigned char* statistics = storage.pointer<unsigned char>(storage.statistics(state.stage()));
+    const unsigned char* lse_and_d = storage.pointer<unsigned char>(storage.lse_and_d(state.stage()));
     position.head = iterator.head(work, arguments);
-    if (work.first_key + kTileK > arguments.len_k || has_large_lse(statistics)) {
-      recompute_p<Tests::kAll>(scores, statistics, position, first_query, arguments);
+    if (work.first_key + kTileK > arguments.len_k || has_large_lse(lse_and_d)) {
+      recompute_p<Tests::kAll>(scores, lse_and_d, position, first_query, arguments);
     } else if (!iterator.tiles.full(iterator.step)) {
-      recompute_p<Tests::kMask>(scores, statistics, position, first_query, arguments);
+      recompute_p<Tests::kMask>(scores, lse_and_d, position, first_query, arguments);
     } else {
-      recompute_p<Tests::kNone>(scores, statistics, position, first_query, arguments);
+      recompute_p<Tests::kNone>(scores, lse_and_d, position, first_query, arguments);
     }
-    __syncwarp();   // all lanes have read the statistics
+    __syncwarp();   // all lanes have read LSE and D
     release(storage.queries_empty(state.stage()));
   };
   const auto pack_p = [&](PipelineState<kExchangeStages> exchange_state) {
@@ -724,14 +725,14 @@ __device__ __forceinline__ void consumer_dv(const WorkTile& work, const SharedSt
 
   PipelineState<kStages> state = {0};
   if (!iterator.done(arguments)) {
-    start_scores(state);
+    issue_qk_wgmma(state);
     await_product<0>(scores);
     compute_p(state);
     pack_p({state.iteration});
     for (iterator.advance(work, arguments); !iterator.done(arguments); iterator.advance(work, arguments), ++state) {
-      start_scores(state + 1);
+      issue_qk_wgmma(state + 1);
       mbarrier_wait(storage.d_outputs_full(state.stage()), state.phase());
-      start_accumulate<kValueDimPadded, kValuePanel, kTileQ>(d_values, fragments, storage.d_outputs(state.stage()));
+      issue_wgmma_rs<kValueDimPadded, kValuePanel, kTileQ>(d_values, fragments, storage.d_outputs(state.stage()));
       await_product<1>(scores);
       compute_p(state + 1);
       await_product<0>(d_values);
@@ -739,7 +740,7 @@ __device__ __forceinline__ void consumer_dv(const WorkTile& work, const SharedSt
       pack_p({state.iteration + 1});
     }
     mbarrier_wait(storage.d_outputs_full(state.stage()), state.phase());
-    start_accumulate<kValueDimPadded, kValuePanel, kTileQ>(d_values, fragments, storage.d_outputs(state.stage()));
+    issue_wgmma_rs<kValueDimPadded, kValuePanel, kTileQ>(d_values, fragments, storage.d_outputs(state.stage()));
     await_product<0>(d_values);
   }
   // The epilogue: dV overlays V once the other warpgroup has read V. This one has read K.
@@ -758,10 +759,10 @@ __device__ __forceinline__ void consumer_dk(const WorkTile& work, const SharedSt
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   float d_keys[kHeadDimPadded / 2] = {}, d_scores[kTileQ / 2];
   unsigned fragments[kTileQ / 16][4];
-  const auto start_dp = [&](PipelineState<kStages> state) {
+  const auto issue_dp_wgmma = [&](PipelineState<kStages> state) {
     mbarrier_wait(storage.d_outputs_full(state.stage()), state.phase());
-    start_product<kValueDimPadded, kValuePanel, kTileK, kTileQ>(d_scores, storage.values(),
-                                                                storage.d_outputs(state.stage()));
+    issue_wgmma_ss<kValueDimPadded, kValuePanel, kTileK, kTileQ>(d_scores, storage.values(),
+                                                                 storage.d_outputs(state.stage()));
   };
   const auto finish_ds = [&](PipelineState<kStages> state) {
     const PipelineState<kExchangeStages> exchange_state = {state.iteration};
@@ -771,28 +772,28 @@ __device__ __forceinline__ void consumer_dk(const WorkTile& work, const SharedSt
     load_exchanged(probabilities, storage, exchange_state.stage());
     __syncwarp();
     release(storage.exchange_empty(exchange_state.stage()));
-    mbarrier_wait(storage.queries_full(state.stage()), state.phase());   // the statistics have landed with Q
-    const unsigned char* statistics = storage.pointer<unsigned char>(storage.statistics(state.stage()));
-    compute_ds(d_scores, probabilities, statistics);
+    mbarrier_wait(storage.queries_full(state.stage()), state.phase());   // LSE and D have landed with Q
+    const unsigned char* lse_and_d = storage.pointer<unsigned char>(storage.lse_and_d(state.stage()));
+    compute_ds(d_scores, probabilities, lse_and_d);
   };
 
   PipelineState<kStages> state = {0};
   QueryIterator iterator(work, arguments);
   if (!iterator.done(arguments)) {
-    start_dp(state);
+    issue_dp_wgmma(state);
     await_product<0>(d_scores);
     finish_ds(state);
     pack_scores(fragments, d_scores);
     for (iterator.advance(work, arguments); !iterator.done(arguments); iterator.advance(work, arguments), ++state) {
-      start_dp(state + 1);
-      start_accumulate<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, fragments, storage.queries(state.stage()));
+      issue_dp_wgmma(state + 1);
+      issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, fragments, storage.queries(state.stage()));
       await_product<1>(d_scores);
       finish_ds(state + 1);
       await_product<0>(d_keys);
       release(storage.queries_empty(state.stage()));
       pack_scores(fragments, d_scores);
     }
-    start_accumulate<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, fragments, storage.queries(state.stage()));
+    issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, fragments, storage.queries(state.stage()));
     await_product<0>(d_keys);
   }
   // The epilogue: dK overlays K once the other warpgroup has read K. This one has read V.

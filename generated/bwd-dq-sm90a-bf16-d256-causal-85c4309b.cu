@@ -25,7 +25,7 @@ struct BackwardDqArguments {
   TensorMap v_map;
   TensorMap d_o_map;
   TensorMap dq_map;
-  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
+  const float* lse_and_d;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
   int heads_q;
   int len_q;
   int len_k;
@@ -396,10 +396,10 @@ __device__ __forceinline__ void store_rows(const float (&values)[kColumns / 2], 
   }
 }
 
-// Starts product = A * B^T for 64 rows of A and kRowsB rows of B. Both tiles are K-major: their columns are the reduction
-// dimension. A panel of A has kRowsA rows.
+// Issues the wgmmas of product = A * B^T for 64 rows of A and kRowsB rows of B, both in shared memory (SS). Both tiles are
+// K-major: their columns are the reduction dimension. A panel of A has kRowsA rows.
 template <int kDepth, int kPanel, int kRowsA, int kRowsB>
-__device__ __forceinline__ void start_product(float (&product)[kRowsB / 2], unsigned a_tile, unsigned b_tile) {
+__device__ __forceinline__ void issue_wgmma_ss(float (&product)[kRowsB / 2], unsigned a_tile, unsigned b_tile) {
   constexpr int kSwizzle = kPanel * kElementBytes;
   order_registers(product);
   wgmma_fence();
@@ -414,10 +414,11 @@ __device__ __forceinline__ void start_product(float (&product)[kRowsB / 2], unsi
   wgmma_commit();
 }
 
-// Starts product += A * B with the fragments of A in registers. B is MN-major: its kDepth rows are the reduction dimension.
+// Issues the wgmmas of product += A * B with the fragments of A in registers and B in shared memory (RS). B is MN-major: its
+// kDepth rows are the reduction dimension.
 template <int kColumns, int kPanel, int kDepth>
-__device__ __forceinline__ void start_accumulate(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
-                                                 unsigned b_tile) {
+__device__ __forceinline__ void issue_wgmma_rs(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
+                                               unsigned b_tile) {
   constexpr int kSwizzle = kPanel * kElementBytes;
   order_registers(product);
   wgmma_fence();
@@ -460,8 +461,8 @@ using Scores = Fragment<kTileK>;
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, and the lane's first query and first key. The one along which the
-// mainloop visits tiles is relative to the tile.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. The last two count from the
+// beginning of the sequence, but from that of the tile along the axis on which the mainloop visits tiles.
 struct Position {
   int batch, head, query, key;
 };
@@ -530,13 +531,13 @@ __device__ __forceinline__ void producer(const WorkTile& work, const SharedStora
 // ---- The consumers --------------------------------------------------------------------------------------------------
 
 // Loads LSE (to the base 2) and D of the lane's rows.
-__device__ __forceinline__ void load_statistics(float2 (&rows)[Scores::kRows], const Position& position,
-                                                const BackwardDqArguments& arguments) {
+__device__ __forceinline__ void load_lse_and_d(float2 (&rows)[Scores::kRows], const Position& position,
+                                               const BackwardDqArguments& arguments) {
   const long long head = static_cast<long long>(position.batch) * arguments.heads_q + position.head;
 #pragma unroll
   for (int r = 0; r < Scores::kRows; ++r) {
     const int query = min(position.query + Scores::row_offset(r), arguments.rows - 1);
-    rows[r] = *reinterpret_cast<const float2*>(arguments.statistics + (head * arguments.rows + query) * 2);
+    rows[r] = *reinterpret_cast<const float2*>(arguments.lse_and_d + (head * arguments.rows + query) * 2);
   }
 }
 
@@ -613,23 +614,23 @@ __device__ __forceinline__ void consumer(const WorkTile& work, int warpgroup, co
   float d_queries[kHeadDimPadded / 2] = {};
   float scores[kTileK / 2], d_scores[kTileK / 2];
   float2 rows[Scores::kRows];
-  load_statistics(rows, position, arguments);
+  load_lse_and_d(rows, position, arguments);
   const bool large_lse = has_large_lse(rows);
   const KeyTiles tiles = key_tiles_of(work, arguments);
-  // Start S = Q * K^T and dP = dO * V^T. `has_waited`: the stage of K or V has been waited for before.
-  const auto start_scores = [&](PipelineState<kKeyStages> key_state, bool has_waited) {
+  // Issue the wgmmas of S = Q * K^T and of dP = dO * V^T. `has_waited`: the stage of K or V has been waited for before.
+  const auto issue_qk_wgmma = [&](PipelineState<kKeyStages> key_state, bool has_waited) {
     if (!has_waited) mbarrier_wait(storage.keys_full(key_state.stage()), key_state.phase());
-    start_product<kHeadDimPadded, kHeadPanel, kPartQ, kTileK>(scores, queries, storage.keys(key_state.stage()));
+    issue_wgmma_ss<kHeadDimPadded, kHeadPanel, kPartQ, kTileK>(scores, queries, storage.keys(key_state.stage()));
   };
-  const auto start_dp = [&](PipelineState<kValueStages> value_state, bool has_waited) {
+  const auto issue_dp_wgmma = [&](PipelineState<kValueStages> value_state, bool has_waited) {
     if (!has_waited) mbarrier_wait(storage.values_full(value_state.stage()), value_state.phase());
-    start_product<kValueDimPadded, kValuePanel, kPartQ, kTileK>(d_scores, d_outputs, storage.values(value_state.stage()));
+    issue_wgmma_ss<kValueDimPadded, kValuePanel, kPartQ, kTileK>(d_scores, d_outputs, storage.values(value_state.stage()));
   };
 
   if (tiles.count > 0) {
     mbarrier_wait(storage.queries_full(), 0);
-    start_scores({0}, false);
-    start_dp({0}, false);
+    issue_qk_wgmma({0}, false);
+    issue_dp_wgmma({0}, false);
     await_product<1>(scores);
   }
   for (int step = 0; step < tiles.count; ++step) {
@@ -648,13 +649,13 @@ __device__ __forceinline__ void consumer(const WorkTile& work, int warpgroup, co
     compute_ds(d_scores, scores, rows);
     unsigned fragments[kTileK / 16][4];
     pack_scores(fragments, d_scores);
-    start_accumulate<kHeadDimPadded, kHeadPanel, kTileK>(d_queries, fragments, storage.keys(key_state.stage()));
-    // The last iteration starts its own S and dP again, and nobody uses them: wgmmas in a branch would not overlap.
+    issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileK>(d_queries, fragments, storage.keys(key_state.stage()));
+    // The last iteration issues the wgmmas of its own S and dP again, without a use: wgmmas in a branch would not overlap.
     const bool is_last = step + 1 == tiles.count;
     const int next = is_last ? step : step + 1;
-    start_scores({next}, is_last);
+    issue_qk_wgmma({next}, is_last);
     await_product<1>(d_queries);
-    start_dp({next}, is_last);
+    issue_dp_wgmma({next}, is_last);
     release(storage.keys_empty(key_state.stage()));
     await_product<1>(scores);
   }

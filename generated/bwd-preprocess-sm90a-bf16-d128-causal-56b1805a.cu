@@ -23,8 +23,8 @@ struct BackwardPreprocessArguments {
   const Element* d_o;
   const float* lse;
   const float* d_lse;   // gradient of the LSE, or null
-  float* statistics;
-  unsigned* dq_semaphore;   // (batch, heads_q, rows / tile): 0, or which CTAs have added to a tile of dQ; see accumulate_dq
+  float* lse_and_d;
+  unsigned* dq_tile_state;   // (batch, heads_q, rows / tile): 0 until a CTA adds to the dQ tile; accumulate_dq explains the states
   unsigned* dq_added;   // (batch, heads): work tiles whose dQ has been added; 0 before a launch
   unsigned* dq_next;   // (1): the next group of dQ rows to convert; 0 before a launch
   Strides o_strides;
@@ -76,19 +76,19 @@ __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
   return sum;
 }
 
-// Writes the statistics of each row: its log-sum-exp (LSE) to the base 2, and D = rowsum(dO * O), less the gradient of
+// Writes LSE and D of each row: its log-sum-exp (LSE) to the base 2, and D = rowsum(dO * O), less the gradient of
 // the LSE if there is one. Rows beyond the last query, and rows whose scores are all masked, get kNoLse and a D of 0.
-// Also resets the semaphores of dQ tiles.
+// Also resets the states of dQ tiles.
 extern "C" __global__ void __launch_bounds__(kThreads)
 attention_backward_preprocess_bf16_d128_causal_56b1805a(const __grid_constant__ BackwardPreprocessArguments arguments) {
   const int head = blockIdx.y, batch = blockIdx.z;
   const long long first_lse = (static_cast<long long>(batch) * arguments.heads_q + head) * arguments.len_q;
-  const long long first_statistic = (static_cast<long long>(batch) * arguments.heads_q + head) * arguments.rows;
+  const long long workspace_row = (static_cast<long long>(batch) * arguments.heads_q + head) * arguments.rows;
   const Element* o = arguments.o + batch * arguments.o_strides.batch + head * arguments.o_strides.head;
   const Element* d_o = arguments.d_o + batch * arguments.d_o_strides.batch + head * arguments.d_o_strides.head;
   const int first = blockIdx.x * kRows;
   if (threadIdx.x == 0 && blockIdx.x * kRows % kTileQ == 0) {
-    arguments.dq_semaphore[(first_statistic + blockIdx.x * kRows) / kTileQ] = 0;
+    arguments.dq_tile_state[(workspace_row + blockIdx.x * kRows) / kTileQ] = 0;
   }
   if (threadIdx.x == 0 && blockIdx.x == 0) arguments.dq_added[batch * arguments.heads_q + head] = 0;
   if (threadIdx.x == 0 && blockIdx.x + head + batch == 0) *arguments.dq_next = 0;
@@ -114,6 +114,6 @@ attention_backward_preprocess_bf16_d128_causal_56b1805a(const __grid_constant__ 
       lse = kNoLse;
       d = 0.0f;
     }
-    *reinterpret_cast<float2*>(arguments.statistics + (first_statistic + row) * 2) = make_float2(lse, d);
+    *reinterpret_cast<float2*>(arguments.lse_and_d + (workspace_row + row) * 2) = make_float2(lse, d);
   }
 }

@@ -24,7 +24,7 @@ struct BackwardDqArguments {
   const Element* k;
   const Element* v;
   const Element* d_o;
-  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
+  const float* lse_and_d;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
   Element* dq;
   const float* slopes;
   Strides q_strides;
@@ -191,8 +191,8 @@ using Gradient = Fragment<kRowTiles, kHeadTiles>;   // of dQ
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, and the lane's first query and first key. The one along which the
-// mainloop visits tiles is relative to the tile.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. The last two count from the
+// beginning of the sequence, but from that of the tile along the axis on which the mainloop visits tiles.
 struct Position {
   int batch, head, query, key;
 };
@@ -379,13 +379,13 @@ __device__ __forceinline__ void store_rounded(const Values& values, float factor
 // ---- Score gradients ------------------------------------------------------------------------------------------------
 
 // Loads LSE (to the base 2) and D of the lane's rows.
-__device__ __forceinline__ void load_statistics(float2 (&rows)[Scores::kRows], const Position& position,
-                                                const BackwardDqArguments& arguments) {
+__device__ __forceinline__ void load_lse_and_d(float2 (&rows)[Scores::kRows], const Position& position,
+                                               const BackwardDqArguments& arguments) {
   const long long head = static_cast<long long>(position.batch) * arguments.heads_q + position.head;
 #pragma unroll
   for (int r = 0; r < Scores::kRows; ++r) {
     const int query = min(position.query + Scores::row_offset(r), arguments.rows - 1);
-    rows[r] = *reinterpret_cast<const float2*>(arguments.statistics + (head * arguments.rows + query) * 2);
+    rows[r] = *reinterpret_cast<const float2*>(arguments.lse_and_d + (head * arguments.rows + query) * 2);
   }
 }
 
@@ -488,7 +488,7 @@ attention_backward_dq_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac600
 
   Gradient d_queries = {};
   float2 rows[Scores::kRows];
-  load_statistics(rows, position, arguments);
+  load_lse_and_d(rows, position, arguments);
   const bool large_lse = has_large_lse(rows);
   const KeyTiles tiles = key_tiles_of(work, arguments);
   const auto load_keys = [&](int step) {

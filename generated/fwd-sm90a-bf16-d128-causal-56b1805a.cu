@@ -438,8 +438,8 @@ __device__ __forceinline__ void store_rows(const float (&output)[kValueDimPadded
   }
 }
 
-// Starts scores = Q * K^T for the rows of a warpgroup; `queries` and `keys` are shared memory addresses.
-__device__ __forceinline__ void start_scores(float (&scores)[kTileK / 2], unsigned queries, unsigned keys) {
+// Issues the wgmmas of scores = Q * K^T for the rows of a warpgroup; `queries` and `keys` are shared memory addresses.
+__device__ __forceinline__ void issue_qk_wgmma(float (&scores)[kTileK / 2], unsigned queries, unsigned keys) {
   constexpr int kSwizzle = kHeadPanel * kElementBytes;
   order_registers(scores);
   wgmma_fence();
@@ -454,9 +454,9 @@ __device__ __forceinline__ void start_scores(float (&scores)[kTileK / 2], unsign
   wgmma_commit();
 }
 
-// Starts output += P * V; `values` is the shared memory address of V, whose rows are the reduction dimension.
-__device__ __forceinline__ void start_output(float (&output)[kValueDimPadded / 2],
-                                             const unsigned (&probabilities)[kTileK / 16][4], unsigned values) {
+// Issues the wgmmas of output += P * V; `values` is the shared memory address of V, whose rows are the reduction dimension.
+__device__ __forceinline__ void issue_pv_wgmma(float (&output)[kValueDimPadded / 2],
+                                               const unsigned (&probabilities)[kTileK / 16][4], unsigned values) {
   constexpr int kSwizzle = kValuePanel * kElementBytes;
   order_registers(output);
   wgmma_fence();
@@ -528,7 +528,7 @@ __device__ __forceinline__ void subtract_row_max(float (&scores)[Scores::kElemen
 // time. `sums` receives this lane's part of their row sums. Returns whether the sum of a row
 // exceeds kMaxLaneSum: its maximum lags too far, and the probabilities must be computed again.
 __device__ __forceinline__ bool compute_p(unsigned (&probabilities)[kTileK / 16][4], float (&sums)[2],
-                                             const float (&scores)[Scores::kElements], const float (&offsets)[2]) {
+                                          const float (&scores)[Scores::kElements], const float (&offsets)[2]) {
   float even[2] = {}, odd[2] = {};   // two independent chains per row
 #pragma unroll
   for (int n = 0; n < Scores::kElements; n += 2) {
@@ -547,7 +547,7 @@ __device__ __forceinline__ bool compute_p(unsigned (&probabilities)[kTileK / 16]
 // Raises the row maxima to those of this tile's scores, and rescales output and row sums. Returns whether the maxima are steady:
 // all rows of the warp have offsets, and no maximum grew so much that the next one is likely to grow, too.
 __device__ __forceinline__ bool update_row_maxima(RowState (&rows)[Scores::kRows], float (&output)[Output::kElements],
-                                                 const float (&scores)[Scores::kElements]) {
+                                                  const float (&scores)[Scores::kElements]) {
   float shrink[Scores::kRows];
   bool steady = true;
 #pragma unroll
@@ -579,8 +579,8 @@ __device__ __forceinline__ void softmax(unsigned (&probabilities)[kTileK / 16][4
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, and the lane's first query and first key. The one along which the
-// mainloop visits tiles is relative to the tile.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. The last two count from the
+// beginning of the sequence, but from that of the tile along the axis on which the mainloop visits tiles.
 struct Position {
   int batch, head, query, key;
 };
@@ -771,7 +771,7 @@ __device__ __forceinline__ void consumer(int warpgroup, const SharedStorage& sto
     for (int step = 0; step < first; ++step) skip_step(state++, storage);
     if (first < last) {
       mbarrier_wait(storage.keys_full(state.stage()), state.phase());
-      start_scores(scores, queries, storage.keys(state.stage()));
+      issue_qk_wgmma(scores, queries, storage.keys(state.stage()));
       await_product<0>(scores);
       release(storage.keys_empty(state.stage()));
       if (first + 1 == last) release(storage.queries_empty());
@@ -779,9 +779,9 @@ __device__ __forceinline__ void consumer(int warpgroup, const SharedStorage& sto
       softmax(probabilities, output, rows, steady, scores);
       for (int step = first + 1; step < last; ++step, ++state) {
         mbarrier_wait(storage.keys_full((state + 1).stage()), (state + 1).phase());
-        start_scores(scores, queries, storage.keys((state + 1).stage()));
+        issue_qk_wgmma(scores, queries, storage.keys((state + 1).stage()));
         mbarrier_wait(storage.values_full(state.stage()), state.phase());
-        start_output(output, probabilities, storage.values(state.stage()));
+        issue_pv_wgmma(output, probabilities, storage.values(state.stage()));
         await_product<1>(scores);
         release(storage.keys_empty((state + 1).stage()));
         if (step + 1 == last) release(storage.queries_empty());
@@ -791,7 +791,7 @@ __device__ __forceinline__ void consumer(int warpgroup, const SharedStorage& sto
         softmax(probabilities, output, rows, steady, scores);
       }
       mbarrier_wait(storage.values_full(state.stage()), state.phase());
-      start_output(output, probabilities, storage.values(state.stage()));
+      issue_pv_wgmma(output, probabilities, storage.values(state.stage()));
       await_product<0>(output);
       release(storage.values_empty(state++.stage()));
     } else {

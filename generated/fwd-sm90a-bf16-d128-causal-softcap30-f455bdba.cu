@@ -446,8 +446,8 @@ __device__ __forceinline__ void store_rows(const float (&output)[kValueDimPadded
   }
 }
 
-// Starts scores = Q * K^T for the rows of a warpgroup; `queries` and `keys` are shared memory addresses.
-__device__ __forceinline__ void start_scores(float (&scores)[kTileK / 2], unsigned queries, unsigned keys) {
+// Issues the wgmmas of scores = Q * K^T for the rows of a warpgroup; `queries` and `keys` are shared memory addresses.
+__device__ __forceinline__ void issue_qk_wgmma(float (&scores)[kTileK / 2], unsigned queries, unsigned keys) {
   constexpr int kSwizzle = kHeadPanel * kElementBytes;
   order_registers(scores);
   wgmma_fence();
@@ -462,9 +462,9 @@ __device__ __forceinline__ void start_scores(float (&scores)[kTileK / 2], unsign
   wgmma_commit();
 }
 
-// Starts output += P * V; `values` is the shared memory address of V, whose rows are the reduction dimension.
-__device__ __forceinline__ void start_output(float (&output)[kValueDimPadded / 2],
-                                             const unsigned (&probabilities)[kTileK / 16][4], unsigned values) {
+// Issues the wgmmas of output += P * V; `values` is the shared memory address of V, whose rows are the reduction dimension.
+__device__ __forceinline__ void issue_pv_wgmma(float (&output)[kValueDimPadded / 2],
+                                               const unsigned (&probabilities)[kTileK / 16][4], unsigned values) {
   constexpr int kSwizzle = kValuePanel * kElementBytes;
   order_registers(output);
   wgmma_fence();
@@ -577,8 +577,8 @@ __device__ __forceinline__ bool softmax(float (&scores)[Scores::kElements], RowS
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, and the lane's first query and first key. The one along which the
-// mainloop visits tiles is relative to the tile.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. The last two count from the
+// beginning of the sequence, but from that of the tile along the axis on which the mainloop visits tiles.
 struct Position {
   int batch, head, query, key;
 };
@@ -784,7 +784,7 @@ __device__ __forceinline__ void consumer(int warpgroup, const SharedStorage& sto
     for (int step = 0; step < first; ++step) skip_step(state++, storage);
     if (first < last) {
       mbarrier_wait(storage.keys_full(state.stage()), state.phase());
-      start_scores(scores, queries, storage.keys(state.stage()));
+      issue_qk_wgmma(scores, queries, storage.keys(state.stage()));
       await_product<0>(scores);
       release(storage.keys_empty(state.stage()));
       if (first + 1 == last) release(storage.queries_empty());
@@ -793,9 +793,9 @@ __device__ __forceinline__ void consumer(int warpgroup, const SharedStorage& sto
       round_probabilities(probabilities, scores);
       for (int step = first + 1; step < last; ++step, ++state) {
         mbarrier_wait(storage.keys_full((state + 1).stage()), (state + 1).phase());
-        start_scores(scores, queries, storage.keys((state + 1).stage()));
+        issue_qk_wgmma(scores, queries, storage.keys((state + 1).stage()));
         mbarrier_wait(storage.values_full(state.stage()), state.phase());
-        start_output(output, probabilities, storage.values(state.stage()));
+        issue_pv_wgmma(output, probabilities, storage.values(state.stage()));
         await_product<1>(scores);
         release(storage.keys_empty((state + 1).stage()));
         if (step + 1 == last) release(storage.queries_empty());
@@ -807,7 +807,7 @@ __device__ __forceinline__ void consumer(int warpgroup, const SharedStorage& sto
         round_probabilities(probabilities, scores);
       }
       mbarrier_wait(storage.values_full(state.stage()), state.phase());
-      start_output(output, probabilities, storage.values(state.stage()));
+      issue_pv_wgmma(output, probabilities, storage.values(state.stage()));
       await_product<0>(output);
       release(storage.values_empty(state++.stage()));
     } else {

@@ -520,8 +520,8 @@ __device__ __forceinline__ void store_rows(const float (&output)[kOutputColumns 
   }
 }
 
-// Starts scores = Q * K^T for the rows of a warpgroup; `queries` and `keys` are shared memory addresses.
-__device__ __forceinline__ void start_scores(float (&scores)[kTileK / 2], unsigned queries, unsigned keys) {
+// Issues the wgmmas of scores = Q * K^T for the rows of a warpgroup; `queries` and `keys` are shared memory addresses.
+__device__ __forceinline__ void issue_qk_wgmma(float (&scores)[kTileK / 2], unsigned queries, unsigned keys) {
   constexpr int kSwizzle = kHeadPanel * kElementBytes;
   order_registers(scores);
   wgmma_fence();
@@ -537,9 +537,9 @@ __device__ __forceinline__ void start_scores(float (&scores)[kTileK / 2], unsign
   wgmma_commit();
 }
 
-// Starts output += P * V; `values` is the shared memory address of V, whose rows are the reduction dimension.
-__device__ __forceinline__ void start_output(float (&output)[kOutputColumns / 2],
-                                             const unsigned (&probabilities)[kTileK / 16][4], unsigned values) {
+// Issues the wgmmas of output += P * V; `values` is the shared memory address of V, whose rows are the reduction dimension.
+__device__ __forceinline__ void issue_pv_wgmma(float (&output)[kOutputColumns / 2],
+                                               const unsigned (&probabilities)[kTileK / 16][4], unsigned values) {
   constexpr int kSwizzle = kValuePanel * kElementBytes;
   order_registers(output);
   wgmma_fence();
@@ -680,9 +680,9 @@ __device__ __forceinline__ void pass_rows(const RowState (&rows)[Scores::kRows],
   release(storage.passed_full(state.stage()));
 }
 
-// Starts output += P * V for the last columns of V; P is in shared memory.
-__device__ __forceinline__ void start_passed_output(float (&output)[kOutputColumns / 2], unsigned probabilities,
-                                                    unsigned values) {
+// Issues the wgmmas of output += P * V for the last columns of V; P is in shared memory.
+__device__ __forceinline__ void issue_passed_pv_wgmma(float (&output)[kOutputColumns / 2], unsigned probabilities,
+                                                      unsigned values) {
   constexpr int kSwizzle = kValuePanel * kElementBytes, kPassedSwizzle = kPassedPanel * kElementBytes;
   order_registers(output);
   wgmma_fence();
@@ -700,8 +700,8 @@ __device__ __forceinline__ void start_passed_output(float (&output)[kOutputColum
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, and the lane's first query and first key. The one along which the
-// mainloop visits tiles is relative to the tile.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. The last two count from the
+// beginning of the sequence, but from that of the tile along the axis on which the mainloop visits tiles.
 struct Position {
   int batch, head, query, key;
 };
@@ -875,7 +875,7 @@ __device__ __forceinline__ void score_consumer(const SharedStorage& storage, con
 
     if (first < last) {
       mbarrier_wait(storage.keys_full(state.stage()), state.phase());
-      start_scores(scores, queries, storage.keys(state.stage()));
+      issue_qk_wgmma(scores, queries, storage.keys(state.stage()));
       await_product<0>(scores);
       release(storage.keys_empty(state.stage()));
       apply_mods(scores, position, tiles, first, tiles.first_key(first), arguments);
@@ -884,9 +884,9 @@ __device__ __forceinline__ void score_consumer(const SharedStorage& storage, con
       pass_probabilities(probabilities, make_float2(1.0f, 1.0f), storage, passed++);
       for (int step = first + 1; step < last; ++step, ++state) {
         mbarrier_wait(storage.keys_full((state + 1).stage()), (state + 1).phase());
-        start_scores(scores, queries, storage.keys((state + 1).stage()));
+        issue_qk_wgmma(scores, queries, storage.keys((state + 1).stage()));
         mbarrier_wait(storage.values_full(state.stage()), state.phase());
-        start_output(output, probabilities, storage.values(state.stage()));
+        issue_pv_wgmma(output, probabilities, storage.values(state.stage()));
         await_product<1>(scores);
         release(storage.keys_empty((state + 1).stage()));
         apply_mods(scores, position, tiles, step, tiles.first_key(step), arguments);
@@ -898,7 +898,7 @@ __device__ __forceinline__ void score_consumer(const SharedStorage& storage, con
         pass_probabilities(probabilities, outgrown ? make_float2(shrink[0], shrink[1]) : make_float2(1.0f, 1.0f), storage, passed++);
       }
       mbarrier_wait(storage.values_full(state.stage()), state.phase());
-      start_output(output, probabilities, storage.values(state.stage()));
+      issue_pv_wgmma(output, probabilities, storage.values(state.stage()));
       await_product<0>(output);
       release(storage.values_empty(state++.stage()));
     }
@@ -928,7 +928,7 @@ __device__ __forceinline__ void value_consumer(const SharedStorage& storage, con
       const float2 factors = storage.pointer<float2>(storage.factors(passed.stage()))[threadIdx.x % 128];
       if (__any_sync(0xffffffffu, factors.x != 1.0f || factors.y != 1.0f)) rescale(output, {factors.x, factors.y});
       mbarrier_wait(storage.values_full(state.stage()), state.phase());
-      start_passed_output(output, storage.probabilities(passed.stage()), storage.values(state.stage()));
+      issue_passed_pv_wgmma(output, storage.probabilities(passed.stage()), storage.values(state.stage()));
       await_product<0>(output);
       release(storage.values_empty(state.stage()));
       release(storage.passed_empty(passed.stage()));

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from flashgen.attention.outputs import check_contiguous, check_kind
 from flashgen.codegen.families import emulated_target, target_of_gpu
-from flashgen.codegen.merge_kernel import MAX_PARTIALS, render_merge
+from flashgen.codegen.merge_kernel import MAX_PARTIALS, MERGED_LAYOUTS, render_merge
 from flashgen.codegen.sizes import Sizes
 from flashgen.dtypes import ELEMENTS
 from flashgen.errors import ArgumentError
@@ -59,7 +59,7 @@ def merge_states(outs: Sequence[Any], lses: Sequence[Any], *, layout: str = "bhs
         LaunchError: there is no GPU, or the kernel could not be launched.
         BuildError: the kernel does not compile, or a compiler is missing.
     """
-    if layout not in ("bhsd", "bshd"):
+    if layout not in MERGED_LAYOUTS:
         raise ArgumentError(f"layout={layout!r} must be 'bhsd' or 'bshd'")
     outs, lses = list(outs), list(lses)
     if not 2 <= len(outs) <= MAX_PARTIALS or len(outs) != len(lses):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from flashgen.attention.swapped_axes import fits_swapped, swap_advice
+from flashgen.attention.swapped_axes import fits_swapped
 from flashgen.codegen.sizes import Sizes
 from flashgen.dtypes import DTYPES, numpy_dtype
 from flashgen.errors import ArgumentError
@@ -170,7 +170,7 @@ def checked_sizes(spec: AttentionSpec, arrays: Mapping[str, Shaped], bounds: Bou
         raise ArgumentError(
             f"q has {heads_q} heads, no multiple of the {heads_kv} heads of k and v (GQA, MQA), in arrays "
             f"({', '.join(spec.batch_layout.axes)}), as layout={spec.layout!r} of the spec says"
-            + (f": {swap_advice(spec)}" if fits_swapped(heads_q, heads_kv, len_q, len_k) else "")
+            + (f": {spec.batch_layout.swap_advice}" if fits_swapped(heads_q, heads_kv, len_q, len_k) else "")
         )
     if max(batch, heads_q) > MAX_HEADS or heads_q > _MOST_HEADS_PER_KV * max(heads_kv, 1):
         raise ArgumentError(

@@ -18,14 +18,6 @@ _FEW_ROWS = 128
 """The most heads of published models, which are the rows of swapped arrays."""
 
 
-def swap_advice(spec: AttentionSpec) -> str:
-    """Returns what to do with arrays whose heads and rows are swapped for the layout of the spec."""
-    if spec.is_varlen:
-        return "give (tokens, heads, dim), for example array.swapaxes(0, 1)"
-    other = "bshd" if spec.layout == "bhsd" else "bhsd"
-    return f"declare layout={other!r}, or swap the axes, for example array.swapaxes(1, 2)"
-
-
 def fits_swapped(heads_q: int, heads_kv: int, rows_q: int, rows_k: int) -> bool:
     """Whether arrays of these sizes would be valid, and have more rows than heads, with heads and rows swapped."""
     return 0 < rows_k <= rows_q and rows_q % rows_k == 0 and min(heads_q, heads_kv) > max(rows_q, rows_k)
@@ -43,7 +35,7 @@ def warn_if_swapped(spec: AttentionSpec, sizes: Sizes) -> None:
     if fits_swapped(heads, sizes.heads_kv, rows, sizes.total_k):
         warnings.warn(
             f"q has {heads} heads of {rows} rows in arrays ({', '.join(spec.batch_layout.axes)}), which looks as if "
-            f"heads and rows were swapped; if so, {swap_advice(spec)}",
+            f"heads and rows were swapped; if so, {spec.batch_layout.swap_advice}",
             FlashgenWarning,
             stacklevel=8,  # the caller of a compiled attention
         )

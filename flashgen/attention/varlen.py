@@ -25,7 +25,7 @@ def split_varlen_arguments(
     Raises ArgumentError if varlen arguments are given to a spec of another layout, or if a varlen call lacks
     cu_seqlens_q, or cu_seqlens_k for a k with another number of tokens.
     """
-    if not spec.is_varlen:
+    if not spec.batch_layout.sequence_arrays:
         named = [name for name in _VARLEN.arguments if name in given] if given else []
         unknown = [name for name in named if all(capture.name != name for capture in spec.captures)]
         if unknown:
@@ -63,8 +63,8 @@ def check_shared_offsets(given: Mapping[str, Any], q: Any, k: Any) -> None:
 
 
 def refuse_varlen(spec: AttentionSpec, what: str, remedy: str) -> None:
-    """Raises UnsupportedError if the spec is varlen. what: a feature without varlen support."""
-    if spec.is_varlen:
+    """Raises UnsupportedError if only the device knows the lengths of calls, which the feature `what` needs."""
+    if not spec.batch_layout.supports("plans by sizes"):
         raise UnsupportedError(f"{what} is not supported for layout='thd': {remedy}")
 
 

@@ -46,6 +46,7 @@ BIAS_CASES = (
     BiasCase("mask 2 x 4096, dim 64", 2, 16, 4096, 64, masks=True),
     BiasCase("mask 2 x 4096, dim 128", 2, 16, 4096, 128, masks=True),
 )
+_DTYPE = "bfloat16"
 _KEPT = 0.8  # of the scores, at random, so that a mask decides about every score
 
 
@@ -72,12 +73,11 @@ def bias_rows(
     cases: Sequence[BiasCase] = BIAS_CASES,
     peers: Sequence[str] = BIAS_PEERS,
     timed: Timed = "forward",
-    dtype: str = "bfloat16",
     target: str | None = None,
 ) -> Iterator[BiasRow]:
     """Measures the cases, one after another, with interleaved runs. `target` is that of `flashgen.compile`."""
     for case in cases:
-        yield _measure(case, peers, timed, dtype, target)
+        yield _measure(case, peers, timed, target)
 
 
 def bias_spec(head_dim: int, dtype: str) -> AttentionSpec:
@@ -92,16 +92,16 @@ def mask_spec(head_dim: int, dtype: str) -> AttentionSpec:
     return AttentionSpec(head_dim, dtype, mask=lambda b, h, q, k: mask[b, h, q, k])
 
 
-def _measure(case: BiasCase, peers: Sequence[str], timed: Timed, dtype: str, target: str | None) -> BiasRow:
+def _measure(case: BiasCase, peers: Sequence[str], timed: Timed, target: str | None) -> BiasRow:
     import torch
 
-    spec = (mask_spec if case.masks else bias_spec)(case.head_dim, dtype)
+    spec = (mask_spec if case.masks else bias_spec)(case.head_dim, _DTYPE)
     arrays = inputs(Case(spec, case.length, case.batch, case.heads))
     if case.masks:
         captured = {"mask": torch.rand((case.batch, 1, case.length, case.length), device="cuda") < _KEPT}
     else:
         shape = (case.heads, case.length, case.length)
-        captured = {"bias": torch.randn(shape, device="cuda", dtype=getattr(torch, dtype))}
+        captured = {"bias": torch.randn(shape, device="cuda", dtype=getattr(torch, _DTYPE))}
     attention = compile(spec, target)
     runs: dict[str, Run] = {"flashgen": ours(attention, timed, arrays, captured)}
     for name in peers:

@@ -56,9 +56,9 @@ def flops(spec: AttentionSpec, timed: Timed, work: WorkSizes) -> float:
     return sum(product_flops(spec, pass_, work) for pass_ in passes)
 
 
-def case(spec: AttentionSpec, length: int, tokens: int = TOKENS, width: int = WIDTH) -> Case:
+def case(spec: AttentionSpec, length: int) -> Case:
     """Returns the case of a spec at a length."""
-    return Case(spec, length, max(tokens // length, 1), max(width // spec.head_dim, 1))
+    return Case(spec, length, max(TOKENS // length, 1), max(WIDTH // spec.head_dim, 1))
 
 
 def inputs(case: Case, seed: int = 0) -> Arrays:
@@ -77,9 +77,12 @@ def inputs(case: Case, seed: int = 0) -> Arrays:
 
 
 def _shape(case: Case, heads: int, dim: int) -> tuple[int, ...]:
-    if case.spec.layout == "bshd":
-        return case.batch, case.length, heads, dim
-    return case.batch, heads, case.length, dim
+    return case.spec.batch_layout.from_bhsd((case.batch, heads, case.length, dim))
+
+
+def has_heads_first(spec: AttentionSpec) -> bool:
+    """Returns whether the arrays of a spec are (batch, heads, length, dim), which most peers take."""
+    return spec.layout == "bhsd"
 
 
 def random_arrays(shapes: Sequence[tuple[int, ...]], dtype: str, seed: int) -> list[Any]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from flashgen.analysis.closed_forms.tile_ranges import evaluate_range, key_range
 from flashgen.attention import compile
-from flashgen.bench.cases import Arrays, random_arrays
+from flashgen.bench.cases import Arrays, has_heads_first, random_arrays
 from flashgen.bench.flashinfer import paged_attention
 from flashgen.bench.latent_peers import LATENT_PEERS, latent_peer
 from flashgen.bench.peers import peer
@@ -374,7 +374,7 @@ def _peer(name: str, spec: AttentionSpec, size: DecodeSize, arrays: Arrays) -> R
 
 def flashinfer(spec: AttentionSpec, size: DecodeSize, arrays: Arrays) -> Run | None:
     """Returns a run of FlashInfer over pages of 64 keys; None if it is missing or does not support the spec."""
-    if spec.layout != "bhsd":
+    if not has_heads_first(spec):
         return None
     each = -(-size.len_k // PEER_PAGE)
     table, _ = _page_table(size.batch * each, size)

@@ -23,14 +23,14 @@ def flash_attention4(spec: AttentionSpec, timed: Timed, arrays: Arrays) -> Run |
     It receives contiguous arrays in its own layout (batch, length, heads, dim), regardless of the layout of the spec.
     The first run compiles for seconds.
     """
-    length = 1 if spec.layout == "bshd" else 2
-    options = mask_options(spec, square=arrays[0].shape[length] == arrays[1].shape[length])
+    layout = spec.batch_layout
+    options = mask_options(spec, square=arrays[0].shape[layout.rows_axis] == arrays[1].shape[layout.rows_axis])
     if spec.score or spec.dropout or spec.sink or options is None:
         return None
     attention = _attention()
     if attention is None:
         return None
-    q, k, v, d_out = arrays if spec.layout == "bshd" else [array.transpose(1, 2).contiguous() for array in arrays]
+    q, k, v, d_out = (layout.swap_heads(array).transpose(1, 2).contiguous() for array in arrays)
 
     def forward(q: Any, k: Any, v: Any) -> Any:
         found = attention(q, k, v, softmax_scale=spec.scale, **options)

@@ -10,6 +10,7 @@ from typing import Any
 
 import sympy
 
+from flashgen.bench.cases import has_heads_first
 from flashgen.bench.torch_runs import runs_or_none
 from flashgen.language.masks import causal
 from flashgen.language.spec import AttentionSpec
@@ -29,7 +30,7 @@ def latent_peer(name: str, spec: AttentionSpec, q: Any, pages: Any, table: Any, 
         table, lengths: int32 tensors of shapes (batch, pages of a sequence) and (batch,) on the GPU.
     """
     supported = spec.mask.expression in (sympy.true, causal().expression) and pages.shape[2] == 1
-    if spec.score or spec.dropout or spec.sink or spec.layout != "bhsd" or not supported:
+    if spec.score or spec.dropout or spec.sink or not (has_heads_first(spec) and supported):
         return None
     create = {"FlashMLA": _flash_mla, "FlashInfer": _flashinfer}[name]
     run = create(spec, q.transpose(1, 2).contiguous(), pages, table, lengths)

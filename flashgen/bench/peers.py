@@ -8,7 +8,7 @@ from typing import Any
 
 import sympy
 
-from flashgen.bench.cases import Arrays, Timed
+from flashgen.bench.cases import Arrays, Timed, has_heads_first
 from flashgen.bench.ffpa import ffpa
 from flashgen.bench.flash_attention4 import flash_attention4
 from flashgen.bench.torch_expressions import mask_function, score_function
@@ -45,7 +45,7 @@ def sdpa(spec: AttentionSpec, backend: str, timed: Timed, arrays: Arrays, dropou
     q, k, v, d_out = arrays
     plain = spec.mask.expression == sympy.true
     supported = plain or is_causal(spec, q.shape[2] == k.shape[2])
-    if spec.score or spec.sink or spec.dropout != dropout or spec.layout != "bhsd" or not supported:
+    if spec.score or spec.sink or spec.dropout != dropout or not (has_heads_first(spec) and supported):
         return None
     try:
         import torch
@@ -82,7 +82,7 @@ def flex(
     With `time_mask`, the creation of the block mask is compiled so that it can be timed, which takes minutes. Otherwise
     it is created by eager operations, which materialise the positions of all scores.
     """
-    if spec.dropout or spec.sink or spec.layout != "bhsd":
+    if spec.dropout or spec.sink or not has_heads_first(spec):
         return None
     try:
         import torch

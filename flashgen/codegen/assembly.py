@@ -154,11 +154,12 @@ def visited_tiles(
         counts_only: Whether the kernel only counts the tiles, so that it need not know which ones are FULL.
     """
     module: Any = environment().get_template("key_tiles.cuh.jinja").module
-    side, varlen = module.QUERIES if queries else module.KEYS, batch_of(spec).is_varlen
+    batch: Any = environment().get_template(batch_of(spec).template).module
+    side = module.QUERIES if queries else module.KEYS
     if tiles is None:
-        return str(module.lists(struct, side, varlen))
+        return str(module.lists(struct, batch, side))
     texts = range_texts(tiles, {BATCH: _SEQUENCE, **ends})
-    return str(module.ranges(texts, struct, is_masked(spec) and not counts_only, side, varlen, any_size, semaphores))
+    return str(module.ranges(texts, struct, is_masked(spec) and not counts_only, batch, side, any_size, semaphores))
 
 
 def longest_last(tiles: TileRange | None) -> bool:

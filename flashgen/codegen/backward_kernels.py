@@ -3,7 +3,7 @@
 P is recomputed from Q, K and the LSE, tile by tile: FlashAttention's algorithm 4 (Dao et al. 2022), with the loops in
 the order of FlashAttention-2 (Dao 2023, algorithm 2). With dS = P * (dP - D), D = rowsum(dO * O), the kernels are:
 
-    preprocess    the base-2 LSE and D of each row; zeroes the dQ accumulator, or its semaphores
+    preprocess    the base-2 LSE and D of each row; zeroes the dQ accumulator, or the states of its tiles
     dkdv          a block loops over the queries of a tile of keys: dV = P^T dO, dK = dS^T Q, and its addends of
                   dQ = dS K, which Hopper's kernel may also convert to dQ itself
     postprocess   converts the float32 dQ accumulator to dQ; postprocess_dk and postprocess_dv convert dK and dV if each
@@ -45,14 +45,14 @@ from flashgen.language.well_formed import FLOAT32_MAX
 
 NO_VARIANT = Variant(None, None, ())
 """The variant of kernels whose text contains neither the mask, nor the score function, nor captured arrays."""
-_NO_LSE = FLOAT32_MAX  # the LSE in the statistics of a row without allowed scores
+_NO_LSE = FLOAT32_MAX  # the LSE of a row without allowed scores
 _PREPROCESS_THREADS, PREPROCESS_ROWS = 256, 64
 _POSTPROCESS_THREADS = 256
 EXACT_LIMBS = 10
 """int64 values of the exact sum of one element's gradient in deterministic mode (device function `add_exactly`)."""
 
 
-class KeysPlan(Protocol):
+class DkdvPlan(Protocol):
     """The members of the main kernel's plan that the kernels before and after it use."""
 
     @property
@@ -120,12 +120,10 @@ def rows_shape(spec: AttentionSpec, rows: Rows, *columns: int) -> Callable[[Size
     return lambda sizes: batch.workspace_shape(sizes, rows(sizes), *columns)
 
 
-STATISTICS = Field(
-    "const float*", "statistics", comment="(batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)"
-)
+LSE_AND_D = Field("const float*", "lse_and_d", comment="(batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)")
 DQ_ACCUM = Field("float*", "dq_accum", comment="(batch, heads_q, rows, padded head_dim), in fragment order")
-_STATES = "(batch, heads_q, rows / tile): 0, or which CTAs have added to a tile of dQ; see accumulate_dq"
-DQ_SEMAPHORE = Field("unsigned*", "dq_semaphore", comment=_STATES)
+_STATES = "(batch, heads_q, rows / tile): 0 until a CTA adds to the dQ tile; accumulate_dq explains the states"
+DQ_TILE_STATE = Field("unsigned*", "dq_tile_state", comment=_STATES)
 DQ_NEXT = Field("unsigned*", "dq_next", comment="(1): the next group of dQ rows to convert; 0 before a launch")
 DQ_ADDED = Field(
     "unsigned*", "dq_added", comment="(batch, heads): work tiles whose dQ has been added; 0 before a launch"
@@ -142,7 +140,7 @@ class DqAccumulation:
     Attributes:
         apart: Whether a kernel of its own computes dQ, so that there is no accumulator.
         first_stores: Whether the first CTA to reach a dQ tile stores instead of accumulating, so that only the
-            semaphores need zeroing.
+            tile states need zeroing.
         converted: Whether the main kernel converts the dQ of a head once all CTAs have added to it.
         part_semaphores: Returns the number of semaphores for key tiles that are split over CTAs; None without split
             tiles.
@@ -154,22 +152,22 @@ class DqAccumulation:
     part_semaphores: Rows | None = None
 
     def fields(self) -> list[Field]:
-        """Returns the members by which the preprocess kernel initialises the accumulator and its semaphores."""
+        """Returns the members by which the preprocess kernel initialises the accumulator and its tile states."""
         fields = [DQ_ACCUM]
         if self.apart or self.first_stores:
-            fields = [] if self.apart else [DQ_SEMAPHORE, *((DQ_ADDED, DQ_NEXT) if self.converted else ())]
+            fields = [] if self.apart else [DQ_TILE_STATE, *((DQ_ADDED, DQ_NEXT) if self.converted else ())]
         if self.part_semaphores:
             fields += [PART_SEMAPHORE, Field("int", "part_semaphores", comment="elements of part_semaphore")]
         return fields
 
-    def workspaces(self, spec: AttentionSpec, plan: KeysPlan, rows: Rows) -> list[Workspace]:
-        """Returns the accumulator and its semaphores."""
+    def workspaces(self, spec: AttentionSpec, plan: DkdvPlan, rows: Rows) -> list[Workspace]:
+        """Returns the accumulator, the states of its tiles and the semaphores of split key tiles."""
         memory = []
         if not self.apart:
             memory.append(Workspace("dq_accum", rows_shape(spec, rows, plan.head_columns(spec)), "float32"))
         if self.first_stores:
             shape = rows_shape(spec, lambda sizes: rows(sizes) // plan.tile_q)
-            memory.append(Workspace("dq_semaphore", shape, "int32"))
+            memory.append(Workspace("dq_tile_state", shape, "int32"))
         if self.converted:
             memory.append(Workspace("dq_added", lambda sizes: (sizes.batch, sizes.heads_q), "int32"))
             memory.append(Workspace("dq_next", lambda sizes: (1,), "int32"))
@@ -184,16 +182,16 @@ class DqAccumulation:
 
 
 def preprocess(
-    spec: AttentionSpec, target: Target, plan: KeysPlan, rows: Rows, deterministic: bool, dq: DqAccumulation
+    spec: AttentionSpec, target: Target, plan: DkdvPlan, rows: Rows, deterministic: bool, dq: DqAccumulation
 ) -> RenderedKernel:
-    """Renders the preprocess kernel: computes the row statistics and zeroes the dQ accumulator or its semaphores.
+    """Renders the preprocess kernel: computes LSE and D, and zeroes the dQ accumulator or its tile states.
 
     deterministic: Whether the kernel is used in deterministic mode only.
     """
     o = output_field(spec)
     fields = [replace(o, type=f"const {o.type}"), Field("const Element*", "d_o"), Field("const float*", "lse")]
     fields += [Field("const float*", "d_lse", comment="gradient of the LSE, or null")]
-    fields += [Field("float*", "statistics"), *dq.fields()]
+    fields += [Field("float*", "lse_and_d"), *dq.fields()]
     layout = ordered([*fields, *strides("o", "d_o"), *batch_of(spec).fields("len_q", ROWS, keys=False)])
     chunks = -(-spec.value_dim // 8)
     lanes = min(max(1 << (chunks - 1).bit_length(), _PREPROCESS_THREADS // PREPROCESS_ROWS), WARP)
@@ -205,7 +203,7 @@ def preprocess(
         "deterministic": deterministic,
         "dq_apart": dq.apart or dq.first_stores,
         "zeroes_accum": not (dq.apart or dq.first_stores),
-        "semaphores": dq.first_stores,
+        "tile_states": dq.first_stores,
         "converts_dq": dq.converted,
         "splits": dq.part_semaphores is not None,
         "tile": plan.tile_q,
@@ -219,8 +217,8 @@ def preprocess(
     }
     block = Block(_PREPROCESS_THREADS)
     kernel = backward_kernel("preprocess", spec, target, layout, context, block, launch, Rendering(NO_VARIANT))
-    statistics = Workspace("statistics", rows_shape(spec, rows, 2), "float32")
-    return replace(kernel, plan=plan, workspaces=(statistics, *dq.workspaces(spec, plan, rows)))
+    lse_and_d = Workspace("lse_and_d", rows_shape(spec, rows, 2), "float32")
+    return replace(kernel, plan=plan, workspaces=(lse_and_d, *dq.workspaces(spec, plan, rows)))
 
 
 def _blocks_of_rows(spec: AttentionSpec, rows: Rows, rows_per_block: int, sizes: Sizes) -> Grid:
@@ -233,13 +231,13 @@ def row_values(rows: Rows, sizes: Sizes) -> dict[str, Any]:
 
 
 def postprocess_dq(
-    spec: AttentionSpec, target: Target, plan: KeysPlan, rows: Rows, first_stores: bool = False
+    spec: AttentionSpec, target: Target, plan: DkdvPlan, rows: Rows, first_stores: bool = False
 ) -> RenderedKernel:
     """Renders the postprocess kernel of dQ, which converts its accumulator. first_stores: As in `DqAccumulation`."""
     fields = [
         Field("const float*", "dq_accum"),
-        *([DQ_SEMAPHORE] if first_stores else []),
-        STATISTICS,
+        *([DQ_TILE_STATE] if first_stores else []),
+        LSE_AND_D,
         gradient_field(spec, "dq"),
         *strides("dq"),
         *numbers("len_q"),
@@ -254,7 +252,7 @@ def postprocess_dq(
         "tile": plan.tile_q,
         "warps": plan.gradient_warps(spec),
         "factor": spec.scale,
-        "semaphores": first_stores,
+        "tile_states": first_stores,
     }
     context |= varlen_context(spec, "BackwardPostprocessArguments", layout, plan.tile_q, "kRowMultiple")
     launch = {"grid": partial(_blocks_of_rows, spec, rows, plan.tile_q), "values": partial(row_values, rows)}
@@ -280,7 +278,7 @@ def postprocess_dkv(
         "tile": plan.tile_k,
         "warps": (plan.tile_k // 16, 1),
         "factor": spec.scale if array == "k" else 256 / spec.keep_threshold,
-        "semaphores": False,
+        "tile_states": False,
     }
     launch = {
         "grid": lambda sizes: (keys(sizes) // plan.tile_k, sizes.heads_kv, sizes.batch),

@@ -12,7 +12,7 @@ from flashgen.codegen.varlen import MAP_ROWS, sequences_text, slots, varlen_fiel
 from flashgen.language.spec import AttentionSpec
 
 _VARLEN_COMMENTS = {
-    "statistics": "(heads_q, rows, 2): base-2 LSE and D",
+    "lse_and_d": "(heads_q, rows, 2): base-2 LSE and D",
     "dq_accum": "(heads_q, rows, padded head_dim), in fragment order",
     "rows": "rows of all sequences, each rounded up",
 }
@@ -38,8 +38,9 @@ class DenseBatch:
     """A batch of sequences of equal length.
 
     Attributes:
-        is_varlen: Whether the templates emit the search for the sequence of a tile slot.
         template: The template with the fragments of kernels that differ between batch layouts.
+        scheduler: The template of the tile scheduler of Hopper's forward kernel.
+        backward_scheduler: The template of the tile scheduler of Hopper's backward kernels of dK and dV.
         grid_axes: The axes of grids with a block per tile, head and sequence, in words.
         lengths: What `len_q` and `len_k` are, in words.
         tile: What a query tile or a key tile is called, in words.
@@ -47,8 +48,9 @@ class DenseBatch:
         outer_sizes: The members that count the sequences and query heads, for kernels without a search.
     """
 
-    is_varlen = False
     template = "batch/dense.cuh.jinja"
+    scheduler = "hopper/scheduler.cuh.jinja"
+    backward_scheduler = "hopper/backward/scheduler.cuh.jinja"
     grid_axes = "x, y and z"
     lengths: ClassVar[Mapping[str, str]] = {"len_q": "queries", "len_k": "keys"}
     tile = "tile"
@@ -58,7 +60,12 @@ class DenseBatch:
     @property
     def template_context(self) -> dict[str, Any]:
         """The context of all templates: the fragments of the layout, and no search for a sequence unless added."""
-        return {"varlen": self.is_varlen, "batch_template": self.template, "sequences": ""}
+        return {
+            "batch_template": self.template,
+            "scheduler_template": self.scheduler,
+            "backward_scheduler_template": self.backward_scheduler,
+            "sequences": "",
+        }
 
     @property
     def lse(self) -> Field:
@@ -142,8 +149,9 @@ class DenseBatch:
 class VarlenBatch(DenseBatch):
     """Packed sequences of different lengths, which only the device knows. Tiles are numbered by slots (`varlen`)."""
 
-    is_varlen = True
     template = "batch/varlen.cuh.jinja"
+    scheduler = "hopper/varlen_scheduler.cuh.jinja"
+    backward_scheduler = "hopper/backward/varlen_scheduler.cuh.jinja"
     grid_axes = "x and y"
     lengths: ClassVar[Mapping[str, str]] = {
         "len_q": "maximum queries of a sequence",

@@ -16,9 +16,9 @@ from flashgen.codegen.arguments import (
 )
 from flashgen.codegen.backward_kernels import (
     EXACT_LIMBS,
+    LSE_AND_D,
     NO_VARIANT,
     ROWS,
-    STATISTICS,
     Block,
     Rendering,
     Rows,
@@ -67,14 +67,14 @@ def sink_kernels(spec: AttentionSpec, target: Target, rows: Rows) -> tuple[Rende
         return ()
     gradient = _gradient_field(capture)
     sizes = numbers(*batch_of(spec).outer_sizes)
-    layout = ordered([STATISTICS, gradient, *sizes, ROWS, *capture_fields((capture,))])
+    layout = ordered([LSE_AND_D, gradient, *sizes, ROWS, *capture_fields((capture,))])
     context: dict[str, Any] = {"deterministic": False, "threads": _SINK_THREADS}
     context |= {"sink": f"load_{capture.name}", "round": rounding(capture)}
     launch: dict[str, Any] = {
         "grid": lambda sizes: (sizes.heads_q, 1, 1),
         "values": partial(row_values, rows),
         "pointers": {
-            "statistics": "statistics",
+            "lse_and_d": "lse_and_d",
             "gradient": capture_gradient(capture),
             member_name(capture): member_name(capture),
         },

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from flashgen.codegen.batches import DenseBatch, VarlenBatch, batch_of
 from flashgen.codegen.formula_text import english
 from flashgen.codegen.padding import padded
 from flashgen.codegen.sizes import Sizes, named
@@ -14,7 +15,7 @@ from flashgen.language.operations import Capture
 from flashgen.language.spec import AttentionSpec
 
 _SUM = DTYPES["float32"].bytes
-_STATISTICS = 2 * _SUM  # the LSE and D of a row
+_LSE_AND_D = 2 * _SUM  # the LSE and D of a row
 _OF_WORK_UNITS = "of tiles of several work units"
 _PREFILL_WORDS = {
     "pairs": "(sum of len_q * len_k over the prefill sequences)",
@@ -55,20 +56,22 @@ class _Amounts(NamedTuple):
     scores: Count
 
 
-_DENSE = _Amounts(
-    queries=lambda work: work.batch * work.heads_q * work.len_q,
-    keys=lambda work: work.batch * work.heads_kv * work.len_k,
-    scores=lambda work: work.batch * work.heads_q * work.len_q * work.len_k * work.visited,
-)
-_VARLEN = _Amounts(
-    queries=lambda work: work.heads_q * work.total_q,
-    keys=lambda work: work.heads_kv * work.total_k,
-    scores=lambda work: work.heads_q * work.pairs * work.visited,
-)
+_AMOUNTS = {
+    DenseBatch: _Amounts(
+        queries=lambda work: work.batch * work.heads_q * work.len_q,
+        keys=lambda work: work.batch * work.heads_kv * work.len_k,
+        scores=lambda work: work.batch * work.heads_q * work.len_q * work.len_k * work.visited,
+    ),
+    VarlenBatch: _Amounts(
+        queries=lambda work: work.heads_q * work.total_q,
+        keys=lambda work: work.heads_kv * work.total_k,
+        scores=lambda work: work.heads_q * work.pairs * work.visited,
+    ),
+}
 
 
 def _amounts(spec: AttentionSpec) -> _Amounts:
-    return _VARLEN if spec.is_varlen else _DENSE
+    return _AMOUNTS[type(batch_of(spec))]
 
 
 @dataclass(frozen=True)
@@ -146,14 +149,16 @@ def decode_cost(spec: AttentionSpec, tile_q: int, scheduled: bool = False) -> Co
     if scheduled:
         of_units: Count = lambda work: 2 * partial * work.splits * work.heads_q * work.len_q
         return _split_cost(spec, of_units, f"{_OF_WORK_UNITS}; {rows}")
-    return _split_cost(spec, lambda work: partial * work.splits * _DENSE.queries(work), f"if splits > 1; {rows}")
+    return _split_cost(
+        spec, lambda work: partial * work.splits * _AMOUNTS[DenseBatch].queries(work), f"if splits > 1; {rows}"
+    )
 
 
 def merge_splits_cost(spec: AttentionSpec, scheduled: bool = False) -> Cost:
     """Returns the cost of the kernel that merges partial outputs: it reads them, and writes O and the LSE."""
     partial, result = _SUM * (spec.value_dim + 2), spec.out_element.bytes * spec.value_dim + _SUM
     slots = 2 if scheduled else 1
-    rows = _DENSE.queries
+    rows = _AMOUNTS[DenseBatch].queries
     if scheduled:
         return Cost(None, lambda work: slots * partial * work.splits * work.heads_q * work.len_q + result * rows(work))
     return Cost(None, lambda work: (partial * work.splits + result) * rows(work))
@@ -212,7 +217,7 @@ def _dense_gradient_cost(spec: AttentionSpec, capture: Capture) -> Cost:
     of, columns, element = _amounts(spec), spec.head_dim + spec.value_dim, spec.element.bytes
 
     def hbm(work: WorkSizes) -> Any:
-        of_query, of_key = element * columns + _STATISTICS, element * spec.kv_columns
+        of_query, of_key = element * columns + _LSE_AND_D, element * spec.kv_columns
         rows = of_query * of.queries(work) + of_key * of.keys(work)
         return rows + 2 * DTYPES[capture.dtype].bytes * work.count
 
@@ -229,8 +234,8 @@ def _backward_counts(
     per_score = products(spec, "backward") - (head if dq_apart else 0)  # without dQ if it has a kernel of its own
     converted = gradient * head if finishes else 0
     reduced = (spec.out_element.bytes + element) * value + _SUM  # bytes of a row of O, dO and the LSE
-    written = reduced + _STATISTICS + sums // 2  # zeroes the accumulator
-    of_query, of_key = read + _STATISTICS + sums + converted, read_key + gradient * spec.kv_columns
+    written = reduced + _LSE_AND_D + sums // 2  # zeroes the accumulator
+    of_query, of_key = read + _LSE_AND_D + sums + converted, read_key + gradient * spec.kv_columns
     counts: dict[str, tuple[Count | None, Count]] = {
         "preprocess": (lambda work: 2 * value * of.queries(work), lambda work: written * of.queries(work)),
         "dkdv": (
@@ -239,12 +244,12 @@ def _backward_counts(
         ),
         "dq": (  # QK, dP, dQ
             lambda work: 2 * (2 * head + value) * of.scores(work),
-            lambda work: (read + _STATISTICS + gradient * head) * of.queries(work) + read_key * of.keys(work),
+            lambda work: (read + _LSE_AND_D + gradient * head) * of.queries(work) + read_key * of.keys(work),
         ),
         "postprocess": _conversion(of.queries, head, columns, gradient),
         "postprocess_dk": _conversion(of.keys, head, columns, gradient),
         "postprocess_dv": _conversion(of.keys, value, columns, gradient),
-        "sink": (lambda work: 2 * of.queries(work), lambda work: _STATISTICS * of.queries(work)),
+        "sink": (lambda work: 2 * of.queries(work), lambda work: _LSE_AND_D * of.queries(work)),
     }
     return counts[role]
 

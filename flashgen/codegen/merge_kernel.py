@@ -13,6 +13,7 @@ from flashgen.dtypes import DTYPES
 from flashgen.errors import UnsupportedError
 
 MAX_PARTIALS = 16
+MERGED_LAYOUTS = ("bhsd", "bshd")
 _THREADS = 256
 _STRUCT = "MergeArguments"
 

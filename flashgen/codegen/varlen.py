@@ -20,7 +20,7 @@ MAP_ROWS = 256
 EXTRA_SEQUENCES = 2
 """Extra sequences of a batch: the rows before the first sequence, and those after the last."""
 _ROW_ARRAYS = frozenset(("lse", "d_lse"))
-_PADDED_ROWS = frozenset(("statistics", "dq_accum"))
+_PADDED_ROWS = frozenset(("lse_and_d", "dq_accum"))
 
 
 def varlen_fields(keys: bool = True) -> list[Field]:
@@ -82,8 +82,8 @@ def _moved(name: str, members: set[str]) -> str:
         )
     if name in _ROW_ARRAYS:
         return f"if (arguments.{name}) arguments.{name} += sequence.first_q;"
-    if name == "statistics":
-        return "arguments.statistics += sequence.first_row * 2ll;"
+    if name == "lse_and_d":
+        return "arguments.lse_and_d += sequence.first_row * 2ll;"
     if name == "dq_accum":
         return "arguments.dq_accum += static_cast<long long>(sequence.first_row) * kHeadDimPadded;"
     return ""

@@ -8,7 +8,9 @@ from typing import Any, ClassVar, Literal, get_args
 Sizes4 = tuple[int, int, int, int]
 """Sizes or strides of the axes (batch, heads, length, dim), the order "bhsd"."""
 
-Feature = Literal["plans by sizes", "kept tile lists", "shards", "decode kernels", "contiguous 8-bit keys"]
+Feature = Literal[
+    "plans by sizes", "kept tile lists", "shards", "decode kernels", "contiguous 8-bit keys", "tiles of gradients"
+]
 """What some batch layouts do not support:
 
 plans by sizes         kernels that are selected or tuned for the lengths of a call
@@ -16,6 +18,7 @@ kept tile lists        tile lists of a call that later calls of the same lengths
 shards                 `AttentionSpec.shard`
 decode kernels         the kernels of few queries over many keys, whose blocks have sequences of equal length
 contiguous 8-bit keys  a kv_dtype without pages
+tiles of gradients     kernels whose blocks own tiles of the gradient of an array with an element per query and key
 """
 
 
@@ -29,6 +32,7 @@ class BatchLayout:
         name: The value of `AttentionSpec.layout`.
         axes: The names of the axes.
         heads_axis, rows_axis: The positions of the heads and of the rows (the length, or the tokens) in `axes`.
+        swap_advice: What to do with arrays whose heads and rows are swapped.
         is_varlen: Whether sequences of different lengths are packed along one axis. Only the device knows the lengths.
         sequence_arrays: The arrays of a call that locate the sequences.
         max_lengths: The numbers of a call that bound the lengths.
@@ -39,6 +43,7 @@ class BatchLayout:
     axes: tuple[str, ...]
     heads_axis: int
     rows_axis: int
+    swap_advice: str
     is_varlen: ClassVar[bool] = False
     sequence_arrays: ClassVar[tuple[str, ...]] = ()
     max_lengths: ClassVar[tuple[str, ...]] = ()
@@ -104,13 +109,16 @@ class VarlenLayout(BatchLayout):
         return heads, rows
 
 
+_SWAP = "declare layout={!r}, or swap the axes, for example array.swapaxes(1, 2)"
 BATCH_LAYOUTS: dict[str, BatchLayout] = {
     layout.name: layout
     for layout in (
-        BatchLayout("bhsd", ("batch", "heads", "length", "dim"), heads_axis=1, rows_axis=2),
-        BatchLayout("bshd", ("batch", "length", "heads", "dim"), heads_axis=2, rows_axis=1),
-        VarlenLayout("thd", ("tokens", "heads", "dim"), heads_axis=1, rows_axis=0),
+        BatchLayout("bhsd", ("batch", "heads", "length", "dim"), 1, 2, _SWAP.format("bshd")),
+        BatchLayout("bshd", ("batch", "length", "heads", "dim"), 2, 1, _SWAP.format("bhsd")),
+        VarlenLayout(
+            "thd", ("tokens", "heads", "dim"), 1, 0, "give (tokens, heads, dim), for example array.swapaxes(0, 1)"
+        ),
     )
 }
-PAGES = BatchLayout("pages", ("pages", "page_size", "heads", "dim"), heads_axis=2, rows_axis=1)
+PAGES = BatchLayout("pages", ("pages", "page_size", "heads", "dim"), 2, 1, "swap the axes of heads and rows of a page")
 """The layout of K and V in pages, for every layout of q."""

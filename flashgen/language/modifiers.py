@@ -238,16 +238,16 @@ def as_mask(value: Any, argument: str = "mask") -> Mask:
     return trace_mask(value)
 
 
-def as_score(value: Any, argument: str = "score") -> Score:
+def as_score(value: Any) -> Score:
     """Returns a Score unchanged, and traces a plain function."""
     if isinstance(value, Score):
         return value
     if isinstance(value, Mask):
-        raise SpecError(f"{argument}={value!r} is a mask: give it as mask=")
+        raise SpecError(f"score={value!r} is a mask: give it as mask=")
     if isinstance(value, Traced) or not callable(value):
         parsed = "; flashgen.parse_score parses the text of one" if isinstance(value, str) else ""
         raise SpecError(
-            f"{argument}={value!r} must be a score such as softcap(30), or a function f(score, b, h, q, k){parsed}"
+            f"score={value!r} must be a score such as softcap(30), or a function f(score, b, h, q, k){parsed}"
         )
     return trace_score(value)
 

@@ -174,6 +174,11 @@ class AttentionSpec:
         """The order of the axes, and what a call says about its sequences, by `layout`."""
         return BATCH_LAYOUTS[self.layout]
 
+    @property
+    def _changed_layout(self) -> list[str]:
+        """The layout for names and texts, which leave the default out."""
+        return [self.layout] if self.layout != "bhsd" else []
+
     @cached_property  # every call asks
     def is_varlen(self) -> bool:
         """Whether sequences of different lengths are packed along the token dimension, layout "thd"."""
@@ -301,7 +306,7 @@ class AttentionSpec:
         parts += ["sink"] if self.sink else []
         parts += ["shard"] if self.sharded else []
         parts += ["sharedkv"] if self.shared_kv else []
-        parts += [self.layout] if self.layout != "bhsd" else []
+        parts += self._changed_layout
         parts += [f"pages{self.page_size}"] if self.page_size else []
         parts += [(self.kv_record or self.kv_element).short_name] if self.kv_dtype else []
         parts += [f"o{self.out_element.short_name}"] if self.out_dtype else []
@@ -346,7 +351,7 @@ class AttentionSpec:
         parts = [f"head_dim={self.head_dim}", f"dtype={self.dtype!r}"]
         parts += [f"value_dim={self.value_dim}"] if self.value_dim != self.head_dim else []
         parts += [f"scale={self.scale!r}"] if self.scale != 1 / math.sqrt(self.head_dim) else []
-        parts += [f"layout={self.layout!r}"] if self.layout != "bhsd" else []
+        parts += [f"layout={layout!r}" for layout in self._changed_layout]
         parts += [f"dropout={self.dropout!r}"] if self.dropout else []
         parts += [f"score={self.score}"] if self.score else []
         parts += [f"sink={self.sink}"] if self.sink else []

@@ -5,8 +5,8 @@ A plan holds numbers alone and is complete before anything runs. `flashgen.torch
 """
 
 from flashgen.ranks.blocks import Block, Step
-from flashgen.ranks.halo import Halo, Rim
+from flashgen.ranks.halo import BoundaryBlock, Halo
 from flashgen.ranks.layout import SHARDS, Layout
 from flashgen.ranks.plan import SCHEMES, Plan, Sizes, plan_of
 
-__all__ = ["SCHEMES", "SHARDS", "Block", "Halo", "Layout", "Plan", "Rim", "Sizes", "Step", "plan_of"]
+__all__ = ["SCHEMES", "SHARDS", "Block", "BoundaryBlock", "Halo", "Layout", "Plan", "Sizes", "Step", "plan_of"]

@@ -13,8 +13,8 @@ class Block(NamedTuple):
     Attributes:
         q: the first row, among the rank's own rows.
         rows: the number of rows.
-        k: the first key, among the owner's rows, or among all keys if they are gathered. The block of a `Rim` starts at
-            0 of the keys that are joined for it.
+        k: the first key, among the owner's rows, or among all keys if they are gathered. The block of a `BoundaryBlock`
+            starts at 0 of the keys that are joined for it.
         keys: the number of keys.
         shard_q: the position of the first row in the full sequence.
         shard_k: the position of the first key in the full sequence.

@@ -2,8 +2,8 @@
 
 The positions of a rank form stretches, and each stretch lies between two chunks of other ranks. Queries at the ends of
 a stretch may see keys of a neighbouring chunk and keys of their own stretch, which are adjacent in the sequence. Such
-queries form a boundary block, a `Rim`: one kernel call covers both sets of keys, so that no partial outputs have to be
-merged. All other rows need no keys of other ranks.
+queries form a `BoundaryBlock`: one kernel call covers both sets of keys, so that no partial outputs have to be merged.
+All other rows need no keys of other ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flashgen.ranks.blocks import Block, Step
 from flashgen.ranks.classes import Rectangle, ScoreMatrix, classify, trim, unmasked_share
 from flashgen.ranks.layout import Layout, Stretch
 
-_RIM_LIMIT = 2  # rims have at most 1/2 of the rows: beyond that a ring overlaps more computation with communication
+_MAX_BOUNDARY = 0.5  # of the rows of a rank; beyond that a ring overlaps more computation with communication
 
 
 class Rows(NamedTuple):
@@ -27,8 +27,8 @@ class Rows(NamedTuple):
     length: int
 
 
-class Rim(NamedTuple):
-    """A boundary block: queries over received keys and over the rank's own keys next to them.
+class BoundaryBlock(NamedTuple):
+    """Queries over received keys and over the rank's own keys next to them.
 
     Attributes:
         block: the block to compute; its keys are the received and the own ones, joined in the order of positions.
@@ -56,7 +56,7 @@ class Rim(NamedTuple):
 
 
 class Lent(NamedTuple):
-    """Rows that a rank sends to rank `to`, for one rim of that rank."""
+    """Rows that a rank sends to rank `to`, for one boundary block of that rank."""
 
     to: int
     rows: Rows
@@ -67,24 +67,24 @@ class Halo(NamedTuple):
 
     Attributes:
         own: the blocks over the rank's own keys alone.
-        rims: the boundary blocks, in the order of the ranks that send keys.
-        lent: the rows that the rank sends, in the order of the receiving ranks and, for each of them, of its rims.
-            Sender and receiver thus agree on the order of rows in the one message between them.
+        boundary_blocks: the boundary blocks, in the order of the ranks that send keys.
+        lent: the rows that the rank sends, in the order of the receiving ranks and, for each of them, of its
+            boundary blocks. Sender and receiver thus agree on the order of rows in the one message between them.
     """
 
     own: tuple[Block, ...]
-    rims: tuple[Rim, ...]
+    boundary_blocks: tuple[BoundaryBlock, ...]
     lent: tuple[Lent, ...]
 
     @property
     def blocks(self) -> tuple[Block, ...]:
         """All blocks of the rank."""
-        return self.own + tuple(rim.block for rim in self.rims)
+        return self.own + tuple(boundary.block for boundary in self.boundary_blocks)
 
     @property
     def received(self) -> int:
         """The number of rows that the rank receives."""
-        return sum(rim.theirs.length for rim in self.rims)
+        return sum(boundary.theirs.length for boundary in self.boundary_blocks)
 
     @property
     def sent(self) -> int:
@@ -98,10 +98,12 @@ class Halo(NamedTuple):
             rank: the number of this rank.
         """
         steps = [Step(rank, self.own, ())]
-        for owner, group in groupby(self.rims, lambda rim: rim.owner):
-            rims = list(group)
-            pieces = tuple((rim.theirs.first, rim.theirs.first + rim.theirs.length) for rim in rims)
-            steps.append(Step(owner, tuple(rim.block for rim in rims), pieces))
+        for owner, group in groupby(self.boundary_blocks, lambda boundary: boundary.owner):
+            boundary_blocks = list(group)
+            pieces = tuple(
+                (boundary.theirs.first, boundary.theirs.first + boundary.theirs.length) for boundary in boundary_blocks
+            )
+            steps.append(Step(owner, tuple(boundary.block for boundary in boundary_blocks), pieces))
         return tuple(steps)
 
 
@@ -117,29 +119,36 @@ def build_halos(scores: ScoreMatrix, queries: Layout, keys: Layout) -> tuple[Hal
         if halo is None:
             return None
         halos.append(halo)
-    if not any(halo.rims for halo in halos):
+    if not any(halo.boundary_blocks for halo in halos):
         return None
     return tuple(halo._replace(lent=_rows_sent(halos, rank)) for rank, halo in enumerate(halos))
 
 
 def _rows_sent(halos: Sequence[Halo], rank: int) -> tuple[Lent, ...]:
     """Returns the rows that a rank sends to others."""
-    return tuple(Lent(to, rim.theirs) for to, halo in enumerate(halos) for rim in halo.rims if rim.owner == rank)
+    return tuple(
+        Lent(to, boundary.theirs)
+        for to, halo in enumerate(halos)
+        for boundary in halo.boundary_blocks
+        if boundary.owner == rank
+    )
 
 
 def _build_halo(scores: ScoreMatrix, queries: Layout, keys: Layout, rank: int) -> Halo | None:
     """Returns what a rank computes and receives, or None if it reads distant keys or most of its rows would wait."""
     own: list[Block] = []
-    rims: list[Rim] = []
+    boundary_blocks: list[BoundaryBlock] = []
     for stretch_q, stretch_k in zip(queries.stretches(rank), keys.stretches(rank), strict=True):
         neighbours = _visible_neighbours(scores, keys.chunk, stretch_q, stretch_k)
         if neighbours is None:
             return None
-        rims += [_build_rim(scores, keys, stretch_q, stretch_k, rectangle) for rectangle in neighbours]
+        boundary_blocks += [
+            _build_boundary_block(scores, keys, stretch_q, stretch_k, rectangle) for rectangle in neighbours
+        ]
         own += _own_blocks(scores, stretch_q, stretch_k, neighbours)
-    if sum(rim.block.rows for rim in rims) * _RIM_LIMIT > queries.rows:
+    if sum(boundary.block.rows for boundary in boundary_blocks) > _MAX_BOUNDARY * queries.rows:
         return None
-    return Halo(tuple(own), tuple(sorted(rims, key=lambda rim: rim.owner)), ())
+    return Halo(tuple(own), tuple(sorted(boundary_blocks, key=lambda boundary: boundary.owner)), ())
 
 
 def _visible_neighbours(
@@ -165,8 +174,10 @@ def _visible_neighbours(
     return neighbours if disjoint or len(neighbours) < 2 else None
 
 
-def _build_rim(scores: ScoreMatrix, keys: Layout, stretch_q: Stretch, stretch_k: Stretch, theirs: Rectangle) -> Rim:
-    """Returns the rim of the queries that see the rectangle `theirs` of another rank's keys."""
+def _build_boundary_block(
+    scores: ScoreMatrix, keys: Layout, stretch_q: Stretch, stretch_k: Stretch, theirs: Rectangle
+) -> BoundaryBlock:
+    """Returns the boundary block of the queries that see the rectangle `theirs` of another rank's keys."""
     owned = trim(scores, theirs._replace(k=stretch_k.first, keys=stretch_k.length)).rectangle
     read = [rectangle for rectangle in (theirs, owned) if rectangle.keys]
     first, end = min(rectangle.k for rectangle in read), max(rectangle.k + rectangle.keys for rectangle in read)
@@ -174,7 +185,7 @@ def _build_rim(scores: ScoreMatrix, keys: Layout, stretch_q: Stretch, stretch_k:
     both = theirs._replace(k=first, keys=end - first)
     row, positions = stretch_q.row_of(theirs.q), (theirs.q, first)
     owner, their_row = keys.place(theirs.k)
-    return Rim(
+    return BoundaryBlock(
         Block(row, both.rows, 0, both.keys, *positions, classify(scores, both), unmasked_share(scores, both)),
         owner,
         Rows(their_row, theirs.keys),
@@ -187,10 +198,10 @@ def _own_blocks(
     scores: ScoreMatrix, stretch_q: Stretch, stretch_k: Stretch, neighbours: Sequence[Rectangle]
 ) -> list[Block]:
     """Returns the blocks of the rows of a stretch that see no neighbour."""
-    rims = {(rectangle.q, rectangle.q + rectangle.rows) for rectangle in neighbours}
-    cuts = sorted({stretch_q.first, stretch_q.end, *(cut for rim in rims for cut in rim)})
+    boundary_blocks = {(rectangle.q, rectangle.q + rectangle.rows) for rectangle in neighbours}
+    cuts = sorted({stretch_q.first, stretch_q.end, *(cut for boundary in boundary_blocks for cut in boundary)})
     blocks = []
-    for first, end in (others for others in pairwise(cuts) if others not in rims):
+    for first, end in (others for others in pairwise(cuts) if others not in boundary_blocks):
         (q, rows, k, keys), kind, share = trim(scores, Rectangle(first, end - first, stretch_k.first, stretch_k.length))
         if kind != EMPTY:
             blocks.append(Block(stretch_q.row_of(q), rows, stretch_k.row_of(k), keys, q, k, kind, share))

@@ -85,11 +85,11 @@ def flash_backward(
     blocks = flash1_blocks(on_chip, spec.head_dim, spec.value_dim)
     problem = prepare_for_papers(spec, q, k, v, seed, offset, captures)
     output, d_output = output_like(problem, "out", out), output_like(problem, "d_out", d_out)
-    statistics = row_values("lse", lse, (problem.batch, problem.heads, problem.len_q))
+    lses = row_values("lse", lse, (problem.batch, problem.heads, problem.len_q))
     sums = GradientSums(problem)
 
     def head(hbm: Hbm, b: int, h: int) -> None:
-        rows = (output[b, h], d_output[b, h], statistics[b, h])
+        rows = (output[b, h], d_output[b, h], lses[b, h])
         _flash_head(hbm, HeadTiles(problem, b, h), *rows, sums, blocks)
 
     return _each_head(problem, sums, head)

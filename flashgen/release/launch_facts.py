@@ -176,7 +176,7 @@ def _member_meanings(spec: AttentionSpec) -> dict[str, str]:
         shape = f"(batch, heads_kv, keys, padded {dim})"
         meanings[f"{name}_sums"] = f"{name} accumulator over query heads, float32, {shape}, {_UNSPECIFIED_ORDER}"
     meanings["part_sums"] = f"partial dk and dv of split key tiles, float32, {_UNSPECIFIED_ORDER}"
-    meanings["statistics"] = f"base-2 LSE and D of each row, {_axes(*batch.workspace_shape(NAMED_SIZES, 'rows', 2))}"
+    meanings["lse_and_d"] = f"base-2 LSE and D of each row, {_axes(*batch.workspace_shape(NAMED_SIZES, 'rows', 2))}"
     meanings |= {"tile_counts": "tiles of each list", "tile_offsets": "start of each list in tile_entries"}
     meanings |= {"tile_entries": "tile << 1 | 1 if no element is masked", "list_strides": "strides between lists"}
     meanings |= {"counts": "tiles of each list, written", "offsets": "start of each list in entries"}

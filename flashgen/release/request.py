@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from flashgen.codegen.append_kernel import render_append, render_append_records
-from flashgen.codegen.merge_kernel import MAX_PARTIALS, render_merge
+from flashgen.codegen.merge_kernel import MAX_PARTIALS, MERGED_LAYOUTS, render_merge
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import PARTS, Part
 from flashgen.codegen.targets import Target, target_named
@@ -197,7 +197,7 @@ def _merge_steps(group: Mapping[str, Any], target: Target) -> Iterator[Step]:
     layouts = _values_of(group, "layout") if "layout" in group else ["bhsd"]
     parts = _values_of(group, "parts") if "parts" in group else [2]
     for dtype, layout, count in itertools.product(_values_of(group, "dtype"), layouts, parts):
-        if layout not in ("bhsd", "bshd"):
+        if layout not in MERGED_LAYOUTS:
             raise SpecError(f"`layout` is {layout!r}; merge_states takes 'bhsd' and 'bshd'")
         if isinstance(count, bool) or not isinstance(count, int) or not 2 <= count <= MAX_PARTIALS:
             raise SpecError(f"`parts` is {count!r}; merge_states takes 2 to {MAX_PARTIALS}")

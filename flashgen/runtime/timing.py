@@ -12,6 +12,7 @@ from flashgen.runtime import gpu
 Run = Callable[[], Any]
 
 _FLUSH_BYTES = 256 * 2**20  # several times the largest L2
+_WARMUP, _MIN_REPEATS, _MAX_REPEATS, _BUDGET_MS = 3, 5, 20, 400.0
 _FLUSHES = 4  # a single flush ends before the host has launched the run, so that launch latency would be timed, too
 
 
@@ -26,35 +27,33 @@ def free_flush_buffer() -> None:
     _flush_buffer.cache_clear()
 
 
-def median_ms(run: Run, repeats: int = 20, warmup: int = 3, budget_ms: float = 400.0) -> float:
+def median_ms(run: Run) -> float:
     """Returns the median time in milliseconds of `run`, which must launch on the current stream, with a cold L2.
 
-    Stops after fewer repeats, but at least 5, if they exceed the budget.
+    There are 20 repeats, or fewer but at least 5 if they take more than 0.4 s.
     """
-    return medians_ms({"": run}, repeats, warmup, budget_ms)[""]
+    return medians_ms({"": run})[""]
 
 
-def medians_ms(
-    runs: Mapping[str, Run], repeats: int = 20, warmup: int = 3, budget_ms: float = 400.0
-) -> dict[str, float]:
+def medians_ms(runs: Mapping[str, Run]) -> dict[str, float]:
     """Returns the median times of several runs by name. They are interleaved, so that clock drift affects all equally.
 
     Every other round runs in reverse order, so that no run always follows the same one. A run stops once it has used up
     its own budget.
     """
-    for _ in range(warmup):
+    for _ in range(_WARMUP):
         for run in runs.values():
             run()
     times: dict[str, list[float]] = {name: [] for name in runs}
-    while left := [name for name, taken in times.items() if _wanted(taken, repeats, budget_ms)]:
+    while left := [name for name, taken in times.items() if _wanted(taken)]:
         backwards = max(map(len, times.values())) % 2 == 1
         for name in reversed(left) if backwards else left:
             times[name].append(_cold_ms(runs[name]))
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
-def _wanted(times: Sequence[float], repeats: int, budget_ms: float) -> bool:
-    return len(times) < repeats and (len(times) < 5 or sum(times) < budget_ms)
+def _wanted(times: Sequence[float]) -> bool:
+    return len(times) < _MAX_REPEATS and (len(times) < _MIN_REPEATS or sum(times) < _BUDGET_MS)
 
 
 def _cold_ms(run: Run) -> float:

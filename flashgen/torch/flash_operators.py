@@ -338,7 +338,7 @@ def _entry_and_arrays(
     window = _window(is_causal, window_size_left, window_size_right)
     layout = "bshd" if starts_q is None else "thd"
     if block_table is None:
-        _refuse(dropout, num_splits=bool(num_splits) and layout == "bshd")
+        _refuse(dropout, num_splits=bool(num_splits) and starts_q is None)
         entry = _entry_of(q, v, layout, None, dropout, *window, scale)
         return entry, _sequences(starts_q, starts_k, seqused_k), ()
     _refuse(0.0, num_splits=bool(num_splits), dropout_p=bool(dropout))  # over pages the lengths decide the splits

@@ -94,6 +94,7 @@ class Spec:
         self.arrays = [each for each in captures if each.ndim]
         self.numbers = [each for each in captures if not each.ndim]
         self.is_varlen = self.layout == "thd"
+        self._rows_axis = next(axis for axis in ("length", "tokens") if axis in self.axes)
         self._kernels: Mapping[str, Mapping[str, Sequence[str]]] = facts["kernels"]
         self.targets = tuple(self._kernels)
 
@@ -108,8 +109,8 @@ class Spec:
 
     def lse_shape(self, q: torch.Tensor) -> tuple[int, ...]:
         """Returns the shape of the logarithms of the sums of each row, (batch, heads, length) or (heads, tokens)."""
-        rows, heads = self._rows_and_heads(q)
-        return (heads, rows) if self.is_varlen else (q.shape[0], heads, rows)
+        sizes = dict(zip(self.axes, q.shape))
+        return tuple(sizes[axis] for axis in ("batch", "heads", self._rows_axis) if axis in sizes)
 
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Raises ValueError if shapes, dtypes, strides or devices do not fit. Works for tensors without data."""
@@ -119,11 +120,11 @@ class Spec:
         (rows_q, heads_q), (rows_k, heads_kv) = map(self._rows_and_heads, (q, k))
         if k.shape[:-1] != v.shape[:-1]:
             raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}: every key needs one value")
-        if not self.is_varlen and q.shape[0] != k.shape[0]:
-            raise ValueError(f"q has batch {q.shape[0]} and k {k.shape[0]}: give tensors of one batch size")
+        batch, batch_k = (dict(zip(self.axes, tensor.shape)).get("batch", 0) for tensor in (q, k))
+        if batch != batch_k:
+            raise ValueError(f"q has batch {batch} and k {batch_k}: give tensors of one batch size")
         if heads_q and (not heads_kv or heads_q % heads_kv):
             raise ValueError(f"q has {heads_q} heads, no multiple of the {heads_kv} heads of k and v ({self.axes})")
-        batch = 0 if self.is_varlen else q.shape[0]
         if max(batch, heads_q) > _MAX_HEADS or heads_q > _MAX_HEADS_PER_KV * max(heads_kv, 1):
             most = f"{_MAX_HEADS}, and {_MAX_HEADS_PER_KV} heads of q for each of k and v"
             raise ValueError(f"q has batch {batch} and {heads_q} heads: give at most {most}")
@@ -145,16 +146,13 @@ class Spec:
             )
 
     def _rows_and_heads(self, tensor: torch.Tensor) -> tuple[int, int]:
-        axes = self.axes
-        return tensor.shape[0 if self.is_varlen else axes.index("length")], tensor.shape[axes.index("heads")]
+        return tensor.shape[self.axes.index(self._rows_axis)], tensor.shape[self.axes.index("heads")]
 
     def rows(self, tensor: torch.Tensor) -> Rows:
         """Returns the geometry of a tensor of rows."""
         rows, heads = self._rows_and_heads(tensor)
         strides = dict(zip(self.axes, tensor.stride()))
-        return Rows(
-            rows, heads, (strides.get("batch", 0), strides["heads"], strides["tokens" if self.is_varlen else "length"])
-        )
+        return Rows(rows, heads, (strides.get("batch", 0), strides["heads"], strides[self._rows_axis]))
 
     def split(self, captures: Mapping[str, Any]) -> tuple[list[torch.Tensor], list[float]]:
         """Returns the captured arrays and numbers of a call in order. Raises ValueError for wrong names."""

@@ -140,7 +140,7 @@ def test_captures_that_only_the_mask_reads_have_zero_gradients(deterministic: bo
 
 
 def test_captures_named_like_struct_members() -> None:
-    names = ("x", "d_x", "sums", "gradient", "count", "statistics", "dq_accum", "rows", "d_o", "heads_kv")
+    names = ("x", "d_x", "sums", "gradient", "count", "lse_and_d", "dq_accum", "rows", "d_o", "heads_kv")
     tables = [fg.Tensor(name, grad=True) for name in names]
 
     def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:

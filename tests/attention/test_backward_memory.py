@@ -70,8 +70,8 @@ def test_launches_of_a_call(deterministic: bool, launched: list[Launched]) -> No
     assert rows % kernels["dkdv"].plan.tile_q == 0 and rows >= 37 and prepare.grid[1:] == (4, 2)
     assert keys.grid == (-(-170 // kernels["dkdv"].plan.tile_k), 2, 2)
     assert keys.arrays["dk"] is gradients.dk and keys.arrays["dv"] is gradients.dv
-    assert prepare.arrays["statistics"].shape == (2, 4, rows, 2)
-    assert prepare.arrays["statistics"] is keys.arrays["statistics"] and "d_lse" not in prepare.arrays
+    assert prepare.arrays["lse_and_d"].shape == (2, 4, rows, 2)
+    assert prepare.arrays["lse_and_d"] is keys.arrays["lse_and_d"] and "d_lse" not in prepare.arrays
     assert last.arrays["dq"] is gradients.dq
     if deterministic:
         assert last.part == "bwd-dq"
@@ -120,7 +120,7 @@ def test_workspaces_are_released(deterministic: bool, launched: list[Launched]) 
     compiled = attention.compile(CAUSAL, emulate=True, deterministic=deterministic)
     gradients = run(compiled, Shape(37, 70, 1, 2, 1))
     work = {
-        name: array for each in launched for name, array in each.arrays.items() if name in ("statistics", "dq_accum")
+        name: array for each in launched for name, array in each.arrays.items() if name in ("lse_and_d", "dq_accum")
     }
     kept = [weakref.ref(array) for array in work.values()]
     launched.clear()

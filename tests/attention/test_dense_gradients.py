@@ -177,7 +177,7 @@ def test_text_loads_pairs_before_the_products(target: str) -> None:
     source = backward_kernels(spec, TARGETS[target])["dkdv"].source
     load, product = (
         source.index("load_pairs(pairs, "),
-        source.rindex("start_scores(scores" if target == "sm_90a" else "multiply_by_transpose<kHeadDimPadded>"),
+        source.rindex("issue_qk_wgmma(scores" if target == "sm_90a" else "multiply_by_transpose<kHeadDimPadded>"),
     )
     assert load < product and "bias_of(pairs.element0[n / 2], n % 2)" in source and "load_bias" not in source
 

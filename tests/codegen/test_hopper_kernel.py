@@ -232,7 +232,7 @@ def test_second_warpgroup_multiplies_p_by_the_last_columns() -> None:
     source = render_forward(AttentionSpec(512, mask=fg.causal()), SM_90A).source
     second = source.split("value_consumer(const SharedStorage& storage", 1)[1].split("\n}\n", 1)[0]
     assert "wgmma_shared_f16<kOutputColumns, true>" in source and "constexpr int kRowGroups = kConsumers / 2;" in source
-    assert "start_scores" not in second and "softmax" not in second and second.count("start_passed_output(") == 1
+    assert "issue_qk_wgmma" not in second and "softmax" not in second and second.count("issue_passed_pv_wgmma(") == 1
     for pair in ("values", "passed"):
         assert f"mbarrier_wait(storage.{pair}_full" in second and f"release(storage.{pair}_empty" in second
 

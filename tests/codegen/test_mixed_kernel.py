@@ -87,7 +87,7 @@ def test_both_kinds_of_blocks_fit_a_multiprocessor_together() -> None:
     """On an H200, where the plan was measured: 3 stages of 16 keys per warp, and tiles of 128 queries and 64 keys."""
     few, prompt = DecodePlan(16, 16, 4, 3, 2, scheduled=True), ForwardPlan(128, 64, 4, 2, 2)
     assert choose_mixed_plan(MIXED, SM_90) == MixedPlan(few, prompt)
-    assert MixedPlan(few, prompt).prompt_queries == 64
+    assert MixedPlan(few, prompt).prefill_queries == 64
 
 
 def test_a_launch_depends_on_tokens_and_sequences() -> None:

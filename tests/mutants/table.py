@@ -415,8 +415,8 @@ MUTANTS = (
     Mutant(
         "received halo rows always come first",
         "flashgen/torch/context_parallel/halos.py",
-        "rows.rows_at(rim.theirs_at, rim.theirs.length).buffer",
-        "rows.rows_at(0, rim.theirs.length).buffer",
+        "rows.rows_at(boundary.theirs_at, boundary.theirs.length).buffer",
+        "rows.rows_at(0, boundary.theirs.length).buffer",
         ("tests/in_torch/context_parallel/test_emulated.py::test_boundaries_of_windows",),
     ),
     Mutant(
@@ -509,7 +509,7 @@ MUTANTS = (
     Mutant(
         "a mixed batch has too few blocks for its prompts",
         "flashgen/codegen/mma_sync/mixed.py",
-        "sizes.total_q // plan.prompt_queries * sizes.heads_q",
+        "sizes.total_q // plan.prefill_queries * sizes.heads_q",
         "sizes.total_q // plan.tile_q * sizes.heads_q",
         ("tests/attention/test_mixed_batches.py::test_mixtures_and_thread_orders",),
     ),

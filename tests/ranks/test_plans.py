@@ -169,7 +169,7 @@ def test_each_row_of_a_window_is_in_one_block() -> None:
     for halo, owner, theirs, own, before in zip(
         both.halos, (1, 0), ((0, 256), (3968, 128)), ((3712, 384), (0, 384)), (False, True), strict=True
     ):
-        assert [rim[1:] for rim in halo.rims] == [(owner, theirs, own, before)]
+        assert [boundary[1:] for boundary in halo.boundary_blocks] == [(owner, theirs, own, before)]
     assert [halo.lent for halo in both.halos] == [((1, (3968, 128)),), ((0, (0, 256)),)]
 
 
@@ -182,7 +182,7 @@ def test_each_chunk_has_boundaries_except_at_the_ends() -> None:
         *[[(256, 768, 0, 1024), (1280, 768, 1024, 1024)]] * 2,
         [(256, 1792, 0, 2048)],
     ]
-    assert [[(rim.owner, rim.theirs) for rim in halo.rims] for halo in plan.halos] == [
+    assert [[(boundary.owner, boundary.theirs) for boundary in halo.boundary_blocks] for halo in plan.halos] == [
         [(1, (1792, 256))],
         [(0, (768, 256)), (2, (1792, 256))],
         [(1, (768, 256)), (3, (1792, 256))],
@@ -198,7 +198,7 @@ def test_joined_boundary_keys_are_contiguous(name: str, shards: str, ranks: int)
     plan = plan_of(fg.AttentionSpec(64, mask=MASKS[name]), ranks, 2048 * ranks, shards=shards)
     assert plan.halos
     for rank, halo in enumerate(plan.halos):
-        for block, owner, theirs, own, before in halo.rims:
+        for block, owner, theirs, own, before in halo.boundary_blocks:
             received, owned = (
                 rows_of(plan.keys, of)[rows.first : rows.first + rows.length]
                 for of, rows in ((owner, theirs), (rank, own))
@@ -206,10 +206,12 @@ def test_joined_boundary_keys_are_contiguous(name: str, shards: str, ranks: int)
             joined = np.concatenate([received, owned] if before else [owned, received])
             np.testing.assert_array_equal(joined, block.shard_k + np.arange(block.keys))
         for other in range(ranks):
-            asked = [rim.theirs for rim in plan.halos[other].rims if rim.owner == rank]
+            asked = [boundary.theirs for boundary in plan.halos[other].boundary_blocks if boundary.owner == rank]
             assert [lent.rows for lent in halo.lent if lent.to == other] == asked
         assert [lent.to for lent in halo.lent] == sorted(lent.to for lent in halo.lent)
-        assert [rim.owner for rim in halo.rims] == sorted(rim.owner for rim in halo.rims)
+        assert [boundary.owner for boundary in halo.boundary_blocks] == sorted(
+            boundary.owner for boundary in halo.boundary_blocks
+        )
 
 
 @pytest.mark.parametrize(

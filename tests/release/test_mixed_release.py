@@ -24,7 +24,7 @@ def test_a_launch_depends_on_tokens_and_sequences() -> None:
     assert all(member["meaning"] for member in members.values())
     sizes = Sizes(64, 32, 8, 2048, 8192, multiprocessors=132, splits=33, total_q=2111)
     assert kernel.grid(sizes) == (32 * 32 + 33 * 8, 1, 1)
-    assert kernel.values(sizes)["first_prompts"] == 198
+    assert kernel.values(sizes)["first_prefill_tiles"] == 198
 
 
 def test_launches_of_two_kernels() -> None:

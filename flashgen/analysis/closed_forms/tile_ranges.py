@@ -101,9 +101,9 @@ def key_range(mask: Node, per_head: bool = False) -> TileRange | None:
     return _tile_range(mask, KEYS, per_head)
 
 
-def query_range(mask: Node, per_head: bool = False) -> TileRange | None:
+def query_range(mask: Node) -> TileRange | None:
     """Returns the query range of a key tile K_FIRST..K_LAST: `key_range` with queries and keys exchanged."""
-    return _tile_range(mask, QUERIES, per_head)
+    return _tile_range(mask, QUERIES, False)
 
 
 def evaluate_range(

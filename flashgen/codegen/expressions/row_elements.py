@@ -154,7 +154,7 @@ def dense_loads(spec: AttentionSpec) -> tuple[Load, ...]:
     scores of one element are therefore those of a query and a key in several heads and sequences, and a kernel that
     owns a tile of the array sums them without atomic additions.
     """
-    if spec.is_varlen or spec.shared_kv:
+    if spec.shared_kv or not spec.batch_layout.supports("tiles of gradients"):
         return ()
     loads = gathers(spec)
     alone = [load for load in loads if sum(other.capture == load.capture for other in loads) == 1]

@@ -14,11 +14,11 @@ from flashgen.codegen.backward_kernels import (
     DQ_ACCUM,
     DQ_ADDED,
     DQ_NEXT,
-    DQ_SEMAPHORE,
+    DQ_TILE_STATE,
     EXACT_LIMBS,
     KEYS,
+    LSE_AND_D,
     ROWS,
-    STATISTICS,
     Block,
     DqAccumulation,
     Rendering,
@@ -152,7 +152,7 @@ def _dkdv_fields(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool, 
     converts = plan.finishes(spec, dq_apart)
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o")]
     fields += [] if plan.heads_apart else _stored_gradients(spec, "dk", "dv")
-    fields += [STATISTICS, *([] if dq_apart else [DQ_ACCUM] if plan.adds_dq(spec) else [DQ_ACCUM, DQ_SEMAPHORE])]
+    fields += [LSE_AND_D, *([] if dq_apart else [DQ_ACCUM] if plan.adds_dq(spec) else [DQ_ACCUM, DQ_TILE_STATE])]
     fields += [DQ_ADDED, DQ_NEXT, gradient_field(spec, "dq"), *strides("dq")] if converts else []
     fields += backward_scheduler.scheduler_fields(spec, plan, dq_apart)
     fields += numbers("batch") if converts else []
@@ -304,7 +304,7 @@ def _wide_dkdv(
     tiles, gathers = query_range(spec.mask.expression), _gathers(spec)
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o")]
     fields += _stored_gradients(spec, "dk", "dv")
-    fields += [STATISTICS, *([DQ_ACCUM] if plan.with_dq else []), *_gather_fields(gathers, deterministic)]
+    fields += [LSE_AND_D, *([DQ_ACCUM] if plan.with_dq else []), *_gather_fields(gathers, deterministic)]
     rotates = backward_scheduler.rotates_start(spec, plan, not plan.with_dq)
     fields += [backward_scheduler.TILES_OF_HEAD] if rotates else []
     fields += [*batch_of(spec).fields("heads_per_kv", "len_q", "len_k", ROWS)]
@@ -344,11 +344,11 @@ def _dq(
 
     Args:
         deterministic: the kernel is used in the deterministic mode only.
-        multiple: the multiple of rows to which the row statistics are padded.
+        multiple: the multiple of rows to which LSE and D are padded.
     """
     tiles = key_range(spec.mask.expression)
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o")] + _stored_gradients(spec, "dq")
-    fields += [STATISTICS, *batch_of(spec).fields("len_q", "len_k", ROWS)]
+    fields += [LSE_AND_D, *batch_of(spec).fields("len_q", "len_k", ROWS)]
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))
     layout = layout_of(spec, fields, lists=tiles is None)
     context = {

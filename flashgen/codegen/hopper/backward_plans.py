@@ -187,7 +187,7 @@ class HopperBackwardPlan(Checked):
     def shared_memory(self, spec: AttentionSpec, dq_apart: bool = False) -> SharedMemoryLayout:
         """Returns the layout.
 
-        It has K and V, the stages of Q and dO, the stages of dS, dQ, the row statistics, tiles of a captured array, the
+        It has K and V, the stages of Q and dO, the stages of dS, dQ, LSE and D, tiles of a captured array, the
         mbarriers, and the coordinates of two work tiles. In the epilogue dV overlays V, and dK overlays K, or dQ if K of
         the next work tile is loaded early.
 
@@ -221,7 +221,7 @@ class HopperBackwardPlan(Checked):
                 Buffer("Query", "Q", (queries, head), element, copies=stages, member="queries"),
                 Buffer("DOutput", "dO", (queries, value), element, copies=stages, member="d_outputs"),
                 *(() if dq_apart else summed),
-                Buffer("Statistics", "L, D", (queries,), FLOAT2, copies=stages, member="statistics"),
+                Buffer("LseAndD", "L, D", (queries,), FLOAT2, copies=stages, member="lse_and_d"),
                 *((tile.buffer(queries, arrays),) if tile and arrays else ()),
                 mbarriers(barriers),
                 Buffer("WorkTile", "work tile", (work_bytes,), BYTE, copies=literal(2)),

@@ -97,7 +97,7 @@ def scheduler_fields(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bo
 
 
 def launch_parameters(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, dq_apart: bool) -> dict[str, Any]:
-    """Returns the fields of RenderedKernel that a launch follows from. `rows`: padded rows of the statistics."""
+    """Returns the fields of RenderedKernel that a launch follows from. `rows`: padded rows of LSE and D."""
     parameters: dict[str, Any] = {"grid": partial(_grid, spec, plan, rows, dq_apart)}
     parameters["values"] = partial(_values, spec, plan, rows, dq_apart)
     parameters["counts"] = lambda sizes: 1

@@ -135,7 +135,7 @@ def _staged(stages: Extent, shared_kv: bool, split: bool, writers: int) -> tuple
 
 def _queries_and_d_outputs(stages: Extent) -> BarrierGroup:
     comment = (
-        "queries_full: a tile of Q and its row statistics have landed, and K with the first of a work tile. "
+        "queries_full: a tile of Q, LSE and D have landed, and K with the first of a work tile. "
         "queries_empty: every consumer warp has finished reading Q. The same for dO, and V with the first of it."
     )
     return _pipeline(comment, "queries", "d_outputs", stages=stages)
@@ -167,7 +167,7 @@ def key_barriers(
         BarrierGroup(dq_read, (Barrier("dq_empty", _ONE_THREAD),)),
         BarrierGroup(dq_written, (Barrier("dq_full", _CONSUMER_WARPS),), literal(2)),
     )
-    readers = f"{_CONSUMER_WARPS} + kDqWriters" if stages_dq else _CONSUMER_WARPS
+    readers = f"{_CONSUMER_WARPS} + kDqWriterThreads" if stages_dq else _CONSUMER_WARPS
     readers += f" + {_ARRAY_WARPS}" if array_stages else ""
     released = _empty("keys"), _empty("values")
     work_tile = _full("work_tile"), Barrier("work_tile_empty", readers)

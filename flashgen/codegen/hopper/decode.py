@@ -93,7 +93,7 @@ def render_hopper_decode(spec: AttentionSpec, target: Target, plan: HopperDecode
             "output_apart": False,
             "own_tiles": False,
             "packed": False,
-            "prompt_queries": 0,
+            "prefill_queries": 0,
             "row_groups": 1,
             "producer_registers": producer_registers,
             "consumer_registers": consumer_registers,

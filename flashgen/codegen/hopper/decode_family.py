@@ -15,7 +15,7 @@ from flashgen.codegen.mma_sync.decode_plans import (
     DecodePlan,
     decode_plan_for,
     has_stream_k_tiles,
-    is_prompt,
+    is_prefill,
     plan_of_rows,
 )
 from flashgen.codegen.mma_sync.family import MmaSyncDecode
@@ -44,7 +44,7 @@ class HopperDecode(MmaSyncDecode):
     def choose(self, spec: AttentionSpec, target: Target, workload: Workload) -> AnyPlan | None:
         rows = workload.heads_per_kv * workload.len_q
         plan = self._wide(spec, target, rows)
-        if spec.kv_dtype and forward_problem(spec) is None and is_prompt(workload):
+        if spec.kv_dtype and forward_problem(spec) is None and is_prefill(workload):
             return None
         if plan is None:
             return decode_plan_for(spec, target, workload)

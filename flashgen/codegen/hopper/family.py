@@ -92,7 +92,9 @@ class HopperForward(ForwardFamily):
     def plan_classes(self, spec: AttentionSpec) -> tuple[type[Plan], ...]:
         if not spec.of_cache:
             return (HopperPlan, *self.decode.plans)
-        decode = () if spec.is_varlen or variant_problem(spec) else (HopperDecodePlan,)
+        decode = (
+            (HopperDecodePlan,) if spec.batch_layout.supports("decode kernels") and not variant_problem(spec) else ()
+        )
         return (_own_class(spec), *_MMA_SYNC.plan_classes(spec), *decode)
 
     def default_plan(self, spec: AttentionSpec, target: Target) -> Plan:

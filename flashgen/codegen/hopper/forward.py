@@ -127,7 +127,7 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         "map_rows": MAP_ROWS,
         "suffix": suffix_of(spec),
         "page_size": spec.page_size,
-        "prompt_queries": tiles.prompt_queries,
+        "prefill_queries": tiles.prefill_queries,
         "box_keys": box_keys(spec, plan.tile_k),
         "joined": {name: _joined(spec, name) > 1 for name in "kv"},
         "scaled_exponent": bool(spec.kv_dtype) and not spec.score,

@@ -7,7 +7,7 @@ from typing import Any
 from flashgen.codegen.arguments import ArgumentLayout, Field
 from flashgen.codegen.batches import batch_of
 from flashgen.codegen.costs import Cost, forward_cost, prefill_cost
-from flashgen.codegen.hopper.plans import PROMPT_QUERIES, HopperPlan
+from flashgen.codegen.hopper.plans import PREFILL_QUERIES, HopperPlan
 from flashgen.codegen.sizes import Grid, Sizes, maximum, minimum
 from flashgen.language.spec import AttentionSpec
 
@@ -17,11 +17,11 @@ class ForwardTiles:
 
     Attributes:
         title: The first line of the kernel's header.
-        prompt_queries: The minimum number of queries of a sequence that has tiles; 0 if every sequence has.
+        prefill_queries: The minimum number of queries of a sequence that has tiles; 0 if every sequence has.
     """
 
     title = "attention forward"
-    prompt_queries = 0
+    prefill_queries = 0
 
     def cost(self, spec: AttentionSpec) -> Cost:
         """Returns the cost of the kernel."""
@@ -55,7 +55,7 @@ class PrefillTiles(ForwardTiles):
     """The tiles of the prefill sequences of a mixed batch. The device counts them; another kernel has the others."""
 
     title = "attention forward of mixed batches, prompts"
-    prompt_queries = PROMPT_QUERIES
+    prefill_queries = PREFILL_QUERIES
 
     def cost(self, spec: AttentionSpec) -> Cost:
         return prefill_cost(spec)
@@ -64,11 +64,11 @@ class PrefillTiles(ForwardTiles):
         return []
 
     def sequences(self, spec: AttentionSpec, struct: str, layout: ArgumentLayout) -> dict[str, Any]:
-        return {}
+        return {"scheduler_template": "hopper/prefill_scheduler.cuh.jinja"}
 
     def count(self, spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Any:
         """Returns the maximum number of tiles of prefill sequences; 0 if no sequence can be one."""
-        prompts = minimum(sizes.len_q // self.prompt_queries, 1) * (sizes.total_q // self.prompt_queries)
+        prompts = minimum(sizes.len_q // self.prefill_queries, 1) * (sizes.total_q // self.prefill_queries)
         return prompts * sizes.heads_q
 
     def grid(self, spec: AttentionSpec, plan: HopperPlan, sizes: Sizes) -> Grid:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import ClassVar
 
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
-from flashgen.codegen.hopper.plans import PROMPT_QUERIES, HopperPlan
+from flashgen.codegen.hopper.plans import PREFILL_QUERIES, HopperPlan
 from flashgen.codegen.mma_sync.decode_plans import FEW_ROWS, DecodePlan, choose_decode_plan
 from flashgen.codegen.mma_sync.mixed_plans import MixedPlan
 from flashgen.codegen.plan import Checked
@@ -40,7 +40,7 @@ class HopperMixedPlan(Checked):
     @property
     def of_few(self) -> MixedPlan:
         """The plan of the second kernel."""
-        return MixedPlan(self.few, prompts_beside=PROMPT_QUERIES)
+        return MixedPlan(self.few, prompts_beside=PREFILL_QUERIES)
 
     @property
     def tile_q(self) -> int:
@@ -76,7 +76,7 @@ class HopperMixedPlan(Checked):
 
     def summary(self, spec: AttentionSpec) -> str:
         """Returns the line that the first kernel's header has about the plan."""
-        return f"prompts of {PROMPT_QUERIES} queries or more: {self.prompt.summary(spec)}"
+        return f"prompts of {PREFILL_QUERIES} queries or more: {self.prompt.summary(spec)}"
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Returns why the plan is inconsistent or does not fit the spec or the target; None if it is valid."""

@@ -56,9 +56,9 @@ _MAX_DRAWN = 2  # maximum number of times this is done at once
 _WIDE = 192  # columns beyond which registers are scarce
 _MIN_LISTED = 256  # scores of a tile that a warp reads before it votes
 
-PROMPT_QUERIES = ROWS
+PREFILL_QUERIES = ROWS
 """The minimum number of queries of a prompt in a mixed batch: the rows of a warpgroup."""
-MAX_DECODE_QUERIES = PROMPT_QUERIES - 1
+MAX_DECODE_QUERIES = PREFILL_QUERIES - 1
 """The largest `max_seqlen_q` of a mixed batch with which Hopper launches the decode kernel alone.
 
 Servers pass it if no sequence has more queries. Launches depend on this bound, so that one value gives the same

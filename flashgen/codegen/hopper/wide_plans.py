@@ -105,7 +105,7 @@ class HopperWidePlan(Checked):
         return max(padded(spec.head_dim), padded(spec.value_dim)) // 2 + self.tile_q + self.tile_q // 4
 
     def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
-        """Returns the layout: K and V, the stages of Q, dO, the passed scores and the row statistics, and mbarriers.
+        """Returns the layout: K and V, the stages of Q and dO, the passed scores, LSE and D, and the mbarriers.
 
         In the epilogue dK and dV overlay K and V.
         """
@@ -131,7 +131,7 @@ class HopperWidePlan(Checked):
                     member="exchange",
                 ),
                 *([Buffer("Ds", "dS", (queries, keys), element, copies=ds_stages, member="ds")] * self.with_dq),
-                Buffer("Statistics", "L, D", (queries,), FLOAT2, copies=stages, member="statistics"),
+                Buffer("LseAndD", "L, D", (queries,), FLOAT2, copies=stages, member="lse_and_d"),
                 mbarriers(barriers),
                 Buffer("KeyGradient", "dK", (keys, head), element, overlays="Key", member="dk"),
                 Buffer("ValueGradient", "dV", (keys, value), element, overlays="Value", member="dv"),

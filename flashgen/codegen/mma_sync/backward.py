@@ -11,8 +11,8 @@ from flashgen.codegen.assembly import check_spec, longest_last, visited_tiles
 from flashgen.codegen.backward_kernels import (
     DQ_ACCUM,
     EXACT_LIMBS,
+    LSE_AND_D,
     ROWS,
-    STATISTICS,
     Block,
     DqAccumulation,
     Rendering,
@@ -45,7 +45,7 @@ from flashgen.language.operations import QUERY
 from flashgen.language.spec import AttentionSpec
 
 _MIN_SHARED_SCALE = 2.0**-15  # the largest float16 is 65504
-_KEYS, _QUERIES = (f"mma_sync/backward/{part}.cu.jinja" for part in ("dkdv", "dq"))
+_DKDV, _DQ = (f"mma_sync/backward/{part}.cu.jinja" for part in ("dkdv", "dq"))
 
 
 def render_mma_sync_backward(
@@ -56,7 +56,7 @@ def render_mma_sync_backward(
     They are the kernels that codegen/backward_kernels.py lists, and those of the gradients of captured arrays.
 
     Args:
-        plan: the plan of the kernel `keys`, which computes dK and dV; None for the default plan.
+        plan: the plan of the kernel `dkdv`, which computes dK and dV; None for the default plan.
 
     Raises:
         UnsupportedError: the target or the plan does not support the spec.
@@ -68,10 +68,10 @@ def render_mma_sync_backward(
     rows = rows_of(spec, plan.tile_q)
     kernels = [
         preprocess(spec, target, plan, rows, deterministic, DqAccumulation(apart=deterministic)),
-        _keys(spec, target, plan, rows, deterministic),
+        _render_dkdv(spec, target, plan, rows, deterministic),
     ]
     if deterministic:
-        kernels.append(_queries(spec, target, choose_queries_plan(spec, target), rows, plan.tile_q))
+        kernels.append(_render_dq(spec, target, choose_queries_plan(spec, target), rows, plan.tile_q))
     else:
         kernels.append(postprocess_dq(spec, target, plan, rows))
     return (*kernels, *sink_kernels(spec, target, rows), *capture_kernels(spec, target, rows, deterministic))
@@ -86,9 +86,11 @@ def _check_shared_scale(spec: AttentionSpec) -> None:
         )
 
 
-def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, deterministic: bool) -> RenderedKernel:
+def _render_dkdv(
+    spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, deterministic: bool
+) -> RenderedKernel:
     tiles, shared = query_range(spec.mask.expression), plan.shared_memory(spec, deterministic)
-    fields = [*(Field("const Element*", name) for name in (*spec.inputs, "d_o")), STATISTICS]
+    fields = [*(Field("const Element*", name) for name in (*spec.inputs, "d_o")), LSE_AND_D]
     fields += [] if deterministic else [DQ_ACCUM]
     gradients = [f"d{name}" for name in spec.inputs if name != "q"]
     fields += [gradient_field(spec, name) for name in gradients]
@@ -118,14 +120,14 @@ def _keys(spec: AttentionSpec, target: Target, plan: BackwardPlan, rows: Rows, d
     context |= varlen_context(spec, "BackwardDkdvArguments", layout, plan.tile_q, "kTileK", of_keys=True)
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
     launch["grid"] = partial(batch_of(spec).key_grid, plan.tile_k)
-    block, rendering = Block(plan.threads, shared), Rendering(variant, template=_KEYS)
+    block, rendering = Block(plan.threads, shared), Rendering(variant, template=_DKDV)
     return backward_kernel("dkdv", spec, target, layout, context, block, launch, rendering)
 
 
-def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows, multiple: int) -> RenderedKernel:
-    """Returns the kernel that computes dQ. The row statistics are padded to a multiple of `multiple` rows."""
+def _render_dq(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows, multiple: int) -> RenderedKernel:
+    """Returns the kernel that computes dQ. LSE and D are padded to a multiple of `multiple` rows."""
     tiles, shared = key_range(spec.mask.expression), plan.shared_memory(spec)
-    fields = [*(Field("const Element*", name) for name in (*spec.inputs, "d_o")), STATISTICS]
+    fields = [*(Field("const Element*", name) for name in (*spec.inputs, "d_o")), LSE_AND_D]
     fields += [
         gradient_field(spec, "dq"),
         *strides(*spec.inputs, "d_o", "dq"),
@@ -148,5 +150,5 @@ def _queries(spec: AttentionSpec, target: Target, plan: QueriesPlan, rows: Rows,
     launch["grid"] = partial(batch_of(spec).query_grid, plan.tile_q)
     layout = layout_of(spec, fields, tiles is None)
     context |= varlen_context(spec, "BackwardDqArguments", layout, multiple, "kTileQ")
-    block, rendering = Block(plan.threads, shared), Rendering(template=_QUERIES)
+    block, rendering = Block(plan.threads, shared), Rendering(template=_DQ)
     return backward_kernel("dq", spec, target, layout, context, block, launch, rendering)

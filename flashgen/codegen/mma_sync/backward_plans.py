@@ -122,7 +122,7 @@ class BackwardPlan(Checked, _LoopPlan):
         return max(count for count in range(2, limit + 1, 2) if own_columns % count == 0)
 
     def shared_memory(self, spec: AttentionSpec, deterministic: bool = False) -> SharedMemoryLayout:
-        """Returns the layout: K and V, the stages of Q, dO and the row statistics, then exchanged tiles of dS and P.
+        """Returns the layout: K and V, the stages of Q, dO, LSE and D, then exchanged tiles of dS and P.
 
         dS and P are in shared memory only where a warp reads tiles of other warps. In the epilogue dK and dV overlay K
         and V.
@@ -138,7 +138,7 @@ class BackwardPlan(Checked, _LoopPlan):
                 *([] if spec.shared_kv else [Buffer("Value", "V", (keys, value), kv_element)]),
                 Buffer("Query", "Q", (queries, head), element, copies=stages),
                 Buffer("Output", "dO", (queries, value), element, copies=stages),
-                Buffer("Statistics", "L, D", (queries,), FLOAT2, copies=stages),
+                Buffer("LseAndD", "L, D", (queries,), FLOAT2, copies=stages),
                 *shared_scores,
                 Buffer("KeyGradient", "dK", (keys, head), element, overlays="Key"),
                 *([] if spec.shared_kv else [Buffer("ValueGradient", "dV", (keys, value), element, overlays="Value")]),

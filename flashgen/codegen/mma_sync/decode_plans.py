@@ -416,7 +416,7 @@ def decode_plan_for(spec: AttentionSpec, target: Target, workload: Workload) -> 
     That is faster only while the larger tiles of the forward kernel are too few to fill the GPU.
     """
     if spec.of_cache:
-        if spec.page_size and not spec.kv_dtype and is_prompt(workload):
+        if spec.page_size and not spec.kv_dtype and is_prefill(workload):
             return None
         each = workload.heads_per_kv * workload.len_q
         plan = plan_of_rows(spec, target, each)
@@ -483,7 +483,7 @@ def _many_and_long_plans(spec: AttentionSpec) -> tuple[DecodePlan, DecodePlan]:
     return DecodePlan(FEW_ROWS, keys, 5, 2, 2), DecodePlan(FEW_ROWS, 2 * keys, 4, 3, 1)
 
 
-def is_prompt(workload: Workload) -> bool:
+def is_prefill(workload: Workload) -> bool:
     """Whether the forward kernel has enough tiles of queries to occupy half of the GPU."""
     tiles = workload.heads * -(-workload.len_q // _FORWARD_ROWS)
     return workload.len_q >= PROMPT and 2 * tiles >= workload.multiprocessors

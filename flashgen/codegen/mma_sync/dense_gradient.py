@@ -15,8 +15,8 @@ from flashgen.analysis.closed_forms.tile_ranges import key_range
 from flashgen.codegen.arguments import Field, capture_gradient
 from flashgen.codegen.assembly import is_masked, visited_tiles
 from flashgen.codegen.backward_kernels import (
+    LSE_AND_D,
     ROWS,
-    STATISTICS,
     Block,
     Rendering,
     Rows,
@@ -152,7 +152,7 @@ def dense_gradient_kernel(
 
     Args:
         load: One of `dense_loads`.
-        rows: Rows of the statistics.
+        rows: Rows of LSE and D.
         round_: The primitive that rounds to the type of the array; None for float32.
     """
     elements = paired_elements(spec)
@@ -162,7 +162,7 @@ def dense_gradient_kernel(
     plan, capture, tiles = choose_dense_plan(spec, target), load.capture, key_range(spec.mask.expression)
     stored = Field(f"{DTYPES[capture.dtype].c_type}*", "gradient", comment=f"gradient of {capture.name}, dense")
     sums = Field("float*", "sums", comment="(parts, elements): sums of parts; null if there is one")
-    fields = [*(Field("const Element*", name) for name in ("q", "k", "v", "d_o")), STATISTICS, stored, sums]
+    fields = [*(Field("const Element*", name) for name in ("q", "k", "v", "d_o")), LSE_AND_D, stored, sums]
     fields += [Field("long long", "count", comment=f"elements of {capture.name}"), *numbers("parts")]
     fields += [*strides("q", "k", "v", "d_o"), *numbers("batch", "heads_q", "len_q", "len_k"), ROWS]
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))

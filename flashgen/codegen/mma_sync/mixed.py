@@ -71,7 +71,7 @@ def mixed_layout(spec: AttentionSpec, plan: MixedPlan) -> ArgumentLayout:
     if plan.prompt:
         fields.append(Field("int", "heads_q"))
         fields.append(Field("int", "prompts", comment="CTAs for prefill tiles, as many as there may be"))
-        fields.append(Field("int", "first_prompts", comment="CTAs of these that start before the work units"))
+        fields.append(Field("int", "first_prefill_tiles", comment="CTAs of these that start before the work units"))
     fields.append(Field("unsigned", "kv_reciprocal", comment="2^31 / (query heads per KV head), rounded up"))
     return layout_of(spec, fields, lists=False, sink=True)
 
@@ -111,7 +111,7 @@ def render_mixed(spec: AttentionSpec, target: Target, plan: MixedPlan | None = N
         "tile_overhead": plan.few.tile_overhead,
         "min_length": plan.few.min_length,
         "min_unit_tiles": plan.few.groups,
-        "layouts": {"decode_constants": plan.shared_memory(spec), "prefill_constants": plan.prompt_memory(spec)},
+        "layouts": {"decode_constants": plan.shared_memory(spec), "prefill_constants": plan.prefill_memory(spec)},
     }
     few = {"name": kernel_name(FEW, target, spec), "entry": entry_name(f"attention_{FEW}", spec), "role": FEW}
     identity: dict[str, Any] = few if plan.prompts_beside else {}
@@ -137,7 +137,7 @@ def choose_mixed_work_units(spec: AttentionSpec, plan: MixedPlan, sizes: Sizes) 
         UnsupportedError: the batch may have more tiles than an int32 counts.
     """
     few = plan.few
-    queries = min(plan.prompt_queries - 1, sizes.len_q) if plan.prompt_queries else sizes.len_q
+    queries = min(plan.prefill_queries - 1, sizes.len_q) if plan.prefill_queries else sizes.len_q
     row_tiles = ceil_div(queries * packed_heads(spec, sizes), few.tile_q)
     tiles = stream_k_tiles(few, (sizes.batch + EXTRA_SEQUENCES) * row_tiles, sizes.len_k)
     if tiles > MAX_STREAM_K_TILES or _prefill_tiles(plan, sizes) > _MAX_BLOCKS:
@@ -151,7 +151,7 @@ def choose_mixed_work_units(spec: AttentionSpec, plan: MixedPlan, sizes: Sizes) 
 
 def _prefill_tiles(plan: MixedPlan, sizes: Sizes) -> Any:
     """Returns the maximum number of prefill tiles, given that each has at least half of its queries."""
-    return sizes.total_q // plan.prompt_queries * sizes.heads_q if plan.prompt else 0
+    return sizes.total_q // plan.prefill_queries * sizes.heads_q if plan.prompt else 0
 
 
 def _grid(spec: AttentionSpec, plan: MixedPlan, sizes: Sizes) -> Grid:
@@ -164,4 +164,4 @@ def _values(spec: AttentionSpec, plan: MixedPlan, sizes: Sizes) -> dict[str, Any
     if not plan.prompt:
         return values
     first = sizes.multiprocessors * (plan.blocks * _PREFILL_SLOTS) // _SLOTS
-    return values | {"prompts": _prefill_tiles(plan, sizes), "first_prompts": first}
+    return values | {"prompts": _prefill_tiles(plan, sizes), "first_prefill_tiles": first}

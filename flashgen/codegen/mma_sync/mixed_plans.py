@@ -24,10 +24,10 @@ from flashgen.language.spec import AttentionSpec
 MIXED_WORK_UNIT_BYTES = 32  # shared memory of the current work unit
 MIXED_TILE_BYTES = 12  # shared memory of the prefill tile that a CTA has found
 _WARPS_TO_HIDE_LATENCY = 8  # on an SM
-_PROMPT_KEYS = 64
+_PREFILL_KEYS = 64
 _WIDE = 192  # columns of the output
 _EXTRA_ACCUMULATORS = 16  # registers
-_PROMPT_DIVISOR = 2  # a sequence with at least half of a tile's queries is a prompt
+_PREFILL_DIVISOR = 2  # a sequence with at least half of a tile's queries is a prompt
 FEW = "few"
 """The role of the kernel for sequences of few queries, in calls in which another kernel processes the prompts."""
 
@@ -77,9 +77,9 @@ class MixedPlan(Checked):
         return self.few.threads
 
     @property
-    def prompt_queries(self) -> int:
+    def prefill_queries(self) -> int:
         """The minimum number of queries of a prompt; 0 if no sequence is processed as a prompt."""
-        return self.prompt.tile_q // _PROMPT_DIVISOR if self.prompt else self.prompts_beside
+        return self.prompt.tile_q // _PREFILL_DIVISOR if self.prompt else self.prompts_beside
 
     @property
     def register_budget(self) -> int:
@@ -102,7 +102,7 @@ class MixedPlan(Checked):
         prompt = f", for up to {self.prompts_beside - 1} queries" if self.prompts_beside else ""
         if self.prompt:
             prompt = (
-                f"; prefill of {self.prompt_queries} queries or more: {self.prompt.tile_q} queries x "
+                f"; prefill of {self.prefill_queries} queries or more: {self.prompt.tile_q} queries x "
                 f"{self.prompt.tile_k} keys, {self.prompt.stages} stage(s)"
             )
         return (
@@ -115,7 +115,7 @@ class MixedPlan(Checked):
         prompt = self.prompt.shared_bytes(spec) if self.prompt else 0
         return self.few.shared_memory(spec, MIXED_WORK_UNIT_BYTES, prompt)
 
-    def prompt_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
+    def prefill_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
         """Returns the layout of CTAs with a prefill tile, which is empty if the plan has none."""
         if not self.prompt:
             return NO_SHARED_MEMORY
@@ -182,7 +182,7 @@ def _candidates(spec: AttentionSpec, target: Target) -> Iterator[MixedPlan]:
         return
     for warps in sorted({few.warps for few in rings}, reverse=True):
         for prompt in fitting_plans(spec, target, warps):
-            if prompt.warps != warps or prompt.tile_k > _max_prompt_keys(spec):
+            if prompt.warps != warps or prompt.tile_k > _max_prefill_keys(spec):
                 continue
             for few in (few for few in rings if few.warps == warps):
                 needed = MixedPlan(few, prompt).shared_bytes(spec) + RESERVED_SHARED
@@ -192,6 +192,6 @@ def _candidates(spec: AttentionSpec, target: Target) -> Iterator[MixedPlan]:
         yield from map(MixedPlan, rings)
 
 
-def _max_prompt_keys(spec: AttentionSpec) -> int:
+def _max_prefill_keys(spec: AttentionSpec) -> int:
     """Returns the maximum keys of a prefill tile for which registers suffice. Captured arrays need registers too."""
-    return _PROMPT_KEYS // 2 if spec.captures and padded(spec.value_dim) > _WIDE else _PROMPT_KEYS
+    return _PREFILL_KEYS // 2 if spec.captures and padded(spec.value_dim) > _WIDE else _PREFILL_KEYS

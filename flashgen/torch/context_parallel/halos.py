@@ -65,9 +65,12 @@ def forward(
     halo, layout = _halo_of(plan, rank), plan.spec.layout
     sends, receives = _counts(halo)
     message = _Message(plan, group, sends, receives, (_rows((k, v), layout, *lent.rows) for lent in halo.lent), (k, v))
-    joined = [PackedRows.empty(rim.theirs.length + rim.own.length, (k, v), layout) for rim in halo.rims]
-    for rim, rows in zip(halo.rims, joined, strict=True):
-        rows.rows_at(rim.own_at, rim.own.length).fill(_rows((k, v), layout, *rim.own))
+    joined = [
+        PackedRows.empty(boundary.theirs.length + boundary.own.length, (k, v), layout)
+        for boundary in halo.boundary_blocks
+    ]
+    for boundary, rows in zip(halo.boundary_blocks, joined, strict=True):
+        rows.rows_at(boundary.own_at, boundary.own.length).fill(_rows((k, v), layout, *boundary.own))
     out, lses = q.new_empty((*q.shape[:-1], plan.spec.value_dim)), []
 
     def compute(block: Block, keys: Tensor, values: Tensor) -> None:
@@ -77,9 +80,9 @@ def forward(
     for block in halo.own:
         compute(block, *_rows((k, v), layout, block.k, block.keys))
     pairs = [rows.pair() for rows in joined]
-    for rim, rows, pair, theirs in zip(halo.rims, joined, pairs, message.received(), strict=True):
-        rows.rows_at(rim.theirs_at, rim.theirs.length).buffer.copy_(theirs.buffer)
-        compute(rim.block, *pair)
+    for boundary, rows, pair, theirs in zip(halo.boundary_blocks, joined, pairs, message.received(), strict=True):
+        rows.rows_at(boundary.theirs_at, boundary.theirs.length).buffer.copy_(theirs.buffer)
+        compute(boundary.block, *pair)
     for first, end in _rows_without_block(plan, halo):
         rows_of(out, layout, first, end - first).zero_()
     return out, _joined_lse(plan, halo, lses, q) if with_lse else None, [*lses, *chain(*pairs)]
@@ -116,11 +119,13 @@ def backward(
         captured.add(programs.backward(*read, into=(dq_rows[0], dk, dv))[1])
         return dk, dv
 
-    boundary_gradients = [compute(rim.block, joined[2 * n], joined[2 * n + 1]) for n, rim in enumerate(halo.rims)]
+    boundary_gradients = [
+        compute(boundary.block, joined[2 * n], joined[2 * n + 1]) for n, boundary in enumerate(halo.boundary_blocks)
+    ]
     receives, sends = _counts(halo)
     halo_gradients = (
-        _rows(pair, layout, rim.theirs_at, rim.theirs.length)
-        for rim, pair in zip(halo.rims, boundary_gradients, strict=True)
+        _rows(pair, layout, boundary.theirs_at, boundary.theirs.length)
+        for boundary, pair in zip(halo.boundary_blocks, boundary_gradients, strict=True)
     )
     message = _Message(plan, group, sends, receives, halo_gradients, (k, v))
     for block in halo.own:
@@ -128,9 +133,9 @@ def backward(
         gradients = compute(block, *_rows((k, v), layout, block.k, block.keys), room=room)
         if room is None:
             dkv_sums.add(block.k, block.keys, *gradients)
-    for rim, pair in zip(halo.rims, boundary_gradients, strict=True):
-        if rim.own.length:
-            dkv_sums.add(*rim.own, *_rows(pair, layout, rim.own_at, rim.own.length))
+    for boundary, pair in zip(halo.boundary_blocks, boundary_gradients, strict=True):
+        if boundary.own.length:
+            dkv_sums.add(*boundary.own, *_rows(pair, layout, boundary.own_at, boundary.own.length))
     for lent, rows in zip(halo.lent, message.received(), strict=True):
         dkv_sums.add(*lent.rows, *rows.pair())
     return [*dq_sums.rounded(), *dkv_sums.rounded()], captured.by_name
@@ -143,7 +148,9 @@ def _halo_of(plan: Plan, rank: int) -> Halo:
 
 def _counts(halo: Halo) -> tuple[Counts, Counts]:
     """Returns the counts of sent and of received rows of keys. For gradients they are exchanged."""
-    return [(lent.to, lent.rows.length) for lent in halo.lent], [(rim.owner, rim.theirs.length) for rim in halo.rims]
+    return [(lent.to, lent.rows.length) for lent in halo.lent], [
+        (boundary.owner, boundary.theirs.length) for boundary in halo.boundary_blocks
+    ]
 
 
 def _rows(pair: Pair, layout: str, first: int, count: int) -> Pair:

@@ -51,10 +51,10 @@ def test_rows_that_are_not_contiguous(two: Any) -> None:
     assert two.run("turned", shards="zigzag")[0] == []
 
 
-RIMS = ["window", "both_sides", "dropped", "near", "parts"]
+WITH_HALOS = ["window", "both_sides", "dropped", "near", "parts"]
 
 
-@pytest.mark.parametrize("spec", RIMS)
+@pytest.mark.parametrize("spec", WITH_HALOS)
 @pytest.mark.parametrize("shards", ["zigzag", "plain"])
 @pytest.mark.covering(3)
 def test_boundaries_of_windows(two: Any, spec: str, shards: str) -> None:

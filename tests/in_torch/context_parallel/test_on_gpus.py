@@ -69,10 +69,10 @@ def test_rows_that_are_not_contiguous(ranks: Any, shards: str) -> None:
     assert ranks.run("turned", shards=shards)[0] == []
 
 
-RIMS = ["window", "both_sides", "dropped", "near", "parts"]
+WITH_HALOS = ["window", "both_sides", "dropped", "near", "parts"]
 
 
-@pytest.mark.parametrize("spec", RIMS)
+@pytest.mark.parametrize("spec", WITH_HALOS)
 @pytest.mark.parametrize("shards", ["zigzag", "plain"])
 def test_boundaries_of_windows(ranks: Any, spec: str, shards: str) -> None:
     assert ranks.run("boundaries", spec=spec, shards=shards)[0] == []
