@@ -169,7 +169,7 @@ class AttentionSpec:
         """
         return self._bound  # type: ignore[attr-defined]
 
-    @property
+    @cached_property
     def batch_layout(self) -> BatchLayout:
         """The order of the axes, and what a call says about its sequences, by `layout`."""
         return BATCH_LAYOUTS[self.layout]
@@ -234,7 +234,7 @@ class AttentionSpec:
         own = {"k": self.kv_element, "v": self.kv_element, "o": self.out_element}
         return own.get(name, self.grad_element if name in ("dq", "dk", "dv") else self.element)
 
-    @property
+    @cached_property
     def sequence_arrays(self) -> tuple[str, ...]:
         """The arrays of a call that locate its sequences in q, k and v. A page table locates the keys by itself."""
         arrays = self.batch_layout.sequence_arrays

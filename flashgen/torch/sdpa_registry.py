@@ -115,7 +115,10 @@ _THREAD = _Thread()
 
 
 class Activation:
-    """The registrations in torch's dispatcher, as a handle of torch's registry. They live until `remove`."""
+    """The registrations in torch's dispatcher, as a handle of torch's registry. They live until `remove`.
+
+    Beside the flash operators, they replace those of `varlen_attn`, for calls that repeat a launch.
+    """
 
     def __init__(self, dispatch_key: str) -> None:
         own = {name: _own_kernel(name, dispatch_key) for name in _operators()}

@@ -152,9 +152,9 @@ def _gradient_of(capture: str) -> str:
     return f"gradient of {capture}"
 
 
-_SEQUENCES = ("seed", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-_FORWARD = _Pass("forward", ("q", "k", "v"), _SEQUENCES, ("o", "lse"))
-_BACKWARD = _Pass("backward", ("q", "k", "v", "o", "d_o"), (*_SEQUENCES, "lse", "d_lse"), ("dq", "dk", "dv"))
+_OPTIONAL = ("seed", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+_FORWARD = _Pass("forward", ("q", "k", "v"), _OPTIONAL, ("o", "lse"))
+_BACKWARD = _Pass("backward", ("q", "k", "v", "o", "d_o"), (*_OPTIONAL, "lse", "d_lse"), ("dq", "dk", "dv"))
 _MAX_OFFSETS = 65536
 _MAX_CALLS = 1024  # in decoding, every call has a new length
 _calls: Dict[Any, _Call] = {}
@@ -171,7 +171,7 @@ def _run(
 ) -> List[Tensor]:
     """Runs a pass, and returns its results. tensors: in the order of the pass, None for those that are absent."""
     seed = tensors[len(part.rows)]
-    if seed is not None:
+    if seed is not None or spec.dropout:
         _check_seed(spec, tensors[0], seed)
     tensors = (*tensors, *arrays)
     described = [None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors]
@@ -419,7 +419,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Optional[Tensor], d_lse: Optional[Tensor] = None) -> Any:
         run = ops.backward if torch.is_grad_enabled() else backward
         *gradients, of_arrays = _gradients(ctx, d_out, d_lse, run)
-        return (None, *gradients, *[None] * len(_SEQUENCES), *of_arrays)
+        return (None, *gradients, *[None] * len(_OPTIONAL), *of_arrays)
 
 
 class _AttentionWithLse(_Attention):
@@ -432,7 +432,7 @@ class _AttentionWithLse(_Attention):
 
 def _run_and_save(ctx: Any, options: Any, q: Tensor, k: Tensor, v: Tensor, *tensors: Any) -> Tuple[Tensor, Tensor]:
     spec, numbers, longest = options
-    others, arrays = tensors[: len(_SEQUENCES)], tensors[len(_SEQUENCES) :]
+    others, arrays = tensors[: len(_OPTIONAL)], tensors[len(_OPTIONAL) :]
     out, lse = _run(_FORWARD, SPECS[spec], (q, k, v, *others), arrays, numbers, longest)
     _save(ctx, options, (q, k, v, *tensors), (out, lse))
     return out, lse

@@ -361,6 +361,19 @@ def test_other_calls_are_refused(package: ModuleType, on_a_gpu: Driver) -> None:
         package.attention(packed, packed, packed, cu_seqlens_q=offsets(0, 70), cu_seqlens_k=offsets(0, 70).long())
 
 
+@pytest.mark.parametrize("capability", [(9, 0)], ids=["sm_90a"], indirect=True)
+def test_both_passes_need_the_seed_of_the_dropout(package: ModuleType, on_a_gpu: Driver) -> None:
+    """A kernel reads it from memory."""
+    packed, at = rows(PACKED, 70, 2), offsets(0, 70)
+    rest = (PACKED.name, [], [], None, at, at, None, None, None)
+    with pytest.raises(ValueError, match="give a seed"):
+        package.operators.forward(packed, packed, packed, *rest)
+    lse = torch.zeros(2, 70)
+    with pytest.raises(ValueError, match="give a seed"):
+        package.operators.backward(packed, None, packed, packed, packed, packed, lse, *rest)
+    assert not on_a_gpu.launches
+
+
 def test_the_seed_comes_from_the_generator_of_torch(package: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = []
     monkeypatch.setattr(

@@ -129,7 +129,7 @@ class FlashgenImpl(AttentionImpl[FlashgenMetadata]):
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Writes the keys and values of new tokens. vLLM calls it before `forward`."""
-        k, v = pages_of(kv_cache, self.head_size)
+        k, v = pages_of(kv_cache)
         write(key, value, k, v, slot_mapping, self.kv_cache_dtype, layer)
 
     def forward(
@@ -154,12 +154,13 @@ class FlashgenImpl(AttentionImpl[FlashgenMetadata]):
         if attn_metadata is None:
             return output.fill_(0)
         batch = attn_metadata
-        k, v = pages_of(kv_cache, self.head_size, self._float8)
-        q, out = query[: batch.num_actual_tokens], output[: batch.num_actual_tokens]
+        k, v = pages_of(kv_cache, self._float8)
+        tokens = batch.num_actual_tokens
         arrays: dict[str, Any] = {"page_table": batch.block_table, "seqused_k": batch.seq_lens}
         if batch.is_single:
-            q, out = q[:, None], out[:, None]
+            q, out = query[:tokens, None], output[:tokens, None]
         else:
+            q, out = query[:tokens], output[:tokens]
             arrays["cu_seqlens_q"] = batch.query_start_loc
             if batch.is_short:
                 arrays["max_seqlen_q"] = MAX_DECODE_QUERIES

@@ -10,20 +10,17 @@ FLOAT8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
 """The float8 types among vLLM's names of cache types."""
 
 
-def pages_of(
-    kv_cache: torch.Tensor, head_dim: int, float8: torch.dtype | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def pages_of(kv_cache: torch.Tensor, float8: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns K and V as views (pages, page_size, heads_kv, head_dim) with the strides of the cache.
 
     Args:
         kv_cache: vLLM's logical view, (blocks, heads_kv, block_size, 2 * head_dim), with the value of a token behind
             its key; its memory may have another order.
-        head_dim: elements of a key.
         float8: the type of the elements where vLLM stores them as bytes; None for the type of the tensor.
     """
     if float8 is not None and kv_cache.dtype != float8:
         kv_cache = kv_cache.view(float8)
-    k, v = kv_cache.transpose(1, 2).split(head_dim, -1)
+    k, v = kv_cache.transpose(1, 2).chunk(2, -1)
     return k, v
 
 
