@@ -41,6 +41,8 @@ def sm_75() -> Any:
         lambda: fg.compile(fg.AttentionSpec(64), target="sm_70"),
         lambda: fg.compile(fg.AttentionSpec(512), target="sm_75"),
         lambda: fg.AttentionSpec(64, shared_kv=True, kv_dtype="int8"),
+        lambda: fg.AttentionSpec(512, "bfloat16", shared_kv=True, page_size=64, kv_dtype="fp8_ds_mla"),
+        lambda: fg.AttentionSpec(576, value_dim=512, shared_kv=True, page_size=64, kv_dtype="fp8_ds_mla"),
         lambda: fg.compile(fg.AttentionSpec(64, layout="thd"), target="sm_80").tiles(64),
         lambda: fg.compile(fg.AttentionSpec(64, page_size=16), target="sm_80").build_backward(),
         sm_75,

@@ -20,6 +20,8 @@ from flashgen.codegen.mma_sync.decode import (
     DECODE_NAMES,
     DECODE_QUERY,
     STREAM_K_GRID,
+    UNMERGED_SPLITS,
+    UNMERGED_STREAM_K,
     decode_grid,
     decode_values,
     lse_field,
@@ -37,11 +39,6 @@ from flashgen.codegen.variant import layout_of
 from flashgen.language.spec import AttentionSpec
 
 _STRUCT = "DecodeArguments"
-_SPLIT_METHOD = "split-KV over CTAs (Dao et al. 2023, Flash-Decoding)"
-_UNITS_METHOD = (
-    "stream-K work units: equal parts of the key tiles of all sequences (Osama et al. 2023; Dao et al. 2023, "
-    "Flash-Decoding)"
-)
 
 
 def hopper_decode_layout(spec: AttentionSpec, scheduled: bool) -> ArgumentLayout:
@@ -69,7 +66,7 @@ def render_hopper_decode(spec: AttentionSpec, target: Target, plan: HopperDecode
     plan.check(spec, target)
     layout, entry = hopper_decode_layout(spec, plan.scheduled), entry_name("attention_decode", spec)
     cost = decode_cost(spec, plan.tile_q, plan.scheduled)
-    grid, method = (STREAM_K_GRID, _UNITS_METHOD) if plan.scheduled else (DECODE_GRID, _SPLIT_METHOD)
+    grid, method = (STREAM_K_GRID, UNMERGED_STREAM_K) if plan.scheduled else (DECODE_GRID, UNMERGED_SPLITS)
     forward = plan.forward
     producer_registers, consumer_registers = forward.warpgroup_registers(spec)
     common = forward_context(

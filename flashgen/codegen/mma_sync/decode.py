@@ -41,7 +41,6 @@ from flashgen.language.spec import AttentionSpec
 
 _STRUCT = "DecodeArguments"
 PARTIALS_AT_ONCE = 16  # 6 registers each; those of scores and output are free when partial outputs are merged
-_BY_THE_LAST, _BY_ANOTHER_KERNEL = "the last CTA", "another kernel"
 DECODE_METHOD = (
     "split-KV over warps and CTAs; the last CTA to arrive combines partial outputs (Dao et al. 2023, Flash-Decoding)"
 )
@@ -50,6 +49,12 @@ STREAM_K_METHOD = (
     "stream-K work units: equal parts of the key tiles of all sequences (Osama et al. 2023); the last CTA of an output "
     "tile to arrive combines the partial outputs (Dao et al. 2023, Flash-Decoding)"
 )
+UNMERGED_SPLITS = "split-KV over CTAs (Dao et al. 2023, Flash-Decoding)"
+UNMERGED_STREAM_K = (
+    "stream-K work units: equal parts of the key tiles of all sequences (Osama et al. 2023; Dao et al. 2023, "
+    "Flash-Decoding)"
+)
+"""The methods of kernels of which another one merges the partial outputs (merge_splits.py)."""
 STREAM_K_GRID = "one CTA per (work unit, group of heads), along x and y"
 DECODE_NAMES: Names = {**DEVICE_NAMES, HEAD: "position.head_at(Scores::row_index(n))"}
 DECODE_QUERY = "position.query_at(Scores::row_index(n))"
@@ -156,7 +161,7 @@ def render_decode(spec: AttentionSpec, target: Target, plan: DecodePlan | None =
     cost = decode_cost(spec, plan.tile_q, plan.scheduled)
     grid, method = (STREAM_K_GRID, STREAM_K_METHOD) if plan.scheduled else (DECODE_GRID, DECODE_METHOD)
     if spec.kv_record:
-        method = method.replace(_BY_THE_LAST, _BY_ANOTHER_KERNEL)
+        method = UNMERGED_STREAM_K if plan.scheduled else UNMERGED_SPLITS
     context = (
         common
         | work_unit_context(plan)
