@@ -81,7 +81,9 @@ def test_both_passes(deterministic: bool, name: str, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("schedule", [Schedule("greedy_warp", "early"), Schedule("reverse", "late"), Schedule("random", "random", 5)])
+@pytest.mark.parametrize(
+    "schedule", [Schedule("greedy_warp", "early"), Schedule("reverse", "late"), Schedule("random", "random", 5)]
+)
 @pytest.mark.covering(4)
 def test_in_varied_orders(schedule: Schedule, name: str) -> None:
     spec = SPECS[name](64)
@@ -110,7 +112,9 @@ def test_plans_of_the_forward(name: str, plan: HopperPlan) -> None:
     check(spec, numbers(spec), plan=plan, backward=False)
 
 
-@pytest.mark.parametrize("plan", [HopperBackwardPlan(128, early_scores=False), HopperBackwardPlan(64, heads_apart=True)])
+@pytest.mark.parametrize(
+    "plan", [HopperBackwardPlan(128, early_scores=False), HopperBackwardPlan(64, heads_apart=True)]
+)
 @pytest.mark.parametrize("name", ["causal bias", "mask"])
 @pytest.mark.covering(2)
 def test_plans_of_the_backward(name: str, plan: HopperBackwardPlan) -> None:
