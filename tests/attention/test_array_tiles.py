@@ -20,7 +20,7 @@ from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.stages import backward_kernels, forward_kernels
 from flashgen.codegen.targets import TARGETS
 from flashgen.runtime.schedule import Schedule
-from flashgen.verify import Shape, gradients_by_name, judged, random_gradients, random_inputs
+from flashgen.verify import Case, Shape, gradients_by_name, judged, random_gradients, random_inputs, verify
 from flashgen.verify.gradients import expected_gradients, judged_by_name
 
 LEN_Q, LEN_K, BATCH, HEADS = 200, 300, 2, 4
@@ -61,9 +61,9 @@ def check(spec: fg.AttentionSpec, array: Any, heads_kv: int = 2, backward: bool 
 
 
 SPECS = {
-    "bias": lambda dim: biased(fg.full(), dim),
-    "causal bias": lambda dim: biased(fg.causal(), dim),
-    "bias in a window": lambda dim: biased(fg.sliding_window(60), dim),
+    "bias": lambda dim, **options: biased(fg.full(), dim, **options),
+    "causal bias": lambda dim, **options: biased(fg.causal(), dim, **options),
+    "bias in a window": lambda dim, **options: biased(fg.sliding_window(60), dim, **options),
     "mask": masked,
 }
 
@@ -81,7 +81,9 @@ def test_both_passes(deterministic: bool, name: str, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("schedule", [Schedule("greedy_warp", "early"), Schedule("reverse", "late"), Schedule("random", "random", 5)])
+@pytest.mark.parametrize(
+    "schedule", [Schedule("greedy_warp", "early"), Schedule("reverse", "late"), Schedule("random", "random", 5)]
+)
 @pytest.mark.covering(4)
 def test_in_varied_orders(schedule: Schedule, name: str) -> None:
     spec = SPECS[name](64)
@@ -97,20 +99,31 @@ def test_accesses(name: str, sanitize: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "plan",
-    [HopperPlan(2, 96, takes_turns=True), HopperPlan(3, 64), HopperPlan(1, 128), HopperPlan(2, 128, packed_heads=2)],
+    ("name", "plan"),
+    [
+        ("causal bias", HopperPlan(2, 96, takes_turns=True)),
+        ("mask", HopperPlan(3, 64)),
+        ("bias in a window", HopperPlan(1, 128)),
+        ("causal bias", HopperPlan(2, 128, packed_heads=2)),
+    ],
 )
-@pytest.mark.parametrize("name", ["causal bias", "mask"])
-@pytest.mark.covering(2)
 def test_plans_of_the_forward(name: str, plan: HopperPlan) -> None:
-    if name == "mask" and plan.packed_heads > 1:
-        pytest.skip("a mask of each head is not packed")
     spec = SPECS[name](64)
     assert plan.array_stages(spec) == 2
     check(spec, numbers(spec), plan=plan, backward=False)
 
 
-@pytest.mark.parametrize("plan", [HopperBackwardPlan(128, early_scores=False), HopperBackwardPlan(64, heads_apart=True)])
+@pytest.mark.parametrize("name", ["bias", "causal bias", "mask"])
+def test_varlen_batches(name: str) -> None:
+    spec = SPECS[name](32, layout="thd")
+    cases = [Case(spec, shape) for shape in (Shape(LEN_Q, LEN_K, BATCH, HEADS, 2), Shape(70, 130, 3, 2, 1))]
+    results = list(verify(cases, passes=("forward", "backward"), target="sm_90a", emulate=True))
+    assert len(results) == 4 and all(result.ok for result in results), results
+
+
+@pytest.mark.parametrize(
+    "plan", [HopperBackwardPlan(128, early_scores=False), HopperBackwardPlan(64, heads_apart=True)]
+)
 @pytest.mark.parametrize("name", ["causal bias", "mask"])
 @pytest.mark.covering(2)
 def test_plans_of_the_backward(name: str, plan: HopperBackwardPlan) -> None:

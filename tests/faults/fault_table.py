@@ -309,8 +309,8 @@ FAULTS = [
         ("work tile of array loads not waited for", "hopper, array",
          r"mbarrier_wait\(storage\.next_work_full\(\), [^;]*;", "", OF_ARRAYS),
         ("slot of a work tile of array loads not waited for", "hopper, array",
-         r"mbarrier_wait\(storage\.next_work_empty\(\), [^;]*;(\s+storage\.next_index\(\) = index;\s+mbarrier_arrive[^;]*;"
-         r"\s+const KeyTiles)", r"\1", OF_ARRAYS),
+         r"mbarrier_wait\(storage\.next_work_empty\(\), [^;]*;(\s+storage\.next_index\(\) = index;"
+         r"\s+mbarrier_arrive[^;]*;\s+const KeyTiles)", r"\1", OF_ARRAYS),
     ]),
     *caught_by(FORWARD, [LATE_COPIES, EARLY_RACE_OR_REPORT], [
         ("copies of an array not waited for", "hopper, array", WAIT, "", "in flight"),

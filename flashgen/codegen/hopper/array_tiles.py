@@ -1,8 +1,8 @@
 """Tiles of a captured array in shared memory, such as those of a dense bias or of an array of booleans as a mask.
 
-Warps of the producer warpgroup copy a tile of queries and keys by cp.async, 16 bytes at a time, while the consumers compute
-the tile before. Loads from global memory by the consumers would touch a cache line for each row of a fragment: eight in an
-instruction, of which the L1 looks up one per cycle. Copies by TMA would need a tensor map of each array at each launch.
+Warps of the producer warpgroup copy a tile of queries and keys by cp.async, 16 bytes at a time, while the consumers
+compute the tile before. Loads from global memory by the consumers would touch a cache line for each row of a fragment:
+eight in an instruction, of which the L1 looks up one per cycle. Copies by TMA would need a tensor map at each launch.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ArrayTile:
 
     @property
     def swizzled(self) -> bool:
-        """Whether the chunks of a row are exchanged, in blocks of 8, so that those of a column are in different banks."""
+        """Whether chunks of a row are exchanged, in blocks of 8, so that those of a column are in different banks."""
         return self._chunks % _SWIZZLED_CHUNKS == 0
 
     @property
@@ -80,14 +80,16 @@ class ArrayTile:
     def buffer(self, rows: Extent, stages: Extent) -> Buffer:
         """Returns the stages of tiles in shared memory."""
         shape, alignment = (rows, Extent("kArrayPitch", self.pitch)), _SWIZZLE_BYTES
-        return Buffer("Array", "elements of a captured array", shape, BYTE, stages, alignment=alignment, member="arrays")
+        return Buffer(
+            "Array", "elements of a captured array", shape, BYTE, stages, alignment=alignment, member="arrays"
+        )
 
 
 def array_tile(spec: AttentionSpec, tile_k: int) -> ArrayTile | None:
     """Returns the tile of the array that the scores of a spec read by query and key; None if there is no such array.
 
-    Its elements have 16 bits at most, and are the only ones that are read for each score. One index is the query, the last
-    one is the key, and the others depend on neither, so that rows are at equal distances.
+    Its elements have 16 bits at most, and are the only ones that are read for each score. One index is the query, the
+    last one is the key, and the others depend on neither, so that rows are at equal distances.
     """
     if is_clipped(spec):
         return None

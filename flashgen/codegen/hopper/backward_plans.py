@@ -171,7 +171,7 @@ class HopperBackwardPlan(Checked):
         return not (dq_apart or self.heads_apart or self.finish_apart)
 
     def array_stages(self, spec: AttentionSpec, dq_apart: bool = False) -> int:
-        """Returns the tiles of a captured array in shared memory; 0 if scores read their elements from global memory.
+        """Returns the tiles of a captured array in shared memory; 0 if elements are read from global memory.
 
         The warps that load them need the registers of plans without `finish_apart`.
         """
@@ -188,8 +188,8 @@ class HopperBackwardPlan(Checked):
         """Returns the layout.
 
         It has K and V, the stages of Q and dO, the stages of dS, dQ, LSE and D, tiles of a captured array, the
-        mbarriers, and the coordinates of two work tiles. In the epilogue dV overlays V, and dK overlays K, or dQ if K of
-        the next work tile is loaded early.
+        mbarriers, and the coordinates of two work tiles. In the epilogue dV overlays V, and dK overlays K, or dQ if K
+        of the next work tile is loaded early.
 
         Args:
             dq_apart: another kernel computes dQ.

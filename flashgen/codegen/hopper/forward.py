@@ -161,8 +161,8 @@ def _has_own_tiles(spec: AttentionSpec, plan: HopperPlan) -> bool:
 def _array_context(spec: AttentionSpec, plan: HopperPlan) -> dict[str, Any]:
     """Returns the context about tiles of a captured array in shared memory.
 
-    If sequences share the array, work tiles of one head in different sequences follow each other: they find the elements
-    that another one has read in the L2.
+    If sequences share the array, work tiles of one head in different sequences follow each other: they find the
+    elements that another one has read in the L2.
     """
     tile = array_tile(spec, plan.tile_k) if plan.array_stages(spec) else None
     return {"array_tile": tile, "batch_fastest": bool(tile and tile.of_all_sequences) and not spec.is_varlen}

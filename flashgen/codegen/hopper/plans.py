@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, ClassVar
 
-from flashgen.codegen.demand import demand_of
+from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.hopper.array_tiles import MAX_ARRAY_STAGES, array_tile
 from flashgen.codegen.hopper.barriers import forward_barriers
 from flashgen.codegen.hopper.batch_traits import batch_traits
@@ -70,8 +70,9 @@ PACKS = (1, 2, 4, 8, 16, 32, 64)  # numbers of packed heads; they divide the row
 _OTHER_REGISTERS = (30, 32, 40, 64, 56, 64, 96)
 # Registers of a thread of the producer warpgroup and of a consumer warpgroup, by the number of consumers.
 _REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
-# With pages all lanes of the producer warp look up pages, and other warps may load tiles of a captured array. If consumers can spare registers, the producer gets more of
-# them and starts more copies together. Kernels with an estimate (`registers`) of up to _LIGHT do not spill with 152.
+# With pages all lanes of the producer warp look up pages, and other warps may load tiles of a captured array. If
+# consumers can spare registers, the producer gets more of them and starts more copies together. Kernels with an
+# estimate (`registers`) of up to _LIGHT do not spill with 152.
 _REGISTERS_WITH_PAGES = _REGISTERS | {2: (40, 232)}
 _REGISTERS_WITH_RECORDS = (72, 216)  # the producer warpgroup converts records of keys
 _REGISTERS_TO_SPARE, _LIGHT = (56, 152), 156
@@ -209,7 +210,8 @@ class HopperPlan(Checked):
         The 16-bit probabilities of one iteration are live together with the scores of the next.
         """
         scores, output = _WARP_ROWS * self.tile_k // WARP, _WARP_ROWS * self.output_columns(spec) // WARP
-        return scores + scores // 2 + output + _OTHER_REGISTERS[demand_of(spec).weight]
+        weight = Weight.BUSY if self.array_stages(spec) else demand_of(spec).weight
+        return scores + scores // 2 + output + _OTHER_REGISTERS[weight]
 
     def matrix_cycles(self, spec: AttentionSpec) -> float:
         """Estimates the cycles of a tile's products by the rate of the tensor cores."""
@@ -251,7 +253,7 @@ class HopperPlan(Checked):
         return MAX_PASSED if fits else 1
 
     def array_stages(self, spec: AttentionSpec) -> int:
-        """Returns the tiles of a captured array in shared memory; 0 if scores read their elements from global memory."""
+        """Returns the tiles of a captured array in shared memory; 0 if elements are read from global memory."""
         if self.split > 1 or spec.page_size or spec.kv_dtype or not array_tile(spec, self.tile_k):
             return 0
         sizes = ((stages, self._shared_memory(spec, False, 0, 0, stages)) for stages in range(MAX_ARRAY_STAGES, 0, -1))
