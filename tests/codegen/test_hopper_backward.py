@@ -193,7 +193,7 @@ def assert_tidy_small_and_all_used(kernel: RenderedKernel) -> None:
 
 
 def test_which_kernels_a_spec_uses() -> None:
-    """One kernel where the registers of a warpgroup hold both gradients of 64 keys, or gradients follow from P alone."""
+    """One kernel if a warpgroup's registers hold both gradients of 64 keys, or if gradients follow from P alone."""
 
     def plans(dim: int, deterministic: bool = False, mask: fg.Mask | None = None, **more: object) -> list[type]:
         spec = AttentionSpec(dim, mask=fg.causal() if mask is None else mask, **more)  # type: ignore[arg-type]
@@ -228,8 +228,13 @@ def test_which_kernels_a_spec_uses() -> None:
         (AttentionSpec(192, value_dim=16), replace(IN_CHUNKS, in_turns=True), "add chunks of 96 columns to dQ"),
         (AttentionSpec(256, value_dim=64), IN_CHUNKS, "takes 224 registers"),
         (AttentionSpec(256), HopperWidePlan(80), "registers of a thread|bytes of shared memory"),
-        (AttentionSpec(256), HopperWidePlan(48, with_dq=True), "computes dQ of 64 queries, not of tile_q=48"),
-        (AttentionSpec(256, dropout=0.1), HopperWidePlan(with_dq=True), "with_dq=True has no registers for dropout"),
+        (AttentionSpec(256), HopperWidePlan(dq_columns=128), "dq_columns=128 must be 0, 32 or 64"),
+        (AttentionSpec(256), HopperWidePlan(48, dq_columns=64), "dQ has 64 queries, and not tile_q=48"),
+        (
+            AttentionSpec(256, dropout=0.1),
+            HopperWidePlan(dq_columns=64),
+            "dq_columns=64 leaves no registers for dropout",
+        ),
         (
             AttentionSpec(64),
             BackwardPlan(64, 64, 4),

@@ -87,7 +87,7 @@ def render_hopper_backward(
     plan = plan or next(filter(None, (choose(spec, target, deterministic) for choose in choices)))
     plan.check(spec, target)
     if isinstance(plan, HopperWidePlan) and deterministic:  # its CTAs add to a tile of dQ in any order
-        plan = replace(plan, with_dq=False)
+        plan = replace(plan, dq_columns=0)
     if plan.heads_apart and deterministic:
         raise UnsupportedError(
             f"{plan}: the deterministic mode cannot accumulate dK and dV of query heads: leave out heads_apart"

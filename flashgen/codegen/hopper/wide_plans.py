@@ -19,7 +19,7 @@ from flashgen.language.spec import AttentionSpec
 _EXCHANGE_STAGES = 2  # stages of the buffer by which one warpgroup passes scores to the other
 _DS_STAGES = 2  # tiles of dS: one is written while dQ is computed from the other
 _DQ_ROWS = 64  # of a wgmma
-_DQ_COLUMNS = 64  # of a chunk of dQ
+_DQ_COLUMNS = 32, 64  # of a chunk of dQ: registers hold two chunks of 32 columns, or one of 64
 _MAX_ACCUMULATORS = 216  # registers of a thread for accumulators, products in flight and operands
 
 
@@ -48,13 +48,14 @@ class HopperWidePlan(Checked):
         tile_q: queries of an iteration.
         stages: pipeline stages of Q and of dO. There are at least two, because the products of an iteration start
             before those of the previous one have completed.
-        with_dq: a third warpgroup computes dQ from the dS of the second one, and adds it to an accumulator in global
-            memory, in any order. Otherwise, and in the deterministic mode, another kernel computes dQ.
+        dq_columns: if it is not 0, a third warpgroup computes dQ from the dS of the second one, in chunks of 32 or 64
+            columns, and adds them to an accumulator in global memory, in any order. A chunk of 32 columns is computed
+            while the previous one is added. With 0, and in the deterministic mode, another kernel computes dQ.
     """
 
     tile_q: int = 64
     stages: int = 2
-    with_dq: bool = False
+    dq_columns: int = 0
     consumers: ClassVar[int] = 2
     blocks: ClassVar[int] = 1
     packed_heads: ClassVar[int] = 1
@@ -65,6 +66,10 @@ class HopperWidePlan(Checked):
     producer_registers: ClassVar[int] = 24
     dq_registers: ClassVar[int] = 64
     part_columns: ClassVar[int] = 128
+
+    @property
+    def with_dq(self) -> bool:
+        return self.dq_columns > 0
 
     @property
     def dv_registers(self) -> int:
@@ -87,13 +92,14 @@ class HopperWidePlan(Checked):
         return (4, 1) if self.with_dq else (0, 0)
 
     def gradient_chunks(self, spec: AttentionSpec) -> tuple[int, ...]:
-        """Returns the columns of each chunk of a tile of dQ, which are computed one after the other."""
-        columns = self.head_columns(spec)
-        return tuple(min(_DQ_COLUMNS, columns - first) for first in range(0, columns, _DQ_COLUMNS))
+        """Returns the columns of each chunk of a tile of dQ, if a warpgroup of the kernel computes it."""
+        columns, step = self.head_columns(spec), self.dq_columns
+        return tuple(min(step, columns - first) for first in range(0, columns, step)) if step else ()
 
     def head_panel(self, spec: AttentionSpec) -> int:
-        """Returns the columns of a panel of Q, K and dK."""
-        return panel_columns(spec.head_dim, spec.element)
+        """Returns the columns of a panel of Q, K and dK. A chunk of dQ has full panels of K."""
+        columns = panel_columns(spec.head_dim, spec.element)
+        return min(columns, self.dq_columns) if self.with_dq else columns
 
     def parts(self, columns: int) -> tuple[int, ...]:
         """Returns the columns of the wgmmas into which one of dK or dV is split, if a warpgroup computes dQ."""
@@ -146,8 +152,8 @@ class HopperWidePlan(Checked):
             registers = f"{self.dv_registers}, {self.dk_registers} and {self.dq_registers} registers"
             which = f"a warpgroup each for dV, dK and dQ, of {registers}"
         return (
-            f"{self.tile_q} queries x {self.tile_k} keys, {which}, {self.stages} stages of Q and dO, {shared_bytes} bytes "
-            "of shared memory"
+            f"{self.tile_q} queries x {self.tile_k} keys, {which}, {self.stages} stages of Q and dO, {shared_bytes} "
+            "bytes of shared memory"
         )
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
@@ -158,12 +164,14 @@ class HopperWidePlan(Checked):
             )
         if self.tile_q % 16 or not 16 <= self.tile_q <= 256 or self.stages < 2:
             return f"tile_q={self.tile_q} must be a multiple of 16 up to 256, and stages={self.stages} at least 2"
+        if self.dq_columns not in (0, *_DQ_COLUMNS):
+            return f"dq_columns={self.dq_columns} must be 0, {' or '.join(map(str, _DQ_COLUMNS))}"
         if self.with_dq and self.tile_q != _DQ_ROWS:
-            return f"with_dq=True: a warpgroup computes dQ of {_DQ_ROWS} queries, not of tile_q={self.tile_q}"
+            return f"dq_columns={self.dq_columns}: dQ has {_DQ_ROWS} queries, and not tile_q={self.tile_q}"
         if self.with_dq and not depends_on_p_alone(spec):
             return (
-                "with_dq=True has no registers for dropout, derivatives of the score function, gradients of captured "
-                "arrays or dense arrays"
+                f"dq_columns={self.dq_columns} leaves no registers for dropout, derivatives of the score function, "
+                "gradients of captured arrays or dense arrays"
             )
         if self.registers(spec) > _MAX_ACCUMULATORS:
             return f"it takes {self.registers(spec)} registers of a thread for accumulators: take fewer queries"
@@ -171,7 +179,7 @@ class HopperWidePlan(Checked):
 
 
 # The fastest plans measured on an H200 with head dim 256 and 16384 tokens in bfloat16.
-_WITH_DQ = HopperWidePlan(stages=3, with_dq=True), HopperWidePlan(with_dq=True)
+_WITH_DQ = HopperWidePlan(stages=3, dq_columns=64), HopperWidePlan(dq_columns=64)
 _DEEP, _DEFAULT, _LIGHT = HopperWidePlan(48, stages=3), HopperWidePlan(), HopperWidePlan(32, stages=3)
 
 
