@@ -69,7 +69,7 @@ _REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 _REGISTERS_WITH_PAGES = _REGISTERS | {2: (40, 232)}
 _REGISTERS_TO_SPARE, _LIGHT = (56, 152), 156
 # With K and V of 8 bits all threads of the producer warpgroup convert them.
-_REGISTERS_TO_CONVERT = {1: (104, 256), 2: (72, 216), 3: (56, 152)}
+_REGISTERS_TO_CONVERT = {1: (104, 256), 2: (88, 208), 3: (56, 152)}
 _CHUNK = 16  # elements of 8 bits that a thread converts at a time
 
 
