@@ -54,6 +54,8 @@ flashgen bench decode --pages 16,64
 
 flashgen bench decode --group lengths
 
+flashgen bench decode --prompts
+
 flashgen bench decode --latent
 
 flashgen bench ragged --pass backward --uneven

@@ -16,6 +16,8 @@ from flashgen.bench import decode, latent_peers, summary
 from flashgen.cli import bench_tables
 from flashgen.cli.app import app
 from flashgen.cli.bench import decode_size
+from flashgen.codegen.hopper.decode_plans import HopperDecodePlan
+from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.mma_sync.decode_plans import DecodePlan
 from flashgen.errors import ArgumentError
 
@@ -92,6 +94,45 @@ def test_the_command_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_
         assert CliRunner().invoke(app, ["bench", "decode", *wrong, *output]).exit_code == 2
     refused = CliRunner().invoke(app, ["bench", "decode", "--page-size", "16", *output])
     assert refused.exit_code == 2 and "with --pages" in refused.output
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        DecodePlan(16, 32, 2, 4, 1),
+        DecodePlan(16, 32, 4, 3, 1, split=4),
+        HopperDecodePlan(64, 2),
+        HopperPlan(2, 128),
+        HopperPlan(3, 64, takes_turns=True),
+    ],
+    ids=decode.plan_name,
+)
+def test_plans_are_named_by_numbers(plan: Any) -> None:
+    assert decode.plan_of_numbers([int(part) for part in decode.plan_name(plan).split("x")]) == plan
+    assert list(decode.own_choices([4], [plan])) == ["4 splits", decode.plan_name(plan)] + (
+        [] if isinstance(plan, HopperPlan) else [f"{decode.plan_name(plan)}, 4 splits"]
+    )
+
+
+def test_prompts_are_compared_with_16_bit_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[Any] = []
+
+    def decode_rows(*choices: Any) -> Iterator[decode.DecodeRow]:
+        asked.append(choices)
+        times = {"flashgen": 0.5, "16 bits": 0.4, "pages of 64": 0.4, "pages of 64, 16 bits": 0.4}
+        yield decode.row(choices[0][0], decode.PROMPT_SIZES[0], "sm_90a", "", times)
+
+    monkeypatch.setattr(bench, "decode_rows", decode_rows)
+    monkeypatch.setattr(bench, "environment", lambda: {"gpu": "none"})
+    monkeypatch.setattr("flashgen.cli.bench.require_gpu", lambda: None)
+    options = ["--prompts", "--peers", "", "--plans", "2x128x2", "--output", str(tmp_path / "prompts.json")]
+    done = CliRunner().invoke(app, ["bench", "decode", "causal()", *options])
+    assert done.exit_code == 0, done.output
+    ((specs, sizes, _, pages, _, _, plans),) = asked
+    assert specs[0].kv_dtype == "float8_e4m3fn" and sizes == list(decode.PROMPT_SIZES)
+    assert (pages, plans) == ([64], [HopperPlan(2, 128)])
+    assert "16-bit keys, flashgen: 0 of 1 sizes at 0.90 times" in " ".join(done.output.split())
+    assert "16-bit keys, pages of 64: 1 of 1 sizes" in " ".join(done.output.split())
 
 
 LATENT = fg.AttentionSpec(576, "bfloat16", value_dim=512, shared_kv=True)

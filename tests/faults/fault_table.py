@@ -66,7 +66,7 @@ NOWHERE = "nothing has been written to|may still write|over-arrival"
 OVERWRITES, OVERWRITTEN = "may still read|over-arrival", "may still read|over-arrival|was overwritten"
 UNFENCED = r"fence_async_shared\(\) is missing"
 # Subjects.
-PAGES, LARGE = "hopper, pages", "hopper, large pages"
+PAGES, LARGE, BYTES = "hopper, pages", "hopper, large pages", "hopper, 8 bits"
 
 
 def text(statement: str) -> str:
@@ -593,6 +593,32 @@ FAULTS = [
     *caught_by(FORWARD, [OVERFLOW], [
         ("pages beyond the table", PAGES, r"min\((first_key \+ static_cast[^;]*), arguments\.len_k - 1\);", r"\1;"),
         ("an invalid length", PAGES, r"min\(max\((__ldg\(launched\.seqused_k.*?\)), 0\), max_len\)", r"\1 + 900"),
+    ]),
+    # Hopper's forward over keys and values of 8 bits
+    *caught_by(FORWARD, [ANY_PROTOCOL], [
+        ("a stage overwritten", BYTES, r"mbarrier_wait\(empty, [^;]*;", "", "may still read|over-arrival"),
+        ("a converted tile without a proxy fence", BYTES, r"fence_async_shared\(\);(   // wgmma)", r"\1", UNFENCED),
+        ("a converted tile that is never complete", BYTES, r"(the async proxy\s+__syncwarp\(\);\s+)release\(full\);",
+         r"\1"),
+        ("copies in flight at the end", BYTES, r"copy_async_wait<0>\(\);(   // those)", r"\1", "still in flight"),
+    ]),
+    *caught_by(FORWARD, [ANY_RANDOM_ENGINES], [
+        ("lanes that still convert", BYTES, r"(the async proxy\s+)__syncwarp\(\);", r"\1"),
+    ]),
+    *caught_by(FORWARD, [DATA_RACE], [
+        ("an index not waited for", BYTES, r"named_barrier_sync\(kProducerBarrier, 128\);(\s+index)", r"\1"),
+        ("an index overwritten", BYTES, r"named_barrier_sync\(kProducerBarrier, 128\);(   // all)", r"\1"),
+    ]),
+    *caught_by(FORWARD, [LATE_COPIES], [
+        ("chunks not waited for", BYTES, r"copy_async_wait<1>\(\);"),
+        ("chunks of the next tile", BYTES, r"copy_async_wait<1>\(\);", "copy_async_wait<2>();"),
+    ]),
+    *caught_by(FORWARD, [WRONG_OR_REPORTED], [
+        ("chunks in their own order", BYTES, r"(column\(\) / 8 \^ )row / \(8 / kWide\) % kWide", r"\g<1>0"),
+        ("another page", BYTES, r"table \+ key / kPageSize", "table + key / 2 / kPageSize"),
+        ("another row of a page", BYTES, r"static_cast<unsigned>\(key\) % kPageSize", "(key + 1) % kPageSize"),
+        ("scores without the scale of keys", BYTES, r"kScoreToLog2 \* key_scale", "kScoreToLog2"),
+        ("values without their scale", BYTES, r" \* value_scale;", ";"),
     ]),
     # mma.sync's backward. The first subjects, of which each commit runs every row, cover both modes, warps that share
     # no keys, or share them by 2 and by 4, and one and two stages.

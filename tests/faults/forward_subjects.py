@@ -140,6 +140,13 @@ def forward_subjects() -> dict[str, ForwardSubject]:
         "hopper, large pages": ForwardSubject(
             fg.AttentionSpec(32, mask=fg.causal(), page_size=64), Shape(150, 201, 2, 2, 1), stages=2, target="sm_90a"
         ),
+        # Several work tiles per block, with converted keys of two pages each.
+        "hopper, 8 bits": ForwardSubject(
+            fg.AttentionSpec(32, mask=fg.causal(), page_size=16, kv_dtype="float8_e4m3fn"),
+            Shape(260, 201, 3, 2, 1),
+            stages=2,
+            target="sm_90a",
+        ),
         "one split": ForwardSubject(causal, Shape(5, 210, 1, 6, 2), stages=2, splits=1),
         "splits": ForwardSubject(causal, Shape(7, 195, 1, 6, 2), stages=2, splits=3),
         "splits of a head": ForwardSubject(causal, Shape(5, 195, 1, 2, 2), stages=2, splits=3),

@@ -49,6 +49,10 @@ _WARPGROUP_ROWS, _WARP_ROWS, _LANE_ROWS = 64, 16, 8  # the last: distance of a l
 _SECTION_BYTES = 32 * 2**20  # of K and V, which concurrent CTAs should find in L2
 
 _METHOD = "a producer warp loads; the softmax of a warpgroup overlaps products of another (Shah et al. 2024)"
+_CONVERTING_METHOD = (
+    "a producer warpgroup converts K and V to 16 bits; the softmax of a warpgroup overlaps products of another (Shah "
+    "et al. 2024)"
+)
 _GRID = "persistent, one block per multiprocessor; work tiles are (query tile, query head, batch)"
 
 
@@ -110,9 +114,10 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     producer_registers, consumer_registers = plan.warpgroup_registers(spec)
     cost, option = tiles.cost(spec), smaller_option(plan, spec, target)
     names, stages = _device_names(plan), plan.array_stages(spec)
+    method = _CONVERTING_METHOD if spec.kv_dtype else _METHOD
     by_rows: dict[str, Any] = {"by_rows": True, "array_stages": stages}
     context = forward_context(spec, target, plan, layout, "scores[n]", names, bounds, **by_rows) | {
-        "header": header(spec, target, plan, _GRID, _METHOD, tiles.title, cost, option),
+        "header": header(spec, target, plan, _GRID, method, tiles.title, cost, option),
         "own_tiles": _has_own_tiles(spec, plan),
         "head_panel": plan.head_panel(spec),
         "value_panel": plan.value_panel(spec),

@@ -77,7 +77,7 @@ _REGISTERS_WITH_PAGES = _REGISTERS | {2: (40, 232)}
 _REGISTERS_WITH_RECORDS = (72, 216)  # the producer warpgroup converts records of keys
 _REGISTERS_TO_SPARE, _LIGHT = (56, 152), 156
 # With K and V of 8 bits all threads of the producer warpgroup convert them.
-_REGISTERS_TO_CONVERT = {1: (104, 256), 2: (72, 216), 3: (56, 152)}
+_REGISTERS_TO_CONVERT = {1: (104, 256), 2: (88, 208), 3: (56, 152)}
 _CHUNK = 16  # elements of 8 bits that a thread converts at a time
 
 
