@@ -216,8 +216,9 @@ def _runs_of_records(
     runs = {"flashgen": paged(spec, size, page_size, arrays, target)}
     runs["16 bits"] = paged(plain, size, page_size, arrays, target)
     for name, (num_splits, plan) in choices.items():
-        scheduled = plan and replace(plan, scheduled=size.batch > 1 and num_splits is None)
-        runs[name] = paged(spec, size, page_size, arrays, target, scheduled, num_splits)
+        if isinstance(plan, DecodePlan):
+            plan = replace(plan, scheduled=size.batch > 1 and num_splits is None)
+        runs[name] = paged(spec, size, page_size, arrays, target, plan, num_splits)
     return runs
 
 
@@ -287,7 +288,7 @@ def paged(
     page_size: int,
     arrays: Arrays,
     target: str | None = None,
-    plan: DecodePlan | None = None,
+    plan: AnyPlan | None = None,
     num_splits: int | None = None,
 ) -> Run:
     """Returns a run over pages in random order, with as many keys as `arrays` has, but other values."""

@@ -116,7 +116,9 @@ def test_what_is_read_for_each_score(name: str, options: dict[str, Any]) -> None
 )
 def test_text_loads_before_or_beside_the_products(target: str, dtype: str, load: str) -> None:
     source = render_forward(fg.AttentionSpec(64, score=added(bias(dtype))), TARGETS[target]).source
-    product, awaited = ("issue_qk_wgmma(", "await_product<1>") if target == "sm_90a" else ("multiply_by_transpose<",) * 2
+    product, awaited = (
+        ("issue_qk_wgmma(", "await_product<1>") if target == "sm_90a" else ("multiply_by_transpose<",) * 2
+    )
     assert (source.rindex(load) < source.rindex(product)) == (load == "load_pairs(pairs,")
     assert source.rindex(load) < source.rindex(awaited) and "bias_of(pairs.element0[n / 2], n % 2)" in source
 
