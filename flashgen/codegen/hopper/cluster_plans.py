@@ -53,8 +53,8 @@ class _ClusterPlan(Checked):
     in_turns: ClassVar[bool] = False
     persistent: ClassVar[bool] = False
     threads: ClassVar[int] = 4 * 128
-    producer_registers: ClassVar[int] = 24
-    score_registers: ClassVar[int] = 152
+    producer_registers: ClassVar[int] = 32
+    score_registers: ClassVar[int] = 144
     gradient_registers: ClassVar[int] = 168
 
     def head_columns(self, spec: AttentionSpec) -> int:
