@@ -219,7 +219,6 @@ void open_barrier(Barrier& barrier);
 MBarrier& mbarrier_at(Thread& self, u32 address, Site site, void* caller);
 MBarrier& mbarrier_in(Block& block, const void* word, u32 offset, Site site, void* caller);
 void arrive_at(MBarrier& barrier, Site site);
-void expect_bytes_at(MBarrier& barrier, u32 bytes, Site site);
 void fence_own_mbarriers(Thread& self);
 void check_mbarriers_at_end(const Block& block);
 Warpgroup& warpgroup_of(Thread& self, Site site);

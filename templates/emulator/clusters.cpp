@@ -49,10 +49,6 @@ void remote_arrive(u32 barrier, Site site) {
   hesitate(site);
 }
 
-void remote_expect_bytes(u32 barrier, u32 bytes, Site site) {
-  expect_bytes_at(remote_mbarrier(barrier, site, __builtin_return_address(0)), bytes, site);
-}
-
 void remote_store(u32 destination, const u32* words, u32 barrier, Site site) {
   void* caller = __builtin_return_address(0);
   Thread& self = running_thread();

@@ -55,7 +55,6 @@ void memory_fence();
 u32 remote_address(u32 address, u32 rank, Site site);
 void cluster_barrier(Site site);
 void remote_arrive(u32 barrier, Site site);
-void remote_expect_bytes(u32 barrier, u32 bytes, Site site);
 void remote_store(u32 destination, const u32* words, u32 barrier, Site site);  // 16 bytes
 
 // ---- asynchronous copies (async_copies.cpp) ----

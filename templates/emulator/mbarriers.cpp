@@ -110,10 +110,7 @@ void mbarrier_arrive(u32 address, Site site) {
 
 void mbarrier_expect_bytes(u32 address, u32 bytes, Site site) {
   Thread& self = running_thread();
-  expect_bytes_at(mbarrier_at(self, address, site, __builtin_return_address(0)), bytes, site);
-}
-
-void expect_bytes_at(MBarrier& barrier, u32 bytes, Site site) {
+  MBarrier& barrier = mbarrier_at(self, address, site, __builtin_return_address(0));
   if (bytes > u32(kMaxBytes) || barrier.bytes + int(bytes) > kMaxBytes)
     fail(site, "an mbarrier counts up to %d bytes in flight, not %lld", kMaxBytes, (long long)barrier.bytes + bytes);
   barrier.bytes += int(bytes);

@@ -163,13 +163,13 @@ def cluster_barriers(stages: Extent, passed_stages: Extent, both_accumulate: boo
         "every warp that reads tiles has read it."
     )
     passed = (
-        "passed_full: the fragments of each warp of the other CTA have landed. passed_empty: each warp of the other CTA "
-        "has read what this one has passed."
+        "passed_full: the fragments of the other CTA have landed. passed_empty: each warp of the other CTA that reads "
+        "them has read what this one has passed."
     )
     readers = _CLUSTER_WARPS if both_accumulate else f"cluster_rank() == 0 ? {_CLUSTER_WARPS} : 4"
     # P is read by the score warpgroup, and where it is an operand, by the warpgroups that accumulate. dS is read by these.
     loaders = "cluster_rank() == 0 ? 12 : 8" if both_accumulate else "cluster_rank() == 0 ? 4 : 8"
     return (
         BarrierGroup(streamed, (_full("streamed"), Barrier("streamed_empty", readers)), stages),
-        BarrierGroup(passed, (Barrier("passed_full", "4"), Barrier("passed_empty", loaders)), passed_stages),
+        BarrierGroup(passed, (_full("passed"), Barrier("passed_empty", loaders)), passed_stages),
     )
