@@ -79,6 +79,13 @@ def test_sanitizers_find_nothing(sanitize: str) -> None:
     assert_agrees(Case(CAUSAL, Shape(70, 70, 1, 2, 1)), sanitize=sanitize)
 
 
+def test_maps_are_in_the_order_of_the_struct() -> None:
+    """A launch on a GPU writes them one after the other."""
+    for kernel in compile(CAUSAL, target="sm_90a", emulate=True).backward_kernels.values():
+        maps = [field.name for field in kernel.layout.fields if field.type == "TensorMap"]
+        assert maps == [f"{name}_map" for name in kernel.boxes]
+
+
 OTHERS = [
     # (spec, what the message says)
     (fg.AttentionSpec(512, dropout=0.1), "dS must follow from P alone"),

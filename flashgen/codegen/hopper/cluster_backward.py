@@ -92,6 +92,15 @@ def _context(spec: AttentionSpec, plan: HopperClusterPlan | HopperClusterQueries
     }
 
 
+def _boxes(
+    spec: AttentionSpec, plan: HopperClusterPlan | HopperClusterQueriesPlan, *gradients: str
+) -> dict[str, tuple[int, ...]]:
+    """Returns the TMA boxes, as (columns, rows): tiles of the inputs, and a warp's rows of the gradients."""
+    rows = {"q": plan.tile_q, "k": plan.tile_k, "v": plan.tile_k, "d_o": plan.tile_q}
+    rows |= dict.fromkeys(gradients, _WARP_ROWS)
+    return {name: (plan.panel(spec), count) for name, count in rows.items()}
+
+
 def _primitives(
     spec: AttentionSpec, plan: HopperClusterPlan | HopperClusterQueriesPlan, streamed_rows: int
 ) -> dict[str, Any]:
@@ -115,12 +124,9 @@ def _dkdv(spec: AttentionSpec, target: Target, plan: HopperClusterPlan, rows: Ro
         "query_tiles": visited_tiles(spec, tiles, struct, queries=True),
     }
     context |= varlen_context(spec, struct, layout, plan.tile_q, "kTileK", of_keys=True, moves_rows=False)
-    panel = plan.panel(spec)
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "queries" if tiles is None else None}
     launch["grid"] = partial(_key_grid, spec, plan.tile_k)
-    launch["boxes"] = {name: (panel, plan.tile_q) for name in ("q", "d_o")}
-    launch["boxes"] |= {name: (panel, plan.tile_k) for name in ("k", "v")}
-    launch["boxes"] |= {name: (panel, _WARP_ROWS) for name in ("dk", "dv")}
+    launch["boxes"] = _boxes(spec, plan, "dk", "dv")
     rendering = Rendering(
         template="hopper/backward/cluster_dkdv.cu.jinja",
         primitives=_primitives(spec, plan, plan.tile_q),
@@ -157,12 +163,9 @@ def _dq(
         "longest_first": longest_last(tiles),
     }
     context |= varlen_context(spec, struct, layout, multiple, "kTileQ")
-    panel = plan.panel(spec)
     launch: dict[str, Any] = {"values": partial(row_values, rows), "reads": "keys" if tiles is None else None}
     launch["grid"] = partial(_query_grid, spec, plan.tile_q)
-    launch["boxes"] = {name: (panel, plan.tile_q) for name in ("q", "d_o")}
-    launch["boxes"] |= {name: (panel, plan.tile_k) for name in ("k", "v")}
-    launch["boxes"] |= {"dq": (panel, _WARP_ROWS)}
+    launch["boxes"] = _boxes(spec, plan, "dq")
     rendering = Rendering(
         template="hopper/backward/cluster_dq.cu.jinja", primitives=_primitives(spec, plan, plan.tile_k), optional=_OPTIONAL
     )
