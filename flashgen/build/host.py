@@ -41,6 +41,7 @@ SOURCE = "kernel.cu"
 _HEADER, _PRIMITIVES, _UNIT, _RUNTIME = "emulator.h", "primitives.h", "unit.cpp", "runtime.cpp"
 _FOLDER = "emulator"  # folder of the headers and the library, next to the kernel being compiled
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+_CLUSTER = re.compile(r"__cluster_dims__\((\d+), 1, 1\)")
 _MISSING_SANITIZER = re.compile(r"(?:-l|lib)(?:a|t|ub)san|clang_rt\.(?:a|t|ub)san")
 _MAX_LOG_LINES = 40  # lines of compiler output in an error message
 
@@ -285,7 +286,7 @@ def _kernel_key(source: str, kernel_name: str, mode: Mode, runtime_key: str) -> 
         "host-kernel",
         {
             "source": source,
-            "unit": _render_unit(kernel_name, mode),
+            "unit": _render_unit(source, kernel_name, mode),
             "runtime": runtime_key,
             "options": json.dumps(arguments),
         },
@@ -345,7 +346,7 @@ def _build_kernel(source: str, kernel_name: str, mode: Mode, compiler: Compiler,
     output = _output(kernel_name, mode)
     with _build_folder() as folder:
         (folder / SOURCE).write_text(source, encoding="utf-8")
-        (folder / _UNIT).write_text(_render_unit(kernel_name, mode), encoding="utf-8")
+        (folder / _UNIT).write_text(_render_unit(source, kernel_name, mode), encoding="utf-8")
         (folder / _FOLDER).mkdir()
         for name, data in runtime.files.items():
             (folder / _FOLDER / name).write_bytes(data)
@@ -424,6 +425,8 @@ def _render_primitives() -> str:
     return "\n\n".join(texts) + "\n"
 
 
-def _render_unit(kernel_name: str, mode: Mode) -> str:
+def _render_unit(source: str, kernel_name: str, mode: Mode) -> str:
     template = _environment().get_template("emulator/unit.cpp.jinja")
-    return str(template.render(kernel_name=kernel_name, program=mode != "plain"))
+    cluster = _CLUSTER.search(source)
+    blocks = int(cluster[1]) if cluster else 1
+    return str(template.render(kernel_name=kernel_name, program=mode != "plain", cluster_blocks=blocks))

@@ -11,9 +11,11 @@ import re
 from collections.abc import Callable, Mapping
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-# `__global__ void __launch_bounds__(kThreads, 2) name(parameters)`; the bounds may precede `void` or be absent.
+# `__global__ void __launch_bounds__(kThreads, 2) name(parameters)`; the bounds, and dimensions of a cluster, may precede
+# `void` or be absent.
 _KERNEL = re.compile(
-    r"__global__\s+(?:void\s+|__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)\s*)+(?P<name>\w+)\s*\((?P<parameters>[^)]*)\)"
+    r"__global__\s+(?:void\s+|__(?:launch_bounds|cluster_dims)__\s*\((?:[^()]|\([^()]*\))*\)\s*)+"
+    r"(?P<name>\w+)\s*\((?P<parameters>[^)]*)\)"
 )
 _CONSTANT = re.compile(r"^\s*constexpr\s+(?:unsigned|int)\s+(?P<name>\w+)\s*=\s*(?P<value>[^;]+);", re.MULTILINE)
 _OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {

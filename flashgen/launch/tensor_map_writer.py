@@ -40,6 +40,7 @@ class TensorMapWriter(ArgumentWriter):
     ) -> None:
         """shapes: of the maps, by array. empty: the arrays without elements, which have no address."""
         super().__init__(layout, values)
+        shapes = dict(sorted(shapes.items(), key=lambda shape: layout.offset(f"{shape[0]}_map")))
         self.shapes = shapes
         self.offsets |= {name: layout.offset(f"{name}_map") for name in shapes}  # a map begins with the address
         self.pointer_names = [*shapes, *self.pointer_names]

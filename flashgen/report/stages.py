@@ -112,6 +112,6 @@ def definitions(source: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for line_number, line in enumerate(source.splitlines(), start=1):
         match = re.match(r"(?:extern \"C\" __global__|__device__) .*?(\w+)\(", line)
-        if match and match[1] != "__launch_bounds__":
+        if match and match[1] not in ("__launch_bounds__", "__cluster_dims__"):
             found.setdefault(match[1], line_number)
     return found

@@ -100,6 +100,7 @@ void AsyncProxy::write(u32 offset, const void* chunk) {
 }
 
 void AsyncProxy::poison(u32 offset, u32 bytes) {
+  use();
   memset(shared_ + offset, 0xff, bytes);
   memset(seen_.data() + offset, 0xff, bytes);
 }

@@ -4,6 +4,7 @@
 
 #include "async_copies.h"
 #include "async_proxy.h"
+#include "clusters.h"
 #include "fibers.h"
 #include "mbarriers.h"
 #include "ready_queue.h"
@@ -17,7 +18,9 @@ namespace emulator {
 struct Block;
 struct Warp;
 
-enum class State : int { kReady, kWarpCollective, kBlockBarrier, kMbarrier, kProducts, kRegisters, kPolls, kFinished };
+enum class State : int {
+  kReady, kWarpCollective, kBlockBarrier, kClusterBarrier, kMbarrier, kProducts, kRegisters, kPolls, kFinished
+};
 
 enum class WarpOperation : int { kSyncWarp, kShuffle, kVote, kElect, kLoadMatrix, kStoreMatrix, kMultiply };
 
@@ -77,11 +80,25 @@ struct Barrier {
   char order[2];
 };
 
+// The blocks of a cluster, which run together on one worker, and their barrier. Blocks without clusters have one each.
+struct Cluster {
+  Vector<Block*> blocks;
+  u32 alive = 0;  // threads of all blocks
+  u32 arrived = 0;
+  Site site{};    // line of the first arrival
+  std::vector<Thread*> waiting;
+  Thread* executing = nullptr;  // while a thread of another block counts as running (AsBlock)
+  unsigned meetings = 0;
+  char order[2];
+};
+
 struct Block {
   static constexpr int kBarriers = 16;  // as in hardware; __syncthreads uses number 0
 
   LaunchRequest* request = nullptr;
   KernelThread run_thread = nullptr;
+  Cluster* cluster = nullptr;
+  u32 rank = 0;  // in the cluster
   uint3 index{};
   std::vector<Thread> threads;
   std::vector<Warp> warps;
@@ -97,7 +114,7 @@ struct Block {
   Thread* blamed = nullptr;  // thread to which failures of an engine are attributed
   char message[sizeof(LaunchRequest::message)];
   u64 switches = 0, collectives = 0, async_copies = 0;
-  Fiber worker;      // stack that started the block and continues when it ends
+  Fiber worker;      // of a cluster's first block: the stack that started the cluster and continues when it ends
   char start_order;  // orders the time before the launch before every thread
 
   // TMA, wgmma, mbarriers and register budgets
@@ -105,6 +122,8 @@ struct Block {
   Pool<MBarrier> mbarrier_pool;
   Vector<MBarrier*> mbarriers;
   TensorCopies tensor_copies;
+  Vector<RemoteStore*> remote_stores;  // by other blocks of the cluster, in flight
+  Pool<RemoteStore> remote_store_pool;
   Vector<unsigned char> store_data;
   std::vector<Warpgroup> warpgroups;
   Pool<MatrixProduct> product_pool;
@@ -116,6 +135,8 @@ struct Block {
   u32 whole_warpgroups() const { return u32(threads.size()) / kWarpgroupThreads; }
 };
 
+// The first block of a cluster, which has its failure and its worker's stack.
+inline Block& first_of_cluster(Block& block) { return *block.cluster->blocks[0]; }
 inline Thread& running_thread() { return *static_cast<Thread*>(current); }
 inline u32 rank_of(const Thread& thread) { return thread.linear % kWarpgroupThreads; }  // in its warpgroup
 
@@ -132,6 +153,31 @@ class Blame {
   Thread* before_;
 };
 
+// While it exists, a thread of this block counts as running: engines access the shared memory of their own block, also when
+// a thread of another block of the cluster makes them progress.
+class AsBlock {
+ public:
+  explicit AsBlock(Block& block) : cluster_(*block.cluster), running_(current), executing_(cluster_.executing) {
+    if (!current || running_thread().block == &block) return;
+    if (!executing_) cluster_.executing = &running_thread();
+    current = &block.threads[0];
+  }
+  ~AsBlock() { current = running_, cluster_.executing = executing_; }
+  AsBlock(const AsBlock&) = delete;
+  AsBlock& operator=(const AsBlock&) = delete;
+
+ private:
+  Cluster& cluster_;
+  ThreadContext* running_;
+  Thread* executing_;
+};
+
+// The thread whose stack is in use.
+inline Thread& executing_thread() {
+  Thread* executing = running_thread().block->cluster->executing;
+  return executing ? *executing : running_thread();
+}
+
 // ---- warp_collectives.cpp ----
 // Runs when the last lane of `mask` has arrived. lanes[i] is the lane_data of lane i.
 using WarpAction = void (*)(void* const* lanes, u32 mask);
@@ -142,11 +188,12 @@ void make_ready(Thread& thread);
 void suspend(State state, Site site);  // waits until the running thread is made ready
 void poll(Site site);                  // waits until only polling threads of the block can continue
 void hesitate(Site site);              // polls in the slow warp
-void run_block(Block& block);          // on the worker's stack: runs all threads to their end or to a failure
+void run_cluster(Cluster& cluster);     // on the worker's stack: runs all threads to their end or to a failure
 
 // ---- checks at the end of a thread or block, called by the scheduler ----
 void check_warp_at_exit(Thread& thread);      // warp_collectives.cpp
 void release_barriers_at_exit(Block& block);  // block_barriers.cpp
+void release_cluster_at_exit(Cluster& cluster);  // clusters.cpp
 void check_copies_at_exit(Thread& thread);    // async_copies.cpp
 void check_stores_at_exit(Thread& thread);    // tensor_copies.cpp
 void check_products_at_exit(Thread& thread);  // wgmma.cpp
@@ -162,12 +209,16 @@ void land_random_copy(Block& block);                       // async_copies.cpp
 void perform_tensor_copy(Block& block, size_t in_flight);  // tensor_copies.cpp
 bool land_newest_load(Block& block);
 void check_loads_at_end(Block& block);
+void land_remote_store(Block& block, size_t in_flight);  // clusters.cpp
+bool land_newest_remote_store(Block& block);
 bool perform_awaited_product(Block& block);  // wgmma.cpp
 bool perform_random_product(Block& block);
 
 // ---- block_barriers.cpp, mbarriers.cpp, wgmma.cpp, register_budget.cpp ----
 void open_barrier(Barrier& barrier);
 MBarrier& mbarrier_at(Thread& self, u32 address, Site site, void* caller);
+MBarrier& mbarrier_in(Block& block, const void* word, u32 offset, Site site, void* caller);
+void arrive_at(MBarrier& barrier, Site site);
 void fence_own_mbarriers(Thread& self);
 void check_mbarriers_at_end(const Block& block);
 Warpgroup& warpgroup_of(Thread& self, Site site);

@@ -51,6 +51,12 @@ int block_barrier(int identifier, BarrierKind kind, int predicate, Site site);
 void named_barrier(u32 id, u32 threads, bool waits, Site site);  // named_barriers.cpp
 void memory_fence();
 
+// ---- clusters (clusters.cpp); a remote address is that of the same memory in another block of the cluster ----
+u32 remote_address(u32 address, u32 rank, Site site);
+void cluster_barrier(Site site);
+void remote_arrive(u32 barrier, Site site);
+void remote_store(u32 destination, const u32* words, u32 barrier, Site site);  // 16 bytes
+
 // ---- asynchronous copies (async_copies.cpp) ----
 void copy_async(u32 shared_destination, const void* global_source, u32 bytes, bool valid, Site site);
 void copy_async_commit();
@@ -140,15 +146,15 @@ struct LaunchRequest {
 };
 
 using KernelThread = void (*)(const void* arguments);
-int launch(LaunchRequest* request, KernelThread run_thread);
+int launch(LaunchRequest* request, KernelThread run_thread, u32 cluster_blocks);
 int refuse_arguments(LaunchRequest* request, u32 expected_bytes);
 int run_request_file(int argc, char** argv, int (*launch_kernel)(LaunchRequest*));
 
 // Takes the type of the argument struct from the kernel, so that its size can be checked against the bytes passed.
 template <class Arguments>
-int launch_kernel(void (*)(Arguments), LaunchRequest* request, KernelThread run_thread) {
+int launch_kernel(void (*)(Arguments), LaunchRequest* request, KernelThread run_thread, u32 cluster_blocks) {
   if (request->argument_bytes != sizeof(Arguments)) return refuse_arguments(request, sizeof(Arguments));
-  return launch(request, run_thread);
+  return launch(request, run_thread, cluster_blocks);
 }
 
 template <class Arguments>

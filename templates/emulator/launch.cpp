@@ -1,4 +1,5 @@
-// Launches a grid: blocks one after the other, or spread over operating-system threads ("workers").
+// Launches a grid: clusters of blocks one after the other, or spread over operating-system threads ("workers"). Blocks of
+// a kernel without clusters are clusters of one block.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -43,25 +44,29 @@ static void free_shared(unsigned char* memory, u32 bytes) {
     free(memory);
 }
 
-// Runs blocks, one at a time. Its operating-system thread keeps it between launches to reuse the stacks.
+// Runs clusters of blocks, one at a time. Its operating-system thread keeps it between launches to reuse the stacks.
 class Worker {
  public:
   ~Worker() {
     for (Carrier& carrier : carriers_) free_stack(carrier.fiber);
   }
 
-  bool begin(LaunchRequest& request, KernelThread run_thread);  // returns false if there is no memory for the stacks
+  // Returns false if there is no memory for the stacks.
+  bool begin(LaunchRequest& request, KernelThread run_thread, u32 cluster_blocks);
   void run(u64 number);
-  const Block& block() const { return block_; }
+  const std::deque<Block>& blocks() const { return blocks_; }
 
  private:
   bool add_carriers(u32 count);
-  void reset_engines();
-  void place_thread(u32 linear, u64 block_number);
-  void end_abandoned_threads();
+  void begin_block(Block& block, LaunchRequest& request, KernelThread run_thread);
+  void reset_block(Block& block, u64 number);
+  void reset_engines(Block& block);
+  void place_thread(Block& block, u32 linear, u64 block_number);
+  void end_abandoned_threads(Block& block);
 
   std::deque<Carrier> carriers_;
-  Block block_;
+  std::deque<Block> blocks_;
+  Cluster cluster_;
 };
 
 bool Worker::add_carriers(u32 count) {
@@ -81,45 +86,59 @@ bool Worker::add_carriers(u32 count) {
   return true;
 }
 
-bool Worker::begin(LaunchRequest& request, KernelThread run_thread) {
+bool Worker::begin(LaunchRequest& request, KernelThread run_thread, u32 cluster_blocks) {
+  if (!add_carriers(threads_of(request) * cluster_blocks)) return false;
+  while (blocks_.size() < cluster_blocks) blocks_.emplace_back();
+  while (blocks_.size() > cluster_blocks) blocks_.pop_back();
+  cluster_.blocks.clear();
+  for (Block& block : blocks_) {
+    block.cluster = &cluster_;
+    block.rank = u32(cluster_.blocks.size());
+    cluster_.blocks.push_back(&block);
+    begin_block(block, request, run_thread);
+  }
+  cluster_.waiting.clear();
+  cluster_.waiting.reserve(threads_of(request) * cluster_blocks);  // see ReadyQueue::reset
+  adopt_running_stack(blocks_[0].worker);
+  return true;
+}
+
+void Worker::begin_block(Block& block, LaunchRequest& request, KernelThread run_thread) {
   u32 threads = threads_of(request), warps = (threads + 31) / 32;
-  if (!add_carriers(threads)) return false;
-  adopt_running_stack(block_.worker);
-  block_.request = &request;
-  block_.run_thread = run_thread;
-  block_.failed = false;
-  block_.switches = block_.collectives = block_.async_copies = 0;
-  block_.threads.resize(threads);
-  block_.warps.resize(warps);
-  block_.warpgroups.resize((warps + kWarpgroupWarps - 1) / kWarpgroupWarps);
-  for (Barrier& barrier : block_.barriers) {
+  block.request = &request;
+  block.run_thread = run_thread;
+  block.failed = false;
+  block.switches = block.collectives = block.async_copies = 0;
+  block.threads.resize(threads);
+  block.warps.resize(warps);
+  block.warpgroups.resize((warps + kWarpgroupWarps - 1) / kWarpgroupWarps);
+  for (Barrier& barrier : block.barriers) {
     barrier.waiting.clear();
     barrier.waiting.reserve(threads);  // see ReadyQueue::reset
   }
-  return true;
 }
 
 // Threads of consecutive blocks run on shifted carriers. To ThreadSanitizer a carrier is a thread, so that the blocks
 // of a grid are unordered as on a GPU, and races between them are found although they run one after another. This holds
 // up to the first barrier of a block. After it blocks appear ordered, since they share the object that represents a
 // barrier to ThreadSanitizer. Tests of the emitted text cover races between blocks after barriers.
-void Worker::place_thread(u32 linear, u64 block_number) {
-  const u32 *size = block_.request->block, *grid = block_.request->grid;
-  u32 threads = u32(block_.threads.size());
-  Thread& thread = block_.threads[linear];
+void Worker::place_thread(Block& block, u32 linear, u64 block_number) {
+  const u32 *size = block.request->block, *grid = block.request->grid;
+  u32 threads = u32(block.threads.size());
+  Thread& thread = block.threads[linear];
   thread.thread_index = {linear % size[0], linear / size[0] % size[1], linear / size[0] / size[1]};
-  thread.block_index = block_.index;
+  thread.block_index = block.index;
   thread.block_size = {size[0], size[1], size[2]};
   thread.grid_size = {grid[0], grid[1], grid[2]};
   thread.linear = linear;
   thread.warp = linear / 32;
   thread.lane = linear % 32;
-  thread.shared = block_.shared;
-  thread.shared_bytes = block_.request->shared_bytes;
+  thread.shared = block.shared;
+  thread.shared_bytes = block.request->shared_bytes;
   thread.exponentials = 0;
-  thread.carrier = &carriers_[(linear + block_number * 37) % threads];
-  thread.block = &block_;
-  thread.in_warp = &block_.warps[linear / 32];
+  thread.carrier = &carriers_[block.rank * threads + (linear + block_number * 37) % threads];
+  thread.block = &block;
+  thread.in_warp = &block.warps[linear / 32];
   thread.in_warp->live |= 1u << thread.lane;
   thread.copies.reset();
   thread.bulk.stores.clear();
@@ -127,62 +146,75 @@ void Worker::place_thread(u32 linear, u64 block_number) {
   thread.matrix = WarpgroupMember{};
 }
 
-void Worker::reset_engines() {
-  block_.async_proxy.reset(block_.shared, block_.request->shared_bytes);
-  block_.mbarriers.clear();
-  block_.mbarrier_pool.give_all_back();
-  block_.tensor_copies.reset();
-  for (Warpgroup& group : block_.warpgroups) {
+void Worker::reset_engines(Block& block) {
+  block.async_proxy.reset(block.shared, block.request->shared_bytes);
+  block.mbarriers.clear();
+  block.mbarrier_pool.give_all_back();
+  block.tensor_copies.reset();
+  for (Warpgroup& group : block.warpgroups) {
     group.products.clear();
     group.accumulators.clear();
     group.first_product = 0;
   }
-  block_.product_pool.give_all_back();
-  block_.accumulator_pool.give_all_back();
-  block_.products_in_flight = 0;
-  block_.blamed = nullptr;
-  reset_registers(block_);
+  block.product_pool.give_all_back();
+  block.accumulator_pool.give_all_back();
+  block.products_in_flight = 0;
+  block.remote_stores.clear();
+  block.remote_store_pool.give_all_back();
+  block.blamed = nullptr;
+  reset_registers(block);
 }
 
-void Worker::run(u64 number) {
-  LaunchRequest& request = *block_.request;
+void Worker::reset_block(Block& block, u64 number) {
+  LaunchRequest& request = *block.request;
   u32 x = request.grid[0], y = request.grid[1];
-  block_.index = {u32(number % x), u32(number / x % y), u32(number / x / y)};
-  block_.random.seed(request.seed * 0x100000001b3ull + number);
-  block_.shared = allocate_shared(request.shared_bytes);
-  block_.alive = u32(block_.threads.size());
-  block_.copies_in_flight = 0;
-  for (size_t i = 0; i < block_.warps.size(); ++i) {
-    block_.warps[i] = Warp{};
-    block_.warps[i].first = &block_.threads[32 * i];
+  block.index = {u32(number % x), u32(number / x % y), u32(number / x / y)};
+  block.random.seed(request.seed * 0x100000001b3ull + number);
+  block.shared = allocate_shared(request.shared_bytes);
+  block.alive = u32(block.threads.size());
+  cluster_.alive += block.alive;
+  block.copies_in_flight = 0;
+  for (size_t i = 0; i < block.warps.size(); ++i) {
+    block.warps[i] = Warp{};
+    block.warps[i].first = &block.threads[32 * i];
   }
-  for (Barrier& barrier : block_.barriers) {
+  for (Barrier& barrier : block.barriers) {
     barrier.arrived = barrier.votes = 0;
     barrier.waiting.clear();
-    barrier.warps.assign(block_.warps.size(), WarpArrival{});
+    barrier.warps.assign(block.warps.size(), WarpArrival{});
   }
-  reset_engines();
-  block_.ready.reset(Order(request.order), block_.alive, u32(block_.warps.size()));
-  block_.polling.clear();
-  for (u32 i = 0; i < block_.alive; ++i) place_thread(i, number);
-  run_block(block_);
-  if (block_.failed) end_abandoned_threads();
-  free_shared(block_.shared, request.shared_bytes);
+  reset_engines(block);
+  block.ready.reset(Order(request.order), block.alive, u32(block.warps.size()));
+  block.polling.clear();
+  for (u32 i = 0; i < block.alive; ++i) place_thread(block, i, number);
+}
+
+// Runs the cluster of this number, whose blocks follow each other along x.
+void Worker::run(u64 number) {
+  cluster_.alive = cluster_.arrived = 0;
+  cluster_.executing = nullptr;
+  cluster_.waiting.clear();
+  for (Block& block : blocks_) reset_block(block, number * blocks_.size() + block.rank);
+  run_cluster(cluster_);
+  for (Block& block : blocks_) {
+    if (blocks_[0].failed) end_abandoned_threads(block);
+    free_shared(block.shared, block.request->shared_bytes);
+  }
 }
 
 // Ends threads that never reach their own end. Otherwise ThreadSanitizer reports races with later users of their
 // memory.
-void Worker::end_abandoned_threads() {
-  for (Thread& thread : block_.threads) {
+void Worker::end_abandoned_threads(Block& block) {
+  for (Thread& thread : block.threads) {
     AsEngine identity(Engine{thread.carrier->fiber.tsan});
-    release(block_.request);
+    release(block.request);
   }
-  acquire(block_.request);
+  acquire(block.request);
 }
 
-// Returns the order of the blocks, which corresponds to that of the threads.
-static std::vector<u64> block_order(const LaunchRequest& request) {
-  std::vector<u64> order(blocks_of(request));
+// Returns the order of the clusters, which corresponds to that of the threads.
+static std::vector<u64> cluster_order(const LaunchRequest& request, u32 cluster_blocks) {
+  std::vector<u64> order(blocks_of(request) / cluster_blocks);
   for (u64 i = 0; i < order.size(); ++i) order[i] = i;
   if (Order(request.order) == Order::kReverse) std::reverse(order.begin(), order.end());
   if (Order(request.order) == Order::kRandom || Order(request.order) == Order::kGreedyWarp) {
@@ -193,21 +225,24 @@ static std::vector<u64> block_order(const LaunchRequest& request) {
   return order;
 }
 
-// Distributes blocks to workers and collects their results.
+// Distributes clusters to workers and collects their results.
 class Grid {
  public:
-  Grid(LaunchRequest& request, KernelThread run_thread)
-      : request_(request), run_thread_(run_thread), order_(block_order(request)) {}
+  Grid(LaunchRequest& request, KernelThread run_thread, u32 cluster_blocks)
+      : request_(request),
+        run_thread_(run_thread),
+        cluster_blocks_(cluster_blocks),
+        order_(cluster_order(request, cluster_blocks)) {}
 
   void work() {
     static thread_local std::unique_ptr<Worker> worker;
     if (!worker) worker = std::make_unique<Worker>();
-    if (!worker->begin(request_, run_thread_)) return report("no memory for the stacks of a block's threads");
+    if (!worker->begin(request_, run_thread_, cluster_blocks_)) return report("no memory for the stacks of a block's threads");
     for (u64 i = next_++; i < order_.size() && !stop_; i = next_++) {
       worker->run(order_[i]);
-      if (worker->block().failed) break;
+      if (worker->blocks()[0].failed) break;
     }
-    collect(worker->block());
+    for (const Block& block : worker->blocks()) collect(block);
   }
 
  private:
@@ -233,6 +268,7 @@ class Grid {
 
   LaunchRequest& request_;
   KernelThread run_thread_;
+  u32 cluster_blocks_;
   std::vector<u64> order_;
   std::atomic<u64> next_{0};
   std::atomic<bool> stop_{false};
@@ -265,13 +301,16 @@ static int check_sizes(LaunchRequest& request) {
   return 0;
 }
 
-int launch(LaunchRequest* request, KernelThread run_thread) {
+int launch(LaunchRequest* request, KernelThread run_thread, u32 cluster_blocks) {
   request->failed = 0;
   request->switches = request->collectives = request->async_copies = request->event_count = 0;
   request->blocks = blocks_of(*request);
   if (int refused = check_sizes(*request)) return refused;
-  Grid grid(*request, run_thread);
-  u32 workers = u32(std::min<u64>(std::max(request->workers, 1u), request->blocks));
+  if (request->grid[0] % cluster_blocks)
+    return refuse(*request, "grid: x is %llu, which is not a multiple of the %llu blocks of a cluster", request->grid[0],
+                  cluster_blocks);
+  Grid grid(*request, run_thread, cluster_blocks);
+  u32 workers = u32(std::min<u64>(std::max(request->workers, 1u), request->blocks / cluster_blocks));
   std::vector<std::thread> others;
   for (u32 i = 1; i < workers; ++i) others.emplace_back([&grid] { grid.work(); });
   grid.work();

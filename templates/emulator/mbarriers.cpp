@@ -20,9 +20,12 @@ static MBarrier* find(Block& block, u32 offset) {
 }
 
 MBarrier& mbarrier_at(Thread& self, u32 address, Site site, void* caller) {
-  void* word = shared_pointer(address, kBarrierBytes, kBarrierBytes, site);
-  u32 offset = address - kWindowBase;
-  MBarrier* barrier = find(*self.block, offset);
+  const void* word = shared_pointer(address, kBarrierBytes, kBarrierBytes, site);
+  return mbarrier_in(*self.block, word, address - kWindowBase, site, caller);
+}
+
+MBarrier& mbarrier_in(Block& block, const void* word, u32 offset, Site site, void* caller) {
+  MBarrier* barrier = find(block, offset);
   if (!barrier) fail(site, "no mbarrier was initialised at offset %u of shared memory", offset);
   u64 mark;
   memcpy(&mark, word, sizeof mark);
@@ -89,19 +92,19 @@ static void end_phase_if_due(Block& block, MBarrier& barrier, Site site) {
   barrier.waiting.clear();
 }
 
-static void arrive(Thread& self, MBarrier& barrier, Site site) {
+void arrive_at(MBarrier& barrier, Site site) {
   if (barrier.pending == 0)
     fail(site, "over-arrival: the mbarrier at offset %u has had its %u arrivals and waits for %d bytes only",
          barrier.offset, barrier.arrivals, barrier.bytes);
   --barrier.pending;
   record(Did::kArrive, site, barrier.offset, barrier.phase, 0, true);
   release(&barrier.order[barrier.phase & 1]);
-  end_phase_if_due(*self.block, barrier, site);
+  end_phase_if_due(*running_thread().block, barrier, site);
 }
 
 void mbarrier_arrive(u32 address, Site site) {
   Thread& self = running_thread();
-  arrive(self, mbarrier_at(self, address, site, __builtin_return_address(0)), site);
+  arrive_at(mbarrier_at(self, address, site, __builtin_return_address(0)), site);
   hesitate(site);
 }
 
@@ -112,7 +115,7 @@ void mbarrier_expect_bytes(u32 address, u32 bytes, Site site) {
     fail(site, "an mbarrier counts up to %d bytes in flight, not %lld", kMaxBytes, (long long)barrier.bytes + bytes);
   barrier.bytes += int(bytes);
   barrier.announced_at = site;
-  arrive(self, barrier, site);
+  arrive_at(barrier, site);
 }
 
 void MBarrier::complete_bytes(u32 count, u32 issued_in, Thread& issuer, Site issued_at) {

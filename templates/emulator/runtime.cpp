@@ -13,6 +13,7 @@
 #include "semaphores.cpp"
 #include "mbarriers.cpp"
 #include "shared_memory.cpp"
+#include "clusters.cpp"
 #include "async_copies.cpp"
 #include "async_proxy.cpp"
 #include "tensor_map.cpp"

@@ -1,4 +1,4 @@
-// Runs a block: switches threads whenever one waits, until all have ended or none can continue.
+// Runs the blocks of a cluster: switches threads whenever one waits, until all have ended or none can continue.
 #include <unistd.h>
 
 #include "block.h"
@@ -23,11 +23,51 @@ static bool wake_polling(Block& block) {
   return true;
 }
 
+// The rank at which the search for a ready thread begins. In the greedy order the cluster stays in one block, so that its
+// blocks drift as far apart as their barriers allow.
+static u32 first_rank(Block& block) {
+  const u32 size = u32(block.cluster->blocks.size());
+  if (size == 1) return 0;
+  switch (Order(block.request->order)) {
+    case Order::kInOrder:
+      return 0;
+    case Order::kReverse:
+      return size - 1;
+    case Order::kRandom:
+      return block.random.below(size);
+    case Order::kGreedyWarp:
+      break;
+  }
+  return block.rank;
+}
+
+// Returns a ready thread of the cluster to which the block belongs, or null.
+static Thread* next_ready(Block& block) {
+  const Vector<Block*>& blocks = block.cluster->blocks;
+  const u32 first = first_rank(block);
+  for (u32 i = 0; i < blocks.size(); ++i) {
+    Block& other = *blocks[(first + i) % blocks.size()];
+    if (!other.ready.empty()) return &other.ready.pop(other.random);
+  }
+  return nullptr;
+}
+
+// Advances the engines of a block whose threads are waiting, or wakes the polling threads of all blocks.
+static bool let_continue(const Vector<Block*>& blocks) {
+  for (Block* block : blocks)
+    if (advance_engines(*block)) return true;
+  bool woken = false;
+  for (Block* block : blocks) woken |= wake_polling(*block);
+  return woken;
+}
+
 static Thread* next_thread(Block& block) {
-  advance_engines_at_random(block);
-  while (block.ready.empty())
-    if (!advance_engines(block) && !wake_polling(block)) return nullptr;
-  return &block.ready.pop(block.random);
+  const Vector<Block*>& blocks = block.cluster->blocks;
+  for (Block* each : blocks) advance_engines_at_random(*each);
+  for (;;) {
+    if (Thread* thread = next_ready(block)) return thread;
+    if (!let_continue(blocks)) return nullptr;
+  }
 }
 
 static Thread& next_thread_or_deadlock(Block& block) {
@@ -75,11 +115,11 @@ static void end_thread(Thread& self) {
   self.state = State::kFinished;
   self.in_warp->live &= ~(1u << self.lane);
   --block.alive;
+  --block.cluster->alive;
   release_barriers_at_exit(block);
-  if (block.alive == 0) {
-    check_block_at_end(block);
-    switch_fiber(self.carrier->fiber, block.worker, true);
-  }
+  release_cluster_at_exit(*block.cluster);
+  if (block.alive == 0) check_block_at_end(block);
+  if (block.cluster->alive == 0) switch_fiber(self.carrier->fiber, first_of_cluster(block).worker, true);
   continue_with(block, self.carrier->fiber, next_thread_or_deadlock(block), true);
   __builtin_unreachable();
 }
@@ -93,15 +133,18 @@ static void thread_main() {
   end_thread(self);
 }
 
-void run_block(Block& block) {
-  const bool has_slow_warp = Order(block.request->order) == Order::kRandom && block.request->workers == 1;
-  block.slow_warp = has_slow_warp ? &block.warps[block.random.below(u32(block.warps.size()))] : nullptr;
-  for (Thread& thread : block.threads) {
-    prepare(thread.carrier->fiber, thread_main);
-    make_ready(thread);
+void run_cluster(Cluster& cluster) {
+  for (Block* block : cluster.blocks) {
+    const bool has_slow_warp = Order(block->request->order) == Order::kRandom && block->request->workers == 1;
+    block->slow_warp = has_slow_warp ? &block->warps[block->random.below(u32(block->warps.size()))] : nullptr;
+    for (Thread& thread : block->threads) {
+      prepare(thread.carrier->fiber, thread_main);
+      make_ready(thread);
+    }
+    release(&block->start_order);
   }
-  release(&block.start_order);
-  continue_with(block, block.worker, *next_thread(block), false);
+  Block& first = *cluster.blocks[0];
+  continue_with(first, first.worker, *next_thread(first), false);
   current = nullptr;
 }
 

@@ -9,6 +9,7 @@ from flashgen.codegen.rendered_kernel import RenderedKernel
 
 LONGEST_FUNCTION, LONGEST_KERNEL, LONGEST_FILE = 60, 90, 392  # lines; of a file, without primitives
 _NAME = re.compile(r"(operator\W+|\w+)\(")
+_ATTRIBUTES = re.compile(r"__(?:launch_bounds|cluster_dims)__\(")
 _TYPES = re.compile(r"^template <[^>]*>\nstruct (?:Fragment|PipelineState) \{$.*?^\};\n", re.MULTILINE | re.DOTALL)
 
 
@@ -33,7 +34,7 @@ def functions(source: str) -> dict[str, str]:
                 inside = False
             elif line == "}" or (line.endswith("}") and lines[-1].startswith("__device__")):
                 inside = False
-                name = _NAME.search("\n".join(lines).replace("__launch_bounds__(", ""))
+                name = _NAME.search(_ATTRIBUTES.sub("", "\n".join(lines)))
                 assert name, lines
                 found[name[1]] = "\n".join(lines)
     assert not inside

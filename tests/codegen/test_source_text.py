@@ -41,8 +41,10 @@ def test_other_ways_to_declare_a_kernel() -> None:
         __global__ __launch_bounds__(kThreads, max(1, 2)) void two(A a) {}
         __global__ void
         three(float* x, int n) {}
+        extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
+        four(A a) {}
         """)
-    assert entry_points(code) == {"one": "A", "two": "A", "three": ""}
+    assert entry_points(code) == {"one": "A", "two": "A", "three": "", "four": "A"}
 
 
 def test_members_of_a_struct() -> None:

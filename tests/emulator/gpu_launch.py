@@ -41,7 +41,14 @@ def encode_for_gpu(tensor: TensorMap, pointer: int) -> bytes:
     return ctypes.string_at(at, MAP_BYTES)
 
 
-def run_on_gpu(source: str, name: str, *values: Any, block: tuple[int, int, int], shared: int) -> None:
+def run_on_gpu(
+    source: str,
+    name: str,
+    *values: Any,
+    block: tuple[int, int, int],
+    shared: int,
+    grid: tuple[int, int, int] = (1, 1, 1),
+) -> None:
     """Runs like the emulator tests' `run`: arrays hold the results when this returns. They must be contiguous."""
     import cupy
 
@@ -60,7 +67,7 @@ def run_on_gpu(source: str, name: str, *values: Any, block: tuple[int, int, int]
             struct[offset : offset + 8] = pointer.to_bytes(8, "little")
     entry = default_cache().load_or_compile(name, source, "sm_90a")
     assert entry.resources.spill_stores == 0
-    GpuKernel(entry.cubin, name, block[0], shared).launch((1, 1, 1), Parameters(struct), 0, current_device())
+    GpuKernel(entry.cubin, name, block[0], shared).launch(grid, Parameters(struct), 0, current_device())
     cupy.cuda.runtime.deviceSynchronize()
     for data, copy in copies.values():
         data[:] = cupy.asnumpy(copy)

@@ -68,6 +68,17 @@ def test_stmatrix_named_barriers_registers_and_elections(run: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
+def test_clusters(run: Any) -> None:
+    source, seen = kernel_source("clusters.cu", {"kStages": 2, "kSteps": 50}), []
+    for launch in (run, run_on_gpu):
+        received = np.zeros((4, 50, 64, 4), np.uint32)
+        launch(source, "pass", received, grid=(4, 1, 1), block=(64, 1, 1), shared=2 * (1024 + 16))
+        seen.append(received)
+    np.testing.assert_array_equal(seen[1], seen[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("kernel", [Pipeline(), Pipeline(5, 9, 4), WrittenOperands()], ids=str)
 def test_all_together(kernel: Any) -> None:
     arguments, got, want = kernel.arguments()

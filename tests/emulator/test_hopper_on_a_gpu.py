@@ -21,6 +21,7 @@ CASES: dict[str, list[Any]] = {
     "test_operand_layouts": PRODUCTS,
     "test_box_copies": [f"{box}-{kernel}" for box, kernel in COPIES_OF_BOXES],
     "test_stmatrix_named_barriers_registers_and_elections": [""],
+    "test_clusters": [""],
     "test_all_together": [""],
 }
 LONGEST = 100  # seconds, in case a kernel hangs
@@ -55,6 +56,7 @@ def test_the_hardware_agrees_with_the_emulator(kind: str, case: str) -> None:
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 def test_the_kernels_compile_for_a_gpu() -> None:
     texts = {"load_box": kernel_source("boxes.cu", {"kBoxBytes": 1024}), "exchange": kernel_source("exchanges.cu", {})}
+    texts |= {"pass": kernel_source("clusters.cu", {"kStages": 2, "kSteps": 7})}
     texts |= {kernel.name: kernel.source for kernel in (Pipeline(), WrittenOperands())}
     texts |= {"product": PRODUCTS[20].source, "product ": PRODUCTS[-1].source}
     for name, source in texts.items():

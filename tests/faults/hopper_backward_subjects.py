@@ -10,6 +10,7 @@ from typing import Any
 import flashgen.language as fg
 from flashgen import attention
 from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
+from flashgen.codegen.hopper.cluster_plans import HopperClusterPlan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan
 from flashgen.runtime.schedule import Schedule
 from flashgen.verify import Shape, gradients_by_name, judged_gradients, random_gradients, random_inputs
@@ -20,6 +21,7 @@ from planting import Result
 
 # Several tiles of queries and of keys, the last ones partial, and a group of two query heads.
 _SHAPE = Shape(330, 600, 1, 2, 1)
+_SMALL = Shape(170, 200, 1, 2, 1)  # the same for clusters, whose tiles are smaller
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,14 @@ def hopper_backward_subjects() -> dict[str, HopperBackwardSubject]:
         "wide, dropped": HopperBackwardSubject(
             fg.AttentionSpec(144, value_dim=136, mask=fg.causal(), score=fg.softcap(20), dropout=0.25),
             options={"backward_plan": HopperWidePlan(32, 3)},
+        ),
+        "cluster": HopperBackwardSubject(
+            fg.AttentionSpec(264, mask=fg.causal()),
+            options={"backward_plan": HopperClusterPlan(2, 32)},
+            shape=_SMALL,
+        ),
+        "cluster, queries": HopperBackwardSubject(
+            fg.AttentionSpec(264, mask=fg.causal()), "dq", {"backward_plan": HopperClusterPlan(2, 32)}, shape=_SMALL
         ),
         "queries": HopperBackwardSubject(
             fg.AttentionSpec(64, mask=fg.causal()),

@@ -12,6 +12,7 @@ from flashgen.codegen.shared_memory import Barrier, BarrierGroup, Extent, litera
 
 _ONE_THREAD, _CONSUMER_WARPS, _ARRAY_WARPS = "1", "kConsumers * 4", "kArrayWarps"
 WARPS_OF_GROUP = 4
+_CLUSTER_WARPS = "12"  # of a CTA of a cluster, without those of its producer
 
 
 def _full(name: str, writers: int = 1) -> Barrier:
@@ -212,4 +213,28 @@ def query_barriers(key_stages: Extent, value_stages: Extent) -> tuple[BarrierGro
         BarrierGroup("Q and dO have landed.", (_full("queries"),)),
         _pipeline("A stage of K has landed, and has been released.", "keys", stages=key_stages),
         _pipeline("A stage of V has landed, and has been released.", "values", stages=value_stages),
+    )
+
+
+@cache
+def cluster_barriers(stages: Extent, passed_stages: Extent, both_accumulate: bool) -> tuple[BarrierGroup, ...]:
+    """Returns the barriers of a kernel of clusters of two CTAs.
+
+    Args:
+        both_accumulate: Whether both CTAs accumulate a gradient, or only the first one does.
+    """
+    streamed = (
+        "streamed_full: a streamed tile has landed, and the tile that the CTA holds with the first. streamed_empty: "
+        "every warp that reads tiles has read it."
+    )
+    passed = (
+        "passed_full: the fragments of the other CTA have landed. passed_empty: each warp of the other CTA that reads "
+        "them has read what this one has passed."
+    )
+    readers = _CLUSTER_WARPS if both_accumulate else f"cluster_rank() == 0 ? {_CLUSTER_WARPS} : 4"
+    # P is read by the score warpgroup, and where it is an operand, by the warpgroups that accumulate. dS is read by these.
+    loaders = "cluster_rank() == 0 ? 12 : 8" if both_accumulate else "cluster_rank() == 0 ? 4 : 8"
+    return (
+        BarrierGroup(streamed, (_full("streamed"), Barrier("streamed_empty", readers)), stages),
+        BarrierGroup(passed, (_full("passed"), Barrier("passed_empty", loaders)), passed_stages),
     )

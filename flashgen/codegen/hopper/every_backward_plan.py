@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from itertools import product
 
 from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
+from flashgen.codegen.hopper.cluster_plans import HopperClusterPlan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan
 from flashgen.codegen.targets import Target
 from flashgen.language.spec import AttentionSpec
 
 _STAGES = (2, 3, 4)
 _WIDE_QUERIES = (32, 48, 64, 80, 96)
+_CLUSTER_QUERIES = (32, 48, 64)
 
 
 def every_hopper_backward_plan(spec: AttentionSpec, target: Target) -> Iterator[HopperBackwardPlan | HopperWidePlan]:
@@ -27,3 +29,9 @@ def every_hopper_backward_plan(spec: AttentionSpec, target: Target) -> Iterator[
         yield HopperWidePlan(tile_q, stages)
     for stages, columns in product(_STAGES, (32, 64)):
         yield HopperWidePlan(stages=stages, dq_columns=columns)
+
+
+def every_cluster_plan() -> Iterator[HopperClusterPlan]:
+    """Yields the plans of clusters, including plans that do not fit."""
+    for tile_q, stages in product(_CLUSTER_QUERIES, _STAGES):
+        yield HopperClusterPlan(stages, tile_q)

@@ -9,10 +9,12 @@ from typing import Any, ClassVar
 from flashgen.codegen.family import BackwardFamily, ForwardFamily, HeadSplit, Kernels, PlanKind, SizeRules
 from flashgen.codegen.hopper.backward import render_hopper_backward
 from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
+from flashgen.codegen.hopper.cluster_backward import render_cluster_backward
+from flashgen.codegen.hopper.cluster_plans import HopperClusterPlan, cluster_problem
 from flashgen.codegen.hopper.decode import render_hopper_decode
 from flashgen.codegen.hopper.decode_family import HopperDecode
 from flashgen.codegen.hopper.decode_plans import HopperDecodePlan, variant_problem
-from flashgen.codegen.hopper.every_backward_plan import every_hopper_backward_plan
+from flashgen.codegen.hopper.every_backward_plan import every_cluster_plan, every_hopper_backward_plan
 from flashgen.codegen.hopper.forward import render_hopper
 from flashgen.codegen.hopper.head_packing import packed_plan, packing_of
 from flashgen.codegen.hopper.head_split import is_split_faster
@@ -111,7 +113,9 @@ class HopperForward(ForwardFamily):
 class HopperHeadSplit(HeadSplit):
     """One CTA per query head in the backward, where KV heads are too few to fill the GPU."""
 
-    def split_plan(self, plan: HopperBackwardPlan | HopperWidePlan | BackwardPlan) -> HopperBackwardPlan | None:
+    def split_plan(
+        self, plan: HopperBackwardPlan | HopperWidePlan | HopperClusterPlan | BackwardPlan
+    ) -> HopperBackwardPlan | None:
         return replace(plan, heads_apart=True) if isinstance(plan, HopperBackwardPlan) else None
 
     def choose(self, plan: Any, spec: AttentionSpec, target: Target, workload: Workload) -> HopperBackwardPlan | None:
@@ -122,19 +126,24 @@ class HopperHeadSplit(HeadSplit):
 
 
 class HopperBackward(BackwardFamily):
-    """Hopper's backward kernels. Specs whose rows they cannot hold take those of mma.sync."""
+    """Hopper's backward kernels. Specs that they cannot run take those of mma.sync."""
 
     head_split = HopperHeadSplit()
 
     def plan_classes(self, spec: AttentionSpec) -> tuple[type[Any], ...]:
-        return _MMA_SYNC_BACKWARD.plan_classes(spec) if rows_problem(spec) else (HopperBackwardPlan, HopperWidePlan)
+        if not rows_problem(spec):
+            return HopperBackwardPlan, HopperWidePlan
+        others = _MMA_SYNC_BACKWARD.plan_classes(spec)
+        return others if cluster_problem(spec) else (HopperClusterPlan, *others)
 
     def candidates(self, spec: AttentionSpec, target: Target) -> Iterator[Any]:
-        if rows_problem(spec):
-            return _MMA_SYNC_BACKWARD.candidates(spec, target)
-        return every_hopper_backward_plan(spec, target)
+        if not rows_problem(spec):
+            return every_hopper_backward_plan(spec, target)
+        return _MMA_SYNC_BACKWARD.candidates(spec, target) if cluster_problem(spec) else every_cluster_plan()
 
     def render(self, spec: AttentionSpec, target: Target, plan: Any, deterministic: bool) -> Kernels:
-        if rows_problem(spec):
-            return _MMA_SYNC_BACKWARD.render(spec, target, plan, deterministic)
-        return render_hopper_backward(spec, target, plan, deterministic)
+        if not rows_problem(spec):
+            return render_hopper_backward(spec, target, plan, deterministic)
+        if isinstance(plan, HopperClusterPlan) or (plan is None and not cluster_problem(spec)):
+            return render_cluster_backward(spec, target, plan, deterministic)
+        return _MMA_SYNC_BACKWARD.render(spec, target, plan, deterministic)

@@ -88,10 +88,10 @@ def swizzled_columns(element: DType) -> tuple[int, ...]:
 
 def panel_columns(width: int, element: DType) -> int:
     """Returns the columns of a panel: the widest TMA swizzle that divides a padded width."""
-    return _widest_panel(element, padded(width))
+    return widest_panel(element, padded(width))
 
 
-def _widest_panel(element: DType, *widths: int) -> int:
+def widest_panel(element: DType, *widths: int) -> int:
     """Returns the widest panel that TMA swizzles and that divides all of these widths."""
     return next(columns for columns in swizzled_columns(element) if not any(width % columns for width in widths))
 
@@ -166,16 +166,16 @@ class HopperPlan(Checked):
     def head_panel(self, spec: AttentionSpec) -> int:
         """Returns the columns of a panel of Q and of K. Where V is a part of K, panels of both have the same width."""
         if spec.shared_kv:
-            return _widest_panel(spec.element, padded_head_dim(spec), self.output_columns(spec))
-        return _widest_panel(spec.element, padded_head_dim(spec))
+            return widest_panel(spec.element, padded_head_dim(spec), self.output_columns(spec))
+        return widest_panel(spec.element, padded_head_dim(spec))
 
     def value_panel(self, spec: AttentionSpec) -> int:
         """Returns the columns of a panel of V and of the output."""
-        return self.head_panel(spec) if spec.shared_kv else _widest_panel(spec.element, self.output_columns(spec))
+        return self.head_panel(spec) if spec.shared_kv else widest_panel(spec.element, self.output_columns(spec))
 
     def passed_panel(self, spec: AttentionSpec) -> int:
         """Returns the columns of a panel of P in shared memory, which the second warpgroup reads."""
-        return _widest_panel(spec.element, self.tile_k)
+        return widest_panel(spec.element, self.tile_k)
 
     def warpgroup_registers(self, spec: AttentionSpec) -> tuple[int, int]:
         """Returns the registers of a thread of the producer warpgroup and of a consumer warpgroup (setmaxnreg)."""
