@@ -76,8 +76,13 @@ _REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 _REGISTERS_WITH_PAGES = _REGISTERS | {2: (40, 232)}
 _REGISTERS_WITH_RECORDS = (72, 216)  # the producer warpgroup converts records of keys
 _REGISTERS_TO_SPARE, _LIGHT = (56, 152), 156
-# With K and V of 8 bits all threads of the producer warpgroup convert them.
-_REGISTERS_TO_CONVERT = {1: (104, 256), 2: (88, 208), 3: (56, 152)}
+# With K and V of 8 bits all threads of the producer warpgroup convert them, and need more registers. Consumers with a
+# higher estimate (`registers`) than they then have get the second choice.
+_REGISTERS_TO_CONVERT = {
+    1: ((104, 256),) * 2,
+    2: ((88, 208), (72, 216)),
+    3: ((80, 144), (56, 152)),
+}
 _CHUNK = 16  # elements of 8 bits that a thread converts at a time
 
 
@@ -182,7 +187,8 @@ class HopperPlan(Checked):
         if spec.kv_record:
             return _REGISTERS_WITH_RECORDS
         if spec.kv_dtype:
-            return _REGISTERS_TO_CONVERT[self.consumers]
+            converting, beside_heavy = _REGISTERS_TO_CONVERT[self.consumers]
+            return beside_heavy if self.registers(spec) > converting[1] else converting
         if spec.page_size and self.consumers == 3 and self.registers(spec) <= _LIGHT:
             return _REGISTERS_TO_SPARE
         loads = spec.page_size or self.array_stages(spec)
