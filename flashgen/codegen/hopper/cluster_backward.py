@@ -1,10 +1,10 @@
 """Renders Hopper's backward kernels for rows of more than 256 columns, which run in clusters of two CTAs.
 
-The accumulators of dK and dV of 64 keys and 512 columns fill the registers of an SM twice over, and so do K, V, Q and dO
-its shared memory. Of a cluster, one CTA therefore holds K, streams Q and accumulates dK, and the other one holds V, streams
-dO and accumulates dV. The first one computes S and P, and the second one dP and dS. They pass P and dS, which the wgmma of
-dV and dK take in 16 bits anyway, to each other through distributed shared memory. The kernel of dQ does the same with a
-query tile, so that seven products are computed for five.
+dK and dV of 64 keys and 512 columns would take all registers of an SM, and K, V, Q and dO all of its shared memory. Of a
+cluster, one CTA therefore holds K, streams Q and accumulates dK, and the other one holds V, streams dO and accumulates
+dV. The first one computes S and P, and the second one dP and dS. They pass P and dS to each other through distributed
+shared memory, in 16 bits, which the wgmma of dV and dK take. The kernel of dQ does the same with a query tile, so that
+seven products are computed for five.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def render_cluster_backward(
     check_spec(spec, target)
     plan = plan or HopperClusterPlan()
     plan.check(spec, target)
-    queries_plan = HopperClusterQueriesPlan(plan.stages, plan.tile_q)  # CTAs of both kernels stream tiles of as many rows
+    queries_plan = HopperClusterQueriesPlan(
+        plan.stages, plan.tile_q
+    )  # CTAs of both kernels stream tiles of as many rows
     queries_plan.check(spec, target)
     rows = rows_of(spec, plan.tile_q)
     kernels = (
@@ -167,7 +169,9 @@ def _dq(
     launch["grid"] = partial(_query_grid, spec, plan.tile_q)
     launch["boxes"] = _boxes(spec, plan, "dq")
     rendering = Rendering(
-        template="hopper/backward/cluster_dq.cu.jinja", primitives=_primitives(spec, plan, plan.tile_k), optional=_OPTIONAL
+        template="hopper/backward/cluster_dq.cu.jinja",
+        primitives=_primitives(spec, plan, plan.tile_k),
+        optional=_OPTIONAL,
     )
     block = Block(plan.threads, plan.shared_memory(spec))
     return backward_kernel("dq", spec, target, layout, context, block, launch, rendering)

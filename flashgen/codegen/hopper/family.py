@@ -111,7 +111,9 @@ class HopperForward(ForwardFamily):
 class HopperHeadSplit(HeadSplit):
     """One CTA per query head in the backward, where KV heads are too few to fill the GPU."""
 
-    def split_plan(self, plan: HopperBackwardPlan | HopperWidePlan | HopperClusterPlan | BackwardPlan) -> HopperBackwardPlan | None:
+    def split_plan(
+        self, plan: HopperBackwardPlan | HopperWidePlan | HopperClusterPlan | BackwardPlan
+    ) -> HopperBackwardPlan | None:
         return replace(plan, heads_apart=True) if isinstance(plan, HopperBackwardPlan) else None
 
     def choose(self, plan: Any, spec: AttentionSpec, target: Target, workload: Workload) -> HopperBackwardPlan | None:
