@@ -40,8 +40,8 @@ def cluster_problem(spec: AttentionSpec) -> str | None:
 class _ClusterPlan(Checked):
     """What the plans of both kernels share.
 
-    A CTA holds 64 rows and streams tiles of other rows. One of its warpgroups computes scores, two accumulate one half of
-    the columns of a gradient each, and one is the producer.
+    A CTA holds 64 rows and streams tiles of other rows. One of its warpgroups computes scores, two accumulate one half
+    of the columns of a gradient each, and one is the producer.
     """
 
     stages: int = 3
