@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Mapping
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-# `__global__ void __launch_bounds__(kThreads, 2) name(parameters)`; the bounds, and dimensions of a cluster, may precede
-# `void` or be absent.
+# `__global__ void __launch_bounds__(kThreads, 2) name(parameters)`; the bounds, and the dimensions of a cluster, may
+# precede `void` or be absent.
 _KERNEL = re.compile(
     r"__global__\s+(?:void\s+|__(?:launch_bounds|cluster_dims)__\s*\((?:[^()]|\([^()]*\))*\)\s*)+"
     r"(?P<name>\w+)\s*\((?P<parameters>[^)]*)\)"

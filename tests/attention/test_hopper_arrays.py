@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,15 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(tensor_maps, "tensor_map", encode)
     return asked
+
+
+def test_maps_are_written_where_the_struct_has_them(encoded: list[int]) -> None:
+    """Whatever the order of the kernel's boxes: a barrier waits forever for the bytes of another array's box."""
+    kernel = render_forward(CAUSAL, target_named("sm_90a"))
+    problem = Problem(8, 4, 4, 1000, 1000, dict.fromkeys("qkvo", (4 * 1000 * 64, 1000 * 64, 64)))
+    turned = replace(kernel, boxes=dict(reversed(kernel.boxes.items())))
+    made = launch_of(turned, CAUSAL, problem, {}).writer
+    assert made.write(ADDRESSES, {}) == writer().write(ADDRESSES, {})
 
 
 def test_a_map_is_encoded_when_an_address_is_new(encoded: list[int]) -> None:

@@ -20,6 +20,7 @@ from flashgen.codegen.hopper.backward_plans import (
     depends_on_p_alone,
     takes_two_steps,
 )
+from flashgen.codegen.hopper.cluster_plans import HopperClusterPlan, HopperClusterQueriesPlan
 from flashgen.codegen.hopper.queries_plans import HopperQueriesPlan
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan, exchanged
 from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
@@ -190,6 +191,26 @@ def assert_tidy_small_and_all_used(kernel: RenderedKernel) -> None:
     more = any(each in body for each in ("d_score ==", "add_to_gradient", "philox"))
     most = MOST_CODE_OF_SUMS if more else MOST_CODE_OF_ONE_ELEMENT if "reads_uniform" in body else MOST_CODE
     assert lines <= most, f"{lines} lines of code"
+
+
+OF_CLUSTERS = [
+    AttentionSpec(512, "bfloat16"),
+    AttentionSpec(512, "bfloat16", mask=fg.causal(), layout="thd"),
+    AttentionSpec(320, mask=fg.document("ids"), score=fg.alibi("slopes")),
+    AttentionSpec(448, mask=fg.sliding_window(100, 50), score=fg.relative_bias("table", 24)),
+]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("spec", OF_CLUSTERS, ids=lambda spec: spec.name)
+@pytest.mark.rotated(2)
+def test_clusters_compile_without_spills_or_serialized_products(spec: AttentionSpec) -> None:
+    kernels = {role: kernel for role, kernel in backward_kernels(spec, SM_90A).items() if role in ("dkdv", "dq")}
+    assert [type(kernel.plan) for kernel in kernels.values()] == [HopperClusterPlan, HopperClusterQueriesPlan]
+    for kernel in kernels.values():
+        compiled(kernel)
+        if not spec.is_varlen:  # whose members are those of `launched`
+            assert_tidy_small_and_all_used(kernel)
 
 
 def test_which_kernels_a_spec_uses() -> None:

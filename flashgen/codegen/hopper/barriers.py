@@ -232,7 +232,7 @@ def cluster_barriers(stages: Extent, passed_stages: Extent, both_accumulate: boo
         "them has read what this one has passed."
     )
     readers = _CLUSTER_WARPS if both_accumulate else f"cluster_rank() == 0 ? {_CLUSTER_WARPS} : 4"
-    # P is read by the score warpgroup, and where it is an operand, by the warpgroups that accumulate. dS is read by these.
+    # P is read by the score warpgroup, and by those that accumulate if it is their operand. dS is read by these alone.
     loaders = "cluster_rank() == 0 ? 12 : 8" if both_accumulate else "cluster_rank() == 0 ? 4 : 8"
     return (
         BarrierGroup(streamed, (_full("streamed"), Barrier("streamed_empty", readers)), stages),

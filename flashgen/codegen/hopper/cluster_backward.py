@@ -1,10 +1,10 @@
 """Renders Hopper's backward kernels for rows of more than 256 columns, which run in clusters of two CTAs.
 
-The accumulators of dK and dV of 64 keys and 512 columns fill the registers of an SM twice over, and so do K, V, Q and dO
-its shared memory. Of a cluster, one CTA therefore holds K, streams Q and accumulates dK, and the other one holds V, streams
-dO and accumulates dV. The first one computes S and P, and the second one dP and dS. They pass P and dS, which the wgmma of
-dV and dK take in 16 bits anyway, to each other through distributed shared memory. The kernel of dQ does the same with a
-query tile, so that seven products are computed for five.
+dK and dV of 64 keys and 512 columns would take all registers of an SM, and K, V, Q and dO all of its shared memory. So
+one CTA of a cluster holds K, streams Q and accumulates dK, and the other holds V, streams dO and accumulates dV. The
+first one computes S and P, and the second one dP and dS. They pass P and dS to each other through distributed shared
+memory, in 16 bits, which the wgmma of dV and dK take. The kernel of dQ does the same with a query tile, so that seven
+products are computed for five.
 """
 
 from __future__ import annotations

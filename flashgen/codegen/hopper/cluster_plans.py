@@ -40,8 +40,8 @@ def cluster_problem(spec: AttentionSpec) -> str | None:
 class _ClusterPlan(Checked):
     """What the plans of both kernels share.
 
-    A CTA holds 64 rows and streams tiles of other rows. One of its warpgroups computes the scores of 64 rows and a tile,
-    two accumulate one half of the columns of a gradient each, and one is the producer.
+    A CTA holds 64 rows and streams tiles of other rows. One of its warpgroups computes scores, two accumulate one half
+    of the columns of a gradient each, and one is the producer.
     """
 
     stages: int = 3
@@ -70,7 +70,7 @@ class _ClusterPlan(Checked):
         return widest_panel(spec.element, padded_head_dim(spec) // 2)
 
     def first_columns(self, spec: AttentionSpec) -> int:
-        """Returns the columns of the first part of a warpgroup's half, in whole panels; the second part has the rest."""
+        """Returns the columns of the first part of a warpgroup's half, in whole panels. The second part is the rest."""
         panels = padded_head_dim(spec) // 2 // self.panel(spec)
         return -(-panels // 2) * self.panel(spec)
 
