@@ -81,8 +81,8 @@ def render_hopper_backward(
         UnsupportedError: the target or the plan does not support the spec.
     """
     check_spec(spec, target)
-    choices = (choose_hopper_backward_plan, choose_hopper_wide_plan)
-    plan = plan or next(filter(None, (choose(spec, target, deterministic) for choose in choices)))
+    plan = plan or choose_hopper_backward_plan(spec, target, deterministic)
+    plan = plan or choose_hopper_wide_plan(spec, target, deterministic)
     plan.check(spec, target)
     if isinstance(plan, HopperWidePlan) and deterministic:  # its CTAs add to a tile of dQ in any order
         plan = replace(plan, dq_columns=0)
