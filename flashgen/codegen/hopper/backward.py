@@ -68,11 +68,6 @@ _WARP_ROWS, _PART_ROWS = 16, 64
 _OPTIONAL = ("len_q",)  # TMA clips rows beyond the last one
 
 
-def _default_plan(spec: AttentionSpec, target: Target, deterministic: bool) -> HopperPlans:
-    narrow = choose_hopper_backward_plan(spec, target, deterministic)
-    return narrow or choose_hopper_wide_plan(spec, target, deterministic)
-
-
 def render_hopper_backward(
     spec: AttentionSpec, target: Target, plan: HopperPlans | None = None, deterministic: bool = False
 ) -> tuple[RenderedKernel, ...]:
@@ -88,7 +83,8 @@ def render_hopper_backward(
         UnsupportedError: the target or the plan does not support the spec.
     """
     check_spec(spec, target)
-    plan = plan or _default_plan(spec, target, deterministic)
+    plan = plan or choose_hopper_backward_plan(spec, target, deterministic)
+    plan = plan or choose_hopper_wide_plan(spec, target, deterministic)
     plan.check(spec, target)
     if isinstance(plan, HopperWidePlan) and deterministic:  # its CTAs add to a tile of dQ in any order
         plan = replace(plan, dq_columns=0)

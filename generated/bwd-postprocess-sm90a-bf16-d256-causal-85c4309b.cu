@@ -1,0 +1,99 @@
+// flashgen: attention backward, postprocess, bf16-d256-causal-85c4309b
+// Converts the dQ accumulator to dQ.
+//
+// mask     causal()
+// score    none; scale 0.0625
+// dropout  0
+// dims     head 256, value 256; bfloat16, accumulated in float32
+// target   sm_90a, family hopper
+// plan     64 queries x 64 keys, a warpgroup each for dV, dK and dQ, of 216, 208 and 64 registers, 2 stages of Q and dO, 0 bytes of shared memory
+// FLOPs    256 * batch * heads_q * len_q
+// HBM      1536 * batch * heads_q * len_q bytes, at least
+//
+// Grid: one block per (query tile, query head, batch). Reproduce with
+//   flashgen show --pass backward --kernel postprocess --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":256,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.0625,"score":null,"value_dim":256,"version":1}'
+
+using Element = unsigned short;   // the bits of a bfloat16
+
+struct Strides {   // in elements
+  long long batch, head, row;
+};
+
+struct BackwardPostprocessArguments {
+  const float* dq_accum;
+  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
+  Element* dq;
+  Strides dq_strides;
+  int len_q;
+  int rows;   // len_q, rounded up to whole tiles
+};
+
+// ---- The plan -------------------------------------------------------------------------------------------------------
+
+constexpr int kDim = 256;
+constexpr int kHeadDimPadded = 256;
+constexpr int kTile = 64;       // queries of a tile of the kernel that accumulates
+constexpr int kThreads = 256;
+constexpr float kScale = 0.0625f;
+constexpr float kNoLse = 3.40282347e+38f;   // marks a row whose scores are all masked
+// The warps that divide a tile of dQ along its rows and columns, and the mma tiles of each of them.
+constexpr int kGradientRowWarps = 4;
+constexpr int kGradientColumnWarps = 1;
+constexpr int kGradientRowTiles = kTile / 16 / kGradientRowWarps;
+constexpr int kGradientColumnTiles = kHeadDimPadded / 8 / kGradientColumnWarps;
+
+// ---- Primitives -----------------------------------------------------------------------------------------------------
+
+#ifndef FLASHGEN_EMULATOR   // The emulator defines these itself.
+
+extern __shared__ __align__(1024) unsigned char shared_memory[];
+
+// Rounds two floats to nearest even and puts them into one register, `low` in the lower half.
+__device__ __forceinline__ unsigned pack_bf16(float low, float high) {
+  unsigned packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+#endif
+
+// ---- The kernel -----------------------------------------------------------------------------------------------------
+
+// Returns the offset of an element of a lane within the 128 elements of an mma tile. The accumulator stores mma tiles
+// one after the other, so that a warp adds to consecutive addresses.
+__device__ constexpr int accum_offset(int lane, int element) { return lane * 4 + element; }
+
+// Returns the offset of an element within a tile of the accumulator, by the warp, the mma tile and the lane that added
+// it.
+__device__ __forceinline__ int accum_index(int row, int column) {
+  const int warp = row / (kGradientRowTiles * 16) * kGradientColumnWarps + column / (kGradientColumnTiles * 8);
+  const int i = row / 16 % kGradientRowTiles, j = column / 8 % kGradientColumnTiles;
+  const int lane = row % 8 * 4 + column % 8 / 2, element = row / 8 % 2 * 2 + column % 2;
+  return ((warp * kGradientRowTiles + i) * kGradientColumnTiles + j) * 128 + accum_offset(lane, element);
+}
+
+// Converts a query tile of the accumulator to dQ, with the softmax scale as a factor. Rows whose scores are all masked are
+// 0, whatever K holds.
+extern "C" __global__ void __launch_bounds__(kThreads)
+attention_backward_postprocess_bf16_d256_causal_85c4309b(const __grid_constant__ BackwardPostprocessArguments arguments) {
+  constexpr int kChunks = kDim / 8;
+  const int first = blockIdx.x * kTile, head = blockIdx.y, batch = blockIdx.z;
+  const long long row = (static_cast<long long>(batch) * gridDim.y + head) * arguments.rows + first;
+  const float* sums = arguments.dq_accum + row * kHeadDimPadded;
+  Element* gradient = arguments.dq + batch * arguments.dq_strides.batch + head * arguments.dq_strides.head;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kTile * kChunks; i += kThreads) {
+    // 16 threads convert 16 rows of 8 columns: one mma tile, whose elements are contiguous in the accumulator.
+    const int row_in_tile = i / (16 * kChunks) * 16 + i % 16, column = i / 16 % kChunks * 8;
+    if (first + row_in_tile >= arguments.len_q) continue;
+    unsigned pairs[4] = {};
+    const bool empty = arguments.statistics[(row + row_in_tile) * 2] == kNoLse;
+#pragma unroll
+    for (int j = 0; j < 4 && !empty; ++j) {
+      const float2 pair = *reinterpret_cast<const float2*>(sums + accum_index(row_in_tile, column + 2 * j));
+      pairs[j] = pack_bf16(pair.x * kScale, pair.y * kScale);
+    }
+    *reinterpret_cast<uint4*>(gradient + (first + row_in_tile) * arguments.dq_strides.row + column) =
+        make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+}
