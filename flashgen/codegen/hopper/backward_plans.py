@@ -293,7 +293,7 @@ _NARROW_DIM = 64
 # The fastest plans measured on an H200 with 16384 tokens in bfloat16. None of them spills.
 _NARROW = HopperBackwardPlan(128, early_scores=False)
 _HEAVY = HopperBackwardPlan(64, early_scores=False, finish_apart=True)
-_PAIRS = HopperBackwardPlan(64)  # for elements of captured arrays that are loaded in pairs
+_PAIRS = HopperBackwardPlan(64)  # for elements of captured arrays that are loaded as tiles, or in pairs
 _NARROW_PAIRS = 32  # columns beside which 128 queries leave registers for pairs
 _FULL, _MASKED = HopperBackwardPlan(64), HopperBackwardPlan(64, stages=3)
 
@@ -319,6 +319,9 @@ def choose_hopper_backward_plan(
         preferred = (*preferred, _HEAVY)
     if transposed_elements(spec) or paired_mask_elements(spec):
         preferred = (_NARROW, _PAIRS) if spec.max_dim <= _NARROW_PAIRS and takes_two_steps(spec) else (_PAIRS,)
+        crowds = spec.max_dim > _NARROW_DIM and not batch_traits(spec).spares_registers
+        if crowds and transposed_elements(spec):  # 232 registers would spill
+            preferred = (replace(_PAIRS, finish_apart=True),)
     # These need every register: a short derivative of the score beside the most accumulators, or global positions of a
     # sharded call beside random bits and scores.
     crowded = has_slope(spec) and not demand.long_score and plain.registers(spec) > _CROWDED
