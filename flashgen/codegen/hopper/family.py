@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from flashgen.codegen.family import BackwardFamily, ForwardFamily, HeadSplit, Kernels, PlanKind, SizeRules
 from flashgen.codegen.hopper.backward import render_hopper_backward
-from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
+from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan, with_split_heads
 from flashgen.codegen.hopper.decode import render_hopper_decode
 from flashgen.codegen.hopper.decode_family import HopperDecode
 from flashgen.codegen.hopper.decode_plans import HopperDecodePlan, variant_problem
@@ -112,7 +111,7 @@ class HopperHeadSplit(HeadSplit):
     """One CTA per query head in the backward, where KV heads are too few to fill the GPU."""
 
     def split_plan(self, plan: HopperBackwardPlan | HopperWidePlan | BackwardPlan) -> HopperBackwardPlan | None:
-        return replace(plan, heads_apart=True) if isinstance(plan, HopperBackwardPlan) else None
+        return with_split_heads(plan)
 
     def choose(self, plan: Any, spec: AttentionSpec, target: Target, workload: Workload) -> HopperBackwardPlan | None:
         split = self.split_plan(plan)
