@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from flashgen.analysis.closed_forms.tile_ranges import key_range, query_range
 from flashgen.codegen.arguments import ArgumentLayout, Field, gradient_field
@@ -68,6 +67,14 @@ _WARP_ROWS, _PART_ROWS = 16, 64
 _OPTIONAL = ("len_q",)  # TMA clips rows beyond the last one
 
 
+class MainKernel(NamedTuple):
+    """The kernel of dK and dV, how the pass computes dQ, and whether the other kernels depend on the mode."""
+
+    kernel: RenderedKernel
+    dq: DqAccumulation
+    by_mode: bool
+
+
 def render_hopper_backward(
     spec: AttentionSpec, target: Target, plan: HopperPlans | None = None, deterministic: bool = False
 ) -> tuple[RenderedKernel, ...]:
@@ -86,22 +93,13 @@ def render_hopper_backward(
     plan = plan or choose_hopper_backward_plan(spec, target, deterministic)
     plan = plan or choose_hopper_wide_plan(spec, target, deterministic)
     plan.check(spec, target)
-    if isinstance(plan, HopperWidePlan) and deterministic:  # its CTAs add to a tile of dQ in any order
-        plan = replace(plan, dq_columns=0)
+    plan = plan.in_mode(deterministic)
     if plan.heads_apart and deterministic:
         raise UnsupportedError(
             f"{plan}: the deterministic mode cannot accumulate dK and dV of query heads: leave out heads_apart"
         )
     rows = rows_of(spec, plan.tile_q)
-    if isinstance(plan, HopperWidePlan):
-        dq, by_mode = DqAccumulation(apart=not plan.with_dq), False
-        main = _wide_dkdv(spec, target, plan, rows, deterministic)
-    else:
-        apart, by_mode = deterministic and not plan.in_turns, deterministic
-        semaphores = backward_scheduler.semaphores(spec, plan, apart)
-        first_stores = not (apart or plan.adds_dq(spec))
-        dq = DqAccumulation(apart, first_stores, plan.finishes(spec, apart), semaphores)
-        main = _dkdv(spec, target, plan, rows, deterministic)
+    main, dq, by_mode = _MAIN_KERNELS[type(plan)](spec, target, plan, rows, deterministic)
     kernels = [preprocess(spec, target, plan, rows, by_mode, dq), main]
     if dq.apart:
         queries_plan = choose_hopper_queries_plan(spec, target)
@@ -114,6 +112,29 @@ def render_hopper_backward(
             for array, width in _row_widths(spec, plan)
         ]
     return (*kernels, *sink_kernels(spec, target, rows), *capture_kernels(spec, target, rows, deterministic))
+
+
+def _main_kernel(
+    spec: AttentionSpec, target: Target, plan: HopperBackwardPlan, rows: Rows, deterministic: bool
+) -> MainKernel:
+    apart = deterministic and not plan.in_turns
+    semaphores = backward_scheduler.semaphores(spec, plan, apart)
+    first_stores = not (apart or plan.adds_dq(spec))
+    dq = DqAccumulation(apart, first_stores, plan.finishes(spec, apart), semaphores)
+    return MainKernel(_dkdv(spec, target, plan, rows, deterministic), dq, deterministic)
+
+
+def _wide_main_kernel(
+    spec: AttentionSpec, target: Target, plan: HopperWidePlan, rows: Rows, deterministic: bool
+) -> MainKernel:
+    dq = DqAccumulation(apart=not plan.with_dq)
+    return MainKernel(_wide_dkdv(spec, target, plan, rows, deterministic), dq, False)
+
+
+_MAIN_KERNELS: dict[type[HopperPlans], Callable[..., MainKernel]] = {
+    HopperBackwardPlan: _main_kernel,
+    HopperWidePlan: _wide_main_kernel,
+}
 
 
 def _dkdv(

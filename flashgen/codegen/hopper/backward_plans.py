@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import sympy
 
@@ -99,6 +99,10 @@ class HopperBackwardPlan(Checked):
     persistent: ClassVar[bool] = True
     packed_heads: ClassVar[int] = 1
     tile_k: ClassVar[int] = 2 * _ROWS
+
+    def in_mode(self, deterministic: bool) -> HopperBackwardPlan:
+        """Returns the plan of a mode, which is the same in both: the deterministic one has orders, or a kernel of dQ."""
+        return self
 
     @property
     def threads(self) -> int:
@@ -296,6 +300,11 @@ _HEAVY = HopperBackwardPlan(64, early_scores=False, finish_apart=True)
 _PAIRS = HopperBackwardPlan(64)  # for elements of captured arrays that are loaded as tiles, or in pairs
 _NARROW_PAIRS = 32  # columns beside which 128 queries leave registers for pairs
 _FULL, _MASKED = HopperBackwardPlan(64), HopperBackwardPlan(64, stages=3)
+
+
+def with_split_heads(plan: Any) -> HopperBackwardPlan | None:
+    """Returns the plan with one CTA per query head; None for a plan of another class, which has no such kernel."""
+    return replace(plan, heads_apart=True) if isinstance(plan, HopperBackwardPlan) else None
 
 
 def choose_hopper_backward_plan(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from flashgen.codegen.hopper.backward_plans import depends_on_p_alone
 from flashgen.codegen.hopper.barriers import cluster_barriers
@@ -183,3 +183,8 @@ class HopperClusterQueriesPlan(_ClusterPlan):
         """Returns why the plan is inconsistent or does not fit the spec or the target; None if it is valid."""
         why = self._rows_problem(spec, target, "tile_k", self.tile_k)
         return why or shared_memory_problem(self.shared_bytes(spec), target, "take fewer keys or stages")
+
+
+def takes_cluster(spec: AttentionSpec, plan: Any) -> bool:
+    """Returns whether a plan is one of clusters; None stands for the default plan of a spec with wide rows."""
+    return isinstance(plan, HopperClusterPlan) or (plan is None and not cluster_problem(spec))

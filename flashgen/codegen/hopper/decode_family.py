@@ -60,7 +60,7 @@ class HopperDecode(MmaSyncDecode):
         return self._wide(spec, target, rows, scheduled) or plan_of_rows(spec, target, rows, scheduled)
 
     def candidates(self, spec: AttentionSpec, target: Target, default: Any) -> Iterator[Any]:
-        if not isinstance(default, HopperDecodePlan):
+        if type(default) in MmaSyncDecode.plans:
             return super().candidates(spec, target, default)
         sizes = product((64, 48, 80, 32, 96, 128), (2, 1, 3, 4))
         return (HopperDecodePlan(keys, stages, default.scheduled) for keys, stages in sizes)

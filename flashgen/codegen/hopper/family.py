@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from flashgen.codegen.family import BackwardFamily, ForwardFamily, HeadSplit, Kernels, PlanKind, SizeRules
 from flashgen.codegen.hopper.backward import render_hopper_backward
-from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan
+from flashgen.codegen.hopper.backward_plans import HopperBackwardPlan, with_split_heads
 from flashgen.codegen.hopper.cluster_backward import render_cluster_backward
-from flashgen.codegen.hopper.cluster_plans import HopperClusterPlan, cluster_problem
+from flashgen.codegen.hopper.cluster_plans import HopperClusterPlan, cluster_problem, takes_cluster
 from flashgen.codegen.hopper.decode import render_hopper_decode
 from flashgen.codegen.hopper.decode_family import HopperDecode
 from flashgen.codegen.hopper.decode_plans import HopperDecodePlan, variant_problem
@@ -25,7 +24,6 @@ from flashgen.codegen.hopper.mixed_plans import HopperMixedPlan, choose_hopper_m
 from flashgen.codegen.hopper.plans import HopperPlan, every_hopper_plan
 from flashgen.codegen.hopper.smaller_tiles import smaller_option, smaller_plan, smaller_tiles
 from flashgen.codegen.hopper.wide_plans import HopperWidePlan
-from flashgen.codegen.mma_sync.backward_plans import BackwardPlan
 from flashgen.codegen.mma_sync.family import MmaSyncBackward, MmaSyncForward, num_splits
 from flashgen.codegen.mma_sync.mixed import choose_mixed_work_units
 from flashgen.codegen.plan import Plan
@@ -113,10 +111,8 @@ class HopperForward(ForwardFamily):
 class HopperHeadSplit(HeadSplit):
     """One CTA per query head in the backward, where KV heads are too few to fill the GPU."""
 
-    def split_plan(
-        self, plan: HopperBackwardPlan | HopperWidePlan | HopperClusterPlan | BackwardPlan
-    ) -> HopperBackwardPlan | None:
-        return replace(plan, heads_apart=True) if isinstance(plan, HopperBackwardPlan) else None
+    def split_plan(self, plan: Any) -> HopperBackwardPlan | None:
+        return with_split_heads(plan)
 
     def choose(self, plan: Any, spec: AttentionSpec, target: Target, workload: Workload) -> HopperBackwardPlan | None:
         split = self.split_plan(plan)
@@ -144,6 +140,6 @@ class HopperBackward(BackwardFamily):
     def render(self, spec: AttentionSpec, target: Target, plan: Any, deterministic: bool) -> Kernels:
         if not rows_problem(spec):
             return render_hopper_backward(spec, target, plan, deterministic)
-        if isinstance(plan, HopperClusterPlan) or (plan is None and not cluster_problem(spec)):
+        if takes_cluster(spec, plan):
             return render_cluster_backward(spec, target, plan, deterministic)
         return _MMA_SYNC_BACKWARD.render(spec, target, plan, deterministic)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from flashgen.codegen.demand import Weight, demand_of
@@ -70,6 +70,10 @@ class HopperWidePlan(Checked):
     @property
     def with_dq(self) -> bool:
         return self.dq_columns > 0
+
+    def in_mode(self, deterministic: bool) -> HopperWidePlan:
+        """Returns the plan of a mode: CTAs add to a tile of dQ in any order, so the deterministic mode has no dQ here."""
+        return replace(self, dq_columns=0) if deterministic else self
 
     @property
     def dv_registers(self) -> int:
