@@ -101,7 +101,7 @@ class HopperBackwardPlan(Checked):
     tile_k: ClassVar[int] = 2 * _ROWS
 
     def in_mode(self, deterministic: bool) -> HopperBackwardPlan:
-        """Returns the plan of a mode, which is the same in both: the deterministic one has orders, or a kernel of dQ."""
+        """Returns the plan of a mode: the same, whose deterministic mode orders its additions."""
         return self
 
     @property

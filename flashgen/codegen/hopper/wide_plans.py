@@ -72,7 +72,7 @@ class HopperWidePlan(Checked):
         return self.dq_columns > 0
 
     def in_mode(self, deterministic: bool) -> HopperWidePlan:
-        """Returns the plan of a mode: CTAs add to a tile of dQ in any order, so the deterministic mode has no dQ here."""
+        """Returns the plan of a mode. CTAs add to a tile of dQ in any order, which the deterministic mode excludes."""
         return replace(self, dq_columns=0) if deterministic else self
 
     @property
