@@ -26,7 +26,7 @@ struct BackwardDkdvArguments {
   TensorMap d_o_map;
   TensorMap dk_map;
   TensorMap dv_map;
-  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
+  const float* lse_and_d;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
   int heads_q;
   int heads_per_kv;
   int len_q;
@@ -72,12 +72,12 @@ constexpr int kElementBytes = sizeof(Element);
 constexpr int kResidentBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kStreamedBytes = kTileQ * kHeadDimPadded * kElementBytes;
 constexpr int kPassedBytes = kTileK * kTileQ * kElementBytes;
-constexpr int kStatisticsBytes = kTileQ * sizeof(float2);
+constexpr int kLseAndDBytes = kTileQ * sizeof(float2);
 constexpr int kBarrierBytes = (2 * kStages + 2 * kPassedStages) * 8;
 constexpr int kStreamedOffset = kResidentBytes;
 constexpr int kPassedOffset = kStreamedOffset + kStages * kStreamedBytes;
-constexpr int kStatisticsOffset = kPassedOffset + kPassedStages * kPassedBytes;
-constexpr int kBarrierOffset = kStatisticsOffset + kStages * kStatisticsBytes;
+constexpr int kLseAndDOffset = kPassedOffset + kPassedStages * kPassedBytes;
+constexpr int kBarrierOffset = kLseAndDOffset + kStages * kLseAndDBytes;
 static_assert(kBarrierOffset + kBarrierBytes <= 226512, "the shared memory of the launch");
 
 // The rank of a CTA in its cluster of two: 0 for the one that computes S and P, and 1 for the one that computes dP and dS.
@@ -352,7 +352,7 @@ struct SharedStorage {
   __device__ __forceinline__ unsigned resident() const { return base; }
   __device__ __forceinline__ unsigned streamed(int stage) const { return base + (kStreamedOffset + stage * kStreamedBytes); }
   __device__ __forceinline__ unsigned passed(int stage) const { return base + (kPassedOffset + stage * kPassedBytes); }
-  __device__ __forceinline__ unsigned statistics(int stage) const { return base + (kStatisticsOffset + stage * kStatisticsBytes); }
+  __device__ __forceinline__ unsigned lse_and_d(int stage) const { return base + (kLseAndDOffset + stage * kLseAndDBytes); }
   __device__ __forceinline__ unsigned gradient() const { return base; }
 
   // streamed_full: a streamed tile has landed, and the tile that the CTA holds with the first. streamed_empty: every warp that reads tiles has read it.
@@ -399,10 +399,10 @@ __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, u
   }
 }
 
-// Starts product = A * B^T for 64 rows of A and kRowsB rows of B. Both tiles are K-major: their columns are the reduction
-// dimension. A panel of A has kRowsA rows.
+// Issues the wgmmas of product = A * B^T for 64 rows of A and kRowsB rows of B, both in shared memory (SS). Both tiles are
+// K-major: their columns are the reduction dimension. A panel of A has kRowsA rows.
 template <int kDepth, int kPanel, int kRowsA, int kRowsB>
-__device__ __forceinline__ void start_product(float (&product)[kRowsB / 2], unsigned a_tile, unsigned b_tile) {
+__device__ __forceinline__ void issue_wgmma_ss(float (&product)[kRowsB / 2], unsigned a_tile, unsigned b_tile) {
   constexpr int kSwizzle = kPanel * kElementBytes;
   order_registers(product);
   wgmma_fence();
@@ -417,10 +417,11 @@ __device__ __forceinline__ void start_product(float (&product)[kRowsB / 2], unsi
   wgmma_commit();
 }
 
-// Starts product += A * B with the fragments of A in registers. B is MN-major: its kDepth rows are the reduction dimension.
+// Issues the wgmmas of product += A * B with the fragments of A in registers and B in shared memory (RS). B is MN-major: its
+// kDepth rows are the reduction dimension.
 template <int kColumns, int kPanel, int kDepth>
-__device__ __forceinline__ void start_accumulate(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
-                                                 unsigned b_tile) {
+__device__ __forceinline__ void issue_wgmma_rs(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
+                                               unsigned b_tile) {
   constexpr int kSwizzle = kPanel * kElementBytes;
   order_registers(product);
   wgmma_fence();
@@ -489,8 +490,8 @@ using Scores = Fragment<kTileQ>;
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, and the lane's first query and first key. The one along which the
-// mainloop visits tiles is relative to the tile.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. The last two count from the
+// beginning of the sequence, but from that of the tile along the axis on which the mainloop visits tiles.
 struct Position {
   int batch, head, query, key;
 };
@@ -604,7 +605,7 @@ __device__ __forceinline__ void unpack_scores(float (&scores)[Scores::kElements]
 
 // ---- The producer ---------------------------------------------------------------------------------------------------
 
-// The producer: loads Q or dO, and the row statistics, of each iteration once their stage is empty, and with the first
+// The producer: loads Q or dO, and LSE and D, of each iteration once their stage is empty, and with the first
 // iteration K or V.
 __device__ __forceinline__ void producer(const WorkTile& work, const SharedStorage& storage,
                                          const BackwardDkdvArguments& arguments) {
@@ -615,11 +616,11 @@ __device__ __forceinline__ void producer(const WorkTile& work, const SharedStora
     const bool first = state.iteration == 0;
     const unsigned full = storage.streamed_full(state.stage());
     mbarrier_wait(storage.streamed_empty(state.stage()), state.phase() ^ 1);
-    mbarrier_expect_bytes(full, kStreamedBytes + kStatisticsBytes + (first ? kResidentBytes : 0));
+    mbarrier_expect_bytes(full, kStreamedBytes + kLseAndDBytes + (first ? kResidentBytes : 0));
     load_rows<kTileQ, kHeadDimPadded, kPanel>(storage.streamed(state.stage()), query_map, full, iterator.first_query(),
                                               iterator.head(work, arguments), work.batch);
-    bulk_load(storage.statistics(state.stage()), arguments.statistics + first_row(iterator, work, arguments) * 2,
-              kStatisticsBytes, full);
+    bulk_load(storage.lse_and_d(state.stage()), arguments.lse_and_d + first_row(iterator, work, arguments) * 2,
+              kLseAndDBytes, full);
     if (first) {
       load_rows<kTileK, kHeadDimPadded, kPanel>(storage.resident(), key_map, full, work.first_key, work.head_kv,
                                                 work.batch);
@@ -630,15 +631,15 @@ __device__ __forceinline__ void producer(const WorkTile& work, const SharedStora
 // ---- The consumers --------------------------------------------------------------------------------------------------
 
 // Returns (LSE, D) of the two queries of this lane's pairs j.
-__device__ __forceinline__ float4 statistics_of(const unsigned char* statistics, int j) {
-  return *reinterpret_cast<const float4*>(statistics + (Scores::column(Scores::pair(0, j)) + threadIdx.x % 4 * 2) * 8);
+__device__ __forceinline__ float4 lse_and_d_of(const unsigned char* lse_and_d, int j) {
+  return *reinterpret_cast<const float4*>(lse_and_d + (Scores::column(Scores::pair(0, j)) + threadIdx.x % 4 * 2) * 8);
 }
 
 // Returns whether some query of a tile has a large LSE.
-__device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
+__device__ __forceinline__ bool has_large_lse(const unsigned char* lse_and_d) {
   float largest = 0.0f;
   for (int row = threadIdx.x % 32; row < kTileQ; row += 32) {
-    const float lse = fabsf(*reinterpret_cast<const float*>(statistics + row * 8));
+    const float lse = fabsf(*reinterpret_cast<const float*>(lse_and_d + row * 8));
     if (lse < kNoLse) largest = fmaxf(largest, lse);
   }
   return __any_sync(0xffffffffu, largest > kLargeLse);
@@ -648,11 +649,11 @@ __device__ __forceinline__ bool has_large_lse(const unsigned char* statistics) {
 // 1 wherever its exponent is positive, or below 0 by no more than the rounding error of a large LSE.
 template <Tests kTests>
 __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
-                                            const unsigned char* statistics, const Position& position,
+                                            const unsigned char* lse_and_d, const Position& position,
                                             int first_query, const BackwardDkdvArguments& arguments) {
 #pragma unroll
   for (int j = 0; j < Scores::kPairs; ++j) {
-    const float4 rows = statistics_of(statistics, j);
+    const float4 rows = lse_and_d_of(lse_and_d, j);
 #pragma unroll
     for (int m = 0; m < Scores::kRows * 2; ++m) {
       const int n = Scores::pair(m / 2, j) + m % 2;
@@ -671,10 +672,10 @@ __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
 // Turns dP into dS = P * (dP - D) with D from the preprocess kernel.
 __device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
                                            const float (&probabilities)[Scores::kElements],
-                                           const unsigned char* statistics) {
+                                           const unsigned char* lse_and_d) {
 #pragma unroll
   for (int j = 0; j < Scores::kPairs; ++j) {
-    const float4 rows = statistics_of(statistics, j);
+    const float4 rows = lse_and_d_of(lse_and_d, j);
 #pragma unroll
     for (int m = 0; m < Scores::kRows * 2; ++m) {
       const int n = Scores::pair(m / 2, j) + m % 2;
@@ -693,10 +694,10 @@ __device__ __forceinline__ void pack_scores(unsigned (&fragments)[Scores::kPairs
 }
 
 // Starts the product of the tile of a CTA and a streamed tile: S = Q * K^T or dP = dO * V^T.
-__device__ __forceinline__ void start_scores(float (&scores)[Scores::kElements], const SharedStorage& storage,
+__device__ __forceinline__ void issue_qk_wgmma(float (&scores)[Scores::kElements], const SharedStorage& storage,
                                              PipelineState<kStages> state) {
   mbarrier_wait(storage.streamed_full(state.stage()), state.phase());
-  start_product<kHeadDimPadded, kPanel, kTileK, kTileQ>(scores, storage.resident(), storage.streamed(state.stage()));
+  issue_wgmma_ss<kHeadDimPadded, kPanel, kTileK, kTileQ>(scores, storage.resident(), storage.streamed(state.stage()));
 }
 
 // The score warpgroup of the first CTA: computes S and P, and passes P to the other CTA.
@@ -708,19 +709,19 @@ __device__ __forceinline__ void compute_p(const WorkTile& work, const SharedStor
   unsigned fragments[kTileQ / 16][4];
   QueryIterator iterator(work, arguments);
   for (PipelineState<kStages> state = {0}; !iterator.done(arguments); iterator.advance(work, arguments), ++state) {
-    start_scores(scores, storage, state);
+    issue_qk_wgmma(scores, storage, state);
     const int first_query = iterator.first_query();
-    const unsigned char* statistics = storage.pointer<unsigned char>(storage.statistics(state.stage()));
+    const unsigned char* lse_and_d = storage.pointer<unsigned char>(storage.lse_and_d(state.stage()));
     position.head = iterator.head(work, arguments);
     await_product<0>(scores);
-    if (work.first_key + kTileK > arguments.len_k || has_large_lse(statistics)) {
-      recompute_p<Tests::kAll>(scores, statistics, position, first_query, arguments);
+    if (work.first_key + kTileK > arguments.len_k || has_large_lse(lse_and_d)) {
+      recompute_p<Tests::kAll>(scores, lse_and_d, position, first_query, arguments);
     } else if (!iterator.tiles.full(iterator.step)) {
-      recompute_p<Tests::kMask>(scores, statistics, position, first_query, arguments);
+      recompute_p<Tests::kMask>(scores, lse_and_d, position, first_query, arguments);
     } else {
-      recompute_p<Tests::kNone>(scores, statistics, position, first_query, arguments);
+      recompute_p<Tests::kNone>(scores, lse_and_d, position, first_query, arguments);
     }
-    __syncwarp();   // all lanes have read the statistics
+    __syncwarp();   // all lanes have read LSE and D
     release(storage.streamed_empty(state.stage()));
     pack_scores(fragments, scores);
     pass_fragments(fragments, storage, {state.iteration});
@@ -735,12 +736,12 @@ __device__ __forceinline__ void compute_ds(const WorkTile& work, const SharedSto
   unsigned fragments[kTileQ / 16][4];
   QueryIterator iterator(work, arguments);
   for (PipelineState<kStages> state = {0}; !iterator.done(arguments); iterator.advance(work, arguments), ++state) {
-    start_scores(d_scores, storage, state);
+    issue_qk_wgmma(d_scores, storage, state);
     load_passed(fragments, true, storage, {state.iteration});
     unpack_scores(probabilities, fragments);
     await_product<0>(d_scores);
-    compute_ds(d_scores, probabilities, storage.pointer<unsigned char>(storage.statistics(state.stage())));
-    __syncwarp();   // all lanes have read the statistics
+    compute_ds(d_scores, probabilities, storage.pointer<unsigned char>(storage.lse_and_d(state.stage())));
+    __syncwarp();   // all lanes have read LSE and D
     release(storage.streamed_empty(state.stage()));
     pack_scores(fragments, d_scores);
     pass_fragments(fragments, storage, {state.iteration});
@@ -759,8 +760,8 @@ struct Gradient {
     load_passed(fragments, half == 0 && cluster_rank() == 0, storage, {state.iteration});
     mbarrier_wait(storage.streamed_full(state.stage()), state.phase());
     const unsigned columns = storage.streamed(state.stage()) + half * kColumns * kTileQ * kElementBytes;
-    start_accumulate<kFirstColumns, kPanel, kTileQ>(first, fragments, columns);
-    start_accumulate<kSecondColumns, kPanel, kTileQ>(second, fragments,
+    issue_wgmma_rs<kFirstColumns, kPanel, kTileQ>(first, fragments, columns);
+    issue_wgmma_rs<kSecondColumns, kPanel, kTileQ>(second, fragments,
                                                       columns + kFirstColumns * kTileQ * kElementBytes);
     await_product<1>(first);
     await_product<0>(second);

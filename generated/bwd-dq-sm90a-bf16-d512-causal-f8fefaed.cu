@@ -25,7 +25,7 @@ struct BackwardDqArguments {
   TensorMap v_map;
   TensorMap d_o_map;
   TensorMap dq_map;
-  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
+  const float* lse_and_d;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
   int heads_q;
   int len_q;
   int len_k;
@@ -378,10 +378,10 @@ __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, u
   }
 }
 
-// Starts product = A * B^T for 64 rows of A and kRowsB rows of B. Both tiles are K-major: their columns are the reduction
-// dimension. A panel of A has kRowsA rows.
+// Issues the wgmmas of product = A * B^T for 64 rows of A and kRowsB rows of B, both in shared memory (SS). Both tiles are
+// K-major: their columns are the reduction dimension. A panel of A has kRowsA rows.
 template <int kDepth, int kPanel, int kRowsA, int kRowsB>
-__device__ __forceinline__ void start_product(float (&product)[kRowsB / 2], unsigned a_tile, unsigned b_tile) {
+__device__ __forceinline__ void issue_wgmma_ss(float (&product)[kRowsB / 2], unsigned a_tile, unsigned b_tile) {
   constexpr int kSwizzle = kPanel * kElementBytes;
   order_registers(product);
   wgmma_fence();
@@ -396,10 +396,11 @@ __device__ __forceinline__ void start_product(float (&product)[kRowsB / 2], unsi
   wgmma_commit();
 }
 
-// Starts product += A * B with the fragments of A in registers. B is MN-major: its kDepth rows are the reduction dimension.
+// Issues the wgmmas of product += A * B with the fragments of A in registers and B in shared memory (RS). B is MN-major: its
+// kDepth rows are the reduction dimension.
 template <int kColumns, int kPanel, int kDepth>
-__device__ __forceinline__ void start_accumulate(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
-                                                 unsigned b_tile) {
+__device__ __forceinline__ void issue_wgmma_rs(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
+                                               unsigned b_tile) {
   constexpr int kSwizzle = kPanel * kElementBytes;
   order_registers(product);
   wgmma_fence();
@@ -468,8 +469,8 @@ using Scores = Fragment<kTileK>;
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, and the lane's first query and first key. The one along which the
-// mainloop visits tiles is relative to the tile.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. The last two count from the
+// beginning of the sequence, but from that of the tile along the axis on which the mainloop visits tiles.
 struct Position {
   int batch, head, query, key;
 };
@@ -568,13 +569,13 @@ __device__ __forceinline__ void producer(const WorkTile& work, const SharedStora
 // ---- The consumers --------------------------------------------------------------------------------------------------
 
 // Loads LSE (to the base 2) and D of the lane's rows.
-__device__ __forceinline__ void load_statistics(float2 (&rows)[Scores::kRows], const Position& position,
-                                                const BackwardDqArguments& arguments) {
+__device__ __forceinline__ void load_lse_and_d(float2 (&rows)[Scores::kRows], const Position& position,
+                                               const BackwardDqArguments& arguments) {
   const long long head = static_cast<long long>(position.batch) * arguments.heads_q + position.head;
 #pragma unroll
   for (int r = 0; r < Scores::kRows; ++r) {
     const int query = min(position.query + Scores::row_offset(r), arguments.rows - 1);
-    rows[r] = *reinterpret_cast<const float2*>(arguments.statistics + (head * arguments.rows + query) * 2);
+    rows[r] = *reinterpret_cast<const float2*>(arguments.lse_and_d + (head * arguments.rows + query) * 2);
   }
 }
 
@@ -625,10 +626,10 @@ __device__ __forceinline__ void pack_scores(unsigned (&fragments)[Scores::kPairs
 }
 
 // Starts the product of the tile of a CTA and a streamed tile: S = Q * K^T or dP = dO * V^T.
-__device__ __forceinline__ void start_scores(float (&scores)[Scores::kElements], const SharedStorage& storage,
+__device__ __forceinline__ void issue_qk_wgmma(float (&scores)[Scores::kElements], const SharedStorage& storage,
                                              PipelineState<kStages> state) {
   mbarrier_wait(storage.streamed_full(state.stage()), state.phase());
-  start_product<kHeadDimPadded, kPanel, kTileQ, kTileK>(scores, storage.resident(), storage.streamed(state.stage()));
+  issue_wgmma_ss<kHeadDimPadded, kPanel, kTileQ, kTileK>(scores, storage.resident(), storage.streamed(state.stage()));
 }
 
 // Returns the position of the first score of a lane in the warpgroup's rows.
@@ -645,10 +646,10 @@ __device__ __forceinline__ void compute_p(const WorkTile& work, const SharedStor
   float scores[Scores::kElements];
   unsigned fragments[kTileK / 16][4];
   float2 rows[Scores::kRows];
-  load_statistics(rows, position, arguments);
+  load_lse_and_d(rows, position, arguments);
   const bool large_lse = has_large_lse(rows);
   for (PipelineState<kStages> state = {0}; state.iteration < tiles.count; ++state) {
-    start_scores(scores, storage, state);
+    issue_qk_wgmma(scores, storage, state);
     const int first_key = tiles.first_key(state.iteration);
     await_product<0>(scores);
     if (first_key + kTileK > arguments.len_k || large_lse) {
@@ -671,9 +672,9 @@ __device__ __forceinline__ void compute_ds(const WorkTile& work, const SharedSto
   float d_scores[Scores::kElements], probabilities[Scores::kElements];
   unsigned fragments[kTileK / 16][4];
   float2 rows[Scores::kRows];
-  load_statistics(rows, position_of(work), arguments);
+  load_lse_and_d(rows, position_of(work), arguments);
   for (PipelineState<kStages> state = {0}; state.iteration < tiles.count; ++state) {
-    start_scores(d_scores, storage, state);
+    issue_qk_wgmma(d_scores, storage, state);
     load_passed(fragments, true, storage, {state.iteration});
     unpack_scores(probabilities, fragments);
     await_product<0>(d_scores);
@@ -695,8 +696,8 @@ struct Gradient {
     load_passed(fragments, half == 0 && cluster_rank() == 0, storage, {state.iteration});
     mbarrier_wait(storage.streamed_full(state.stage()), state.phase());
     const unsigned columns = storage.streamed(state.stage()) + half * kColumns * kTileK * kElementBytes;
-    start_accumulate<kFirstColumns, kPanel, kTileK>(first, fragments, columns);
-    start_accumulate<kSecondColumns, kPanel, kTileK>(second, fragments,
+    issue_wgmma_rs<kFirstColumns, kPanel, kTileK>(first, fragments, columns);
+    issue_wgmma_rs<kSecondColumns, kPanel, kTileK>(second, fragments,
                                                       columns + kFirstColumns * kTileK * kElementBytes);
     await_product<1>(first);
     await_product<0>(second);
@@ -734,7 +735,7 @@ __device__ __forceinline__ void accumulate(const WorkTile& work, int half, const
   const KeyTiles tiles = key_tiles_of(work, arguments);
   for (PipelineState<kStages> state = {0}; state.iteration < tiles.count; ++state) gradient.accumulate(storage, state);
   float2 rows[Scores::kRows];
-  load_statistics(rows, position_of(work), arguments);
+  load_lse_and_d(rows, position_of(work), arguments);
   zero_empty_rows(gradient.first, rows);
   zero_empty_rows(gradient.second, rows);
   gradient.store(kScale, storage, arguments.dq_map, work.first_query + threadIdx.x / 32 % 4 * 16, work.head,

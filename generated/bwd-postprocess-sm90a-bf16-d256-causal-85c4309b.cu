@@ -21,7 +21,7 @@ struct Strides {   // in elements
 
 struct BackwardPostprocessArguments {
   const float* dq_accum;
-  const float* statistics;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
+  const float* lse_and_d;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
   Element* dq;
   Strides dq_strides;
   int len_q;
@@ -87,7 +87,7 @@ attention_backward_postprocess_bf16_d256_causal_85c4309b(const __grid_constant__
     const int row_in_tile = i / (16 * kChunks) * 16 + i % 16, column = i / 16 % kChunks * 8;
     if (first + row_in_tile >= arguments.len_q) continue;
     unsigned pairs[4] = {};
-    const bool empty = arguments.statistics[(row + row_in_tile) * 2] == kNoLse;
+    const bool empty = arguments.lse_and_d[(row + row_in_tile) * 2] == kNoLse;
 #pragma unroll
     for (int j = 0; j < 4 && !empty; ++j) {
       const float2 pair = *reinterpret_cast<const float2*>(sums + accum_index(row_in_tile, column + 2 * j));

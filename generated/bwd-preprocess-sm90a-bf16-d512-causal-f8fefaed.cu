@@ -23,7 +23,7 @@ struct BackwardPreprocessArguments {
   const Element* d_o;
   const float* lse;
   const float* d_lse;   // gradient of the LSE, or null
-  float* statistics;
+  float* lse_and_d;
   Strides o_strides;
   Strides d_o_strides;
   int heads_q;
@@ -72,13 +72,13 @@ __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
   return sum;
 }
 
-// Writes the statistics of each row: its log-sum-exp (LSE) to the base 2, and D = rowsum(dO * O), less the gradient of
+// Writes LSE and D of each row: its log-sum-exp (LSE) to the base 2, and D = rowsum(dO * O), less the gradient of
 // the LSE if there is one. Rows beyond the last query, and rows whose scores are all masked, get kNoLse and a D of 0.
 extern "C" __global__ void __launch_bounds__(kThreads)
 attention_backward_preprocess_bf16_d512_causal_f8fefaed(const __grid_constant__ BackwardPreprocessArguments arguments) {
   const int head = blockIdx.y, batch = blockIdx.z;
   const long long first_lse = (static_cast<long long>(batch) * arguments.heads_q + head) * arguments.len_q;
-  const long long first_statistic = (static_cast<long long>(batch) * arguments.heads_q + head) * arguments.rows;
+  const long long workspace_row = (static_cast<long long>(batch) * arguments.heads_q + head) * arguments.rows;
   const Element* o = arguments.o + batch * arguments.o_strides.batch + head * arguments.o_strides.head;
   const Element* d_o = arguments.d_o + batch * arguments.d_o_strides.batch + head * arguments.d_o_strides.head;
   const int first = blockIdx.x * kRows;
@@ -107,6 +107,6 @@ attention_backward_preprocess_bf16_d512_causal_f8fefaed(const __grid_constant__ 
       lse = kNoLse;
       d = 0.0f;
     }
-    *reinterpret_cast<float2*>(arguments.statistics + (first_statistic + row) * 2) = make_float2(lse, d);
+    *reinterpret_cast<float2*>(arguments.lse_and_d + (workspace_row + row) * 2) = make_float2(lse, d);
   }
 }
