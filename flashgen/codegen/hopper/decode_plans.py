@@ -119,7 +119,7 @@ class HopperDecodePlan(Checked):
         passed, element = Extent("kPassedStages", passed_stages), element_sizes(spec)[0]
         copies_pages = bool(spec.page_size) and not spec.kv_record
         writers = WARPS_OF_GROUP if spec.kv_record else 1
-        barriers = key_tile_barriers(stages, copies_pages, spec.shared_kv, passed, writers)
+        barriers = key_tile_barriers(stages, copies_pages, spec.shared_kv, passed, writers=writers)
         rows = Extent("kTileQ", self.tile_q)
         return SharedMemoryLayout(
             (
