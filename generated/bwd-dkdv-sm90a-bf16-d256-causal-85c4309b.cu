@@ -485,7 +485,7 @@ __device__ __forceinline__ void issue_wgmma_ss(float (&product)[kRowsB / 2], uns
 // reduction dimension.
 template <int kColumns, int kPanel, int kDepth>
 __device__ __forceinline__ void issue_wgmma_rs(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
-                                                 unsigned b_tile) {
+                                               unsigned b_tile) {
   constexpr int kSwizzle = kPanel * kElementBytes, kFirst = kColumns < kPartColumns ? kColumns : kPartColumns;
   order_registers(product);
   wgmma_fence();

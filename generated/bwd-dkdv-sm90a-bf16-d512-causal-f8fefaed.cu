@@ -695,7 +695,7 @@ __device__ __forceinline__ void pack_scores(unsigned (&fragments)[Scores::kPairs
 
 // Starts the product of the tile of a CTA and a streamed tile: S = Q * K^T or dP = dO * V^T.
 __device__ __forceinline__ void issue_qk_wgmma(float (&scores)[Scores::kElements], const SharedStorage& storage,
-                                             PipelineState<kStages> state) {
+                                               PipelineState<kStages> state) {
   mbarrier_wait(storage.streamed_full(state.stage()), state.phase());
   issue_wgmma_ss<kHeadDimPadded, kPanel, kTileK, kTileQ>(scores, storage.resident(), storage.streamed(state.stage()));
 }
