@@ -57,8 +57,9 @@ def version_rows(
 ) -> Iterator[VersionRow]:
     """Measures the groups, one after another.
 
-    Each round measures a group in the other checkout and then in this one, in processes of their own. The first round
-    fills the disk caches of compiled kernels. Cells that only one of the checkouts measures are left out.
+    Each round measures a group in both checkouts, in processes of their own; the other checkout comes first in every
+    other round. The first round fills the disk caches of compiled kernels. Cells that are not measured in all rounds of
+    both are left out.
 
     Args:
         other: the root of a checkout of flashgen.
@@ -68,11 +69,13 @@ def version_rows(
     """
     times_of = measure or measured
     for group in groups:
-        pairs = [(times_of(group, other), times_of(group, ROOT)) for _ in range(rounds)]
-        first, second = pairs[0]
-        for cell in first:
-            if cell in second:
-                before, after = (statistics.median(pair[side][cell] for pair in pairs) for side in (0, 1))
+        found: dict[Path, list[Times]] = {other: [], ROOT: []}
+        for number in range(rounds):
+            for checkout in (other, ROOT)[:: -1 if number % 2 else 1]:
+                found[checkout].append(times_of(group, checkout))
+        for cell in found[other][0]:
+            if all(cell in times for times in (*found[other], *found[ROOT])):
+                before, after = (statistics.median(times[cell] for times in found[side]) for side in (other, ROOT))
                 yield VersionRow(group, cell, before, after)
 
 

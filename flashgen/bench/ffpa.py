@@ -9,7 +9,7 @@ from typing import Any
 
 import sympy
 
-from flashgen.bench.cases import Arrays, Timed
+from flashgen.bench.cases import Arrays, Timed, has_heads_first
 from flashgen.bench.torch_runs import differentiated, say_refusal
 from flashgen.language.masks import causal
 from flashgen.language.spec import AttentionSpec
@@ -26,7 +26,7 @@ def ffpa(spec: AttentionSpec, timed: Timed, arrays: Arrays) -> Run | None:
     plain = spec.mask.expression == sympy.true
     if not plain and spec.mask.expression != causal().expression:
         return None
-    if spec.score or spec.dropout or spec.sink or spec.layout != "bhsd" or spec.head_dim < NARROWEST:
+    if spec.score or spec.dropout or spec.sink or not has_heads_first(spec) or spec.head_dim < NARROWEST:
         return None
     attention = _attention()
     if attention is None:

@@ -265,5 +265,7 @@ class Repeats:
         for each in pass_.recent_launches:
             if each.replay and each.kind == kind and each.fits(*tensors):
                 repeat = _Repeat(options, each.fits, each.replay, pass_, generation, kept)
-                self._recent = (repeat, *self._recent[: _MAX_REPEATS - 1])
+                # A stale or misaligned call comes here again and again: its entry replaces the earlier one.
+                others = [old for old in self._recent if old.options != options or old.fits is not each.fits]
+                self._recent = (repeat, *others[: _MAX_REPEATS - 1])
                 return

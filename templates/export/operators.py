@@ -16,6 +16,8 @@ from .specs import SPECS, Spec, has_aligned_rows, spec_of
 
 Tensors = Dict[str, Optional[Tensor]]
 
+_unwrap_if_dead = torch._C._functorch.unwrap_if_dead
+
 
 def attention(
     q: Tensor,
@@ -64,7 +66,8 @@ def attention(
         q.requires_grad or k.requires_grad or v.requires_grad or any(each.requires_grad for each in arrays)
     ):
         options = (chosen.name, numbers, longest)
-        return (_apply_with_lse if return_lse else _apply)(options, q, k, v, *others, *arrays)
+        tensors = (each if each is None else _unwrap_if_dead(each) for each in (q, k, v, *others, *arrays))
+        return (_apply_with_lse if return_lse else _apply)(options, *tensors)
     out, lse = _run(_FORWARD, chosen, (q, k, v, *others), arrays, numbers, longest)
     return (out, lse) if return_lse else out
 
@@ -438,6 +441,7 @@ def _run_and_save(ctx: Any, options: Any, q: Tensor, k: Tensor, v: Tensor, *tens
     return out, lse
 
 
-# `apply` without what it does for transforms of torch.func, which `attention` leaves to the dispatcher.
+# `apply` without what it does for transforms of torch.func, which `attention` leaves to the dispatcher. It also unwraps
+# tensors of transforms that have ended, which `attention` does itself.
 _apply = super(torch.autograd.Function, _Attention).apply
 _apply_with_lse = super(torch.autograd.Function, _AttentionWithLse).apply

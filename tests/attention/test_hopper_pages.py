@@ -210,7 +210,6 @@ def test_dispatch_between_kernels() -> None:
     ("how", "says"),
     [
         ({"page_size": 4}, "page_size=4 is for the kernels of mma.sync; TMA copies 8 keys or more"),
-        ({"page_size": 64, "kv_dtype": "int8"}, "kv_dtype='int8' is for the kernels of mma.sync"),
         ({"page_size": 16, "layout": "thd"}, "page_size=16 is for the kernel of mixed batches: give a MixedPlan"),
     ],
 )

@@ -419,7 +419,7 @@ def test_hopper_launches_two_kernels() -> None:
     for how in ({"page_size": 4}, {"kv_dtype": "int8"}):
         spec = replace(CAUSAL, **how)
         assert isinstance(attention.compile(spec, target="sm_90a", emulate=True).plan, MixedPlan)
-        with pytest.raises(UnsupportedError, match=r"is for the kernels of mma\.sync"):
+        with pytest.raises(UnsupportedError, match=r"(is|are) for the kernels of mma\.sync"):
             attention.compile(spec, target="sm_90a", emulate=True, plan=HOPPER)
     with pytest.raises(UnsupportedError, match="give a MixedPlan, or none"):
         attention.compile(CAUSAL, target="sm_80", emulate=True, plan=HOPPER)

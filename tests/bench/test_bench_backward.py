@@ -199,9 +199,17 @@ def test_flash_attention4_supports_top_left_causal_where_it_is_the_same() -> Non
 
 
 class Array:
-    """The attributes of an array that are checked before a peer gets it."""
+    """The attributes of an array that are used before a peer gets it."""
 
     shape = (1, 128, 8, 64)
+
+    def contiguous(self) -> Array:
+        return self
+
+    def swapaxes(self, *_: int) -> Array:
+        return self
+
+    transpose = swapaxes
 
 
 def test_a_peer_that_is_missing_or_refuses_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -268,6 +268,16 @@ def test_calls_without_elements_launch_nothing(package: ModuleType, on_a_gpu: Dr
     assert len(on_a_gpu.launches) == launched
 
 
+@pytest.mark.parametrize("capability", [(9, 0)], ids=["sm_90a"], indirect=True)
+def test_tensors_of_a_transform_that_has_ended(package: ModuleType, on_a_gpu: Driver) -> None:
+    leaked: list[torch.Tensor] = []
+    torch.func.grad(lambda x: leaked.append(x) or x.sum())(rows(DENSE, 5, 2).float())
+    q = leaked[0].half().requires_grad_()
+    k = rows(DENSE, 5, 2)
+    gradient = torch.autograd.grad(package.attention(q, k, k).sum(), q)[0]
+    assert gradient.shape == k.shape and len(on_a_gpu.launches) > 1
+
+
 @pytest.mark.parametrize("capability", [(8, 0)], ids=["sm_80"], indirect=True)
 def test_sinks_have_gradients_without_keys(
     package: ModuleType, on_a_gpu: Driver, monkeypatch: pytest.MonkeyPatch

@@ -128,7 +128,8 @@ def _wide_main_kernel(
     spec: AttentionSpec, target: Target, plan: HopperWidePlan, rows: Rows, deterministic: bool
 ) -> MainKernel:
     dq = DqAccumulation(apart=not plan.with_dq)
-    return MainKernel(_wide_dkdv(spec, target, plan, rows, deterministic), dq, False)
+    by_mode = deterministic and choose_hopper_wide_plan(spec, target, deterministic=False).with_dq
+    return MainKernel(_wide_dkdv(spec, target, plan, rows, deterministic, by_mode), dq, by_mode)
 
 
 _MAIN_KERNELS: dict[type[HopperPlans], Callable[..., MainKernel]] = {
@@ -316,11 +317,14 @@ def _row_widths(spec: AttentionSpec, plan: HopperPlans) -> tuple[tuple[Literal["
 
 
 def _wide_dkdv(
-    spec: AttentionSpec, target: Target, plan: HopperWidePlan, rows: Rows, deterministic: bool
+    spec: AttentionSpec, target: Target, plan: HopperWidePlan, rows: Rows, deterministic: bool, by_mode: bool
 ) -> RenderedKernel:
     """Returns the kernel of dK and dV for wide rows, which also adds dQ to its accumulator if the plan says so.
 
-    The mode `deterministic` makes sums of gradients of captured arrays exact. Nothing else depends on it.
+    The mode `deterministic` makes sums of gradients of captured arrays exact. Nothing else in the kernel depends on it.
+
+    Args:
+        by_mode: the default mode has other kernels than this, the deterministic one.
     """
     tiles, gathers = query_range(spec.mask.expression), _gathers(spec)
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o")]
@@ -332,7 +336,7 @@ def _wide_dkdv(
     layout = layout_of(spec, fields, lists=tiles is None)
     context = _keys_context(spec, plan, layout, deterministic) | {
         "mask_alone": _mask_alone(spec, bool(gathers) and deterministic),
-        "deterministic": bool(gathers) and deterministic,
+        "deterministic": by_mode or (bool(gathers) and deterministic),
         "dq_apart": not plan.with_dq,
         "dq_chunks": plan.gradient_chunks(spec),
         "rotates_start": rotates,

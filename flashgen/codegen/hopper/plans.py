@@ -281,7 +281,8 @@ class HopperPlan(Checked):
             return 0
         apart, limit = self.output_apart(spec), _MAX_DRAWN * self._prepared_steps
         for steps in range(limit, 0, -self._prepared_steps):
-            if self._shared_memory(spec, apart, steps).total_bytes <= MAX_SHARED:
+            memory = self._shared_memory(spec, apart, steps, array_stages=self.array_stages(spec))
+            if memory.total_bytes <= MAX_SHARED:
                 return steps
         return self._prepared_steps
 
