@@ -126,19 +126,14 @@ def own_choices(splits: Sequence[int], plans: Sequence[AnyPlan]) -> dict[str, tu
     chosen: dict[str, tuple[int | None, AnyPlan | None]] = {f"{count} splits": (count, None) for count in splits}
     for plan in plans:
         name = plan_name(plan)
-        of_splits = () if isinstance(plan, HopperPlan) else splits
+        of_splits = splits if plan.splits_keys else ()
         chosen |= {name: (None, plan)} | {f"{name}, {count} splits": (count, plan) for count in of_splits}
     return chosen
 
 
 def plan_name(plan: AnyPlan) -> str:
     """Returns the numbers of a plan, from which `plan_of_numbers` creates it."""
-    if isinstance(plan, HopperDecodePlan):
-        return f"{plan.tile_k}x{plan.stages}"
-    if isinstance(plan, HopperPlan):
-        return f"{plan.consumers}x{plan.tile_k}x{plan.stages}" + ("x2" if plan.takes_turns else "")
-    name = f"{plan.tile_q}x{plan.tile_k}x{plan.warps}x{plan.stages}x{plan.blocks}"
-    return name + (f"x{plan.split}" if plan.split > 1 else "")
+    return "x".join(map(str, plan.numbers))
 
 
 def plan_of_numbers(numbers: Sequence[int]) -> AnyPlan | None:
@@ -216,9 +211,8 @@ def _runs_of_records(
     runs = {"flashgen": paged(spec, size, page_size, arrays, target)}
     runs["16 bits"] = paged(plain, size, page_size, arrays, target)
     for name, (num_splits, plan) in choices.items():
-        if isinstance(plan, DecodePlan):
-            plan = replace(plan, scheduled=size.batch > 1 and num_splits is None)
-        runs[name] = paged(spec, size, page_size, arrays, target, plan, num_splits)
+        scheduled = plan and plan.with_schedule(size.batch > 1 and num_splits is None)
+        runs[name] = paged(spec, size, page_size, arrays, target, scheduled, num_splits)
     return runs
 
 

@@ -38,7 +38,7 @@ def test_no_two_sources_differ_only_in_names_and_numbers() -> None:
         return re.sub(r"[\d.]+", "", code)
 
     # Kernels over rows before and after the main kernel are the same in every family, and each backward is complete.
-    own = [path for path in GENERATED.glob("*.cu") if not re.search("-(prepare|finish)-", path.name)]
+    own = [path for path in GENERATED.glob("*.cu") if not re.search("-(preprocess|postprocess)-", path.name)]
     assert not [f"{a.name}, {b.name}" for a, b in combinations(own, 2) if said(a) == said(b)]
 
 

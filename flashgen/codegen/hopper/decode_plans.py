@@ -7,7 +7,7 @@ wgmma. Its consumer warpgroups share the columns of the output as in the forward
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
 
@@ -54,6 +54,16 @@ class HopperDecodePlan(Checked):
     # The fixed cost of an output tile counts for short sequences alone: equal lengths then divide evenly among CTAs.
     tile_overhead: ClassVar[int] = 0
     min_length: ClassVar[int] = 4
+    splits_keys: ClassVar[bool] = True
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers that name the plan: keys and stages."""
+        return self.tile_k, self.stages
+
+    def with_schedule(self, scheduled: bool) -> HopperDecodePlan:
+        """Returns the plan for CTAs that divide the keys of all sequences equally, or not."""
+        return replace(self, scheduled=scheduled)
 
     @property
     def forward(self) -> HopperPlan:

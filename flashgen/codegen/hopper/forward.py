@@ -31,6 +31,7 @@ from flashgen.codegen.forward_kernel import (
 )
 from flashgen.codegen.header import header
 from flashgen.codegen.hopper.array_tiles import array_tile
+from flashgen.codegen.hopper.batch_traits import batch_traits
 from flashgen.codegen.hopper.forward_tiles import forward_tiles, head_groups
 from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.pages import GROUP_ROWS, box_keys, panels_joined
@@ -170,7 +171,10 @@ def _array_context(spec: AttentionSpec, plan: HopperPlan) -> dict[str, Any]:
     elements that another one has read in the L2.
     """
     tile = array_tile(spec, plan.tile_k) if plan.array_stages(spec) else None
-    return {"array_tile": tile, "batch_fastest": bool(tile and tile.of_all_sequences) and not spec.is_varlen}
+    return {
+        "array_tile": tile,
+        "batch_fastest": bool(tile and tile.of_all_sequences) and batch_traits(spec).has_equal_tiles,
+    }
 
 
 def _split_context(spec: AttentionSpec, plan: HopperPlan) -> dict[str, Any]:

@@ -125,6 +125,16 @@ class HopperPlan(Checked):
     packed_heads: int = 1
     split: int = 1
     blocks: ClassVar[int] = 1  # per SM; registers limit it
+    splits_keys: ClassVar[bool] = False
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers that name the plan: consumers, keys and stages, and 2 if consumers take turns."""
+        return self.consumers, self.tile_k, self.stages, *((2,) if self.takes_turns else ())
+
+    def with_schedule(self, scheduled: bool) -> HopperPlan:
+        """Returns the plan itself: a CTA has all keys of its queries."""
+        return self
 
     @property
     def rows(self) -> int:

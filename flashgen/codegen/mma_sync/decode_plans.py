@@ -122,6 +122,17 @@ class DecodePlan(Checked):
     split: int = 1
     min_length: ClassVar[int] = 1
     packed_heads: ClassVar[int] = 1  # how many heads share a tile is a size of the call
+    splits_keys: ClassVar[bool] = True
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers that name the plan: rows, keys, warps, stages and CTAs per SM, and the warps that share tiles."""
+        name = self.tile_q, self.tile_k, self.warps, self.stages, self.blocks
+        return *name, *((self.split,) if self.split > 1 else ())
+
+    def with_schedule(self, scheduled: bool) -> DecodePlan:
+        """Returns the plan for CTAs that divide the keys of all sequences equally, or not."""
+        return replace(self, scheduled=scheduled)
 
     @property
     def threads(self) -> int:
