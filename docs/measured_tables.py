@@ -462,14 +462,23 @@ def filled(paragraph: str) -> str:
 
 
 def readme(folder: Path = MEASURED) -> str:
-    """Returns what stands between the marks of the README: where the forward was measured, and its table."""
+    """Returns what stands between the marks of the README: the table of the forward, and where it was measured."""
     saved = Files.read(folder).saved["forward"]
-    return f"On {_where(saved['environment'], [*_VERSIONS, 'FA4'])}:\n\n{speed_table(saved['rows'])}"
+    intro = (
+        "TFLOP/s of the forward at 1024 / 4096 / 16384 tokens per sequence, 16384 tokens in total, bfloat16, heads × "
+        "dim = 2048, cold L2, medians of `flashgen bench` "
+        f"on one {saved['environment']['gpu']}; FA4 is FlashAttention-4:"
+    )
+    return f"{filled(intro)}\n\n{speed_table(saved['rows'])}"
 
 
-def with_tables(text: str, between: Callable[[str, str, str, Callable[[], str]], str]) -> str:
+def with_tables(text: str) -> str:
     """Returns a page with current tables between its marks, if it has any."""
-    return between(between(text, BEGIN, END, page), README_BEGIN, README_END, readme)
+    for begin, end, content in ((BEGIN, END, page), (README_BEGIN, README_END, readme)):
+        if begin in text:
+            before, _, rest = text.partition(begin)
+            text = f"{before}{begin}\n{content()}\n{end}{rest.partition(end)[2]}"
+    return text
 
 
 def run(names: Sequence[str], folder: Path) -> list[str]:

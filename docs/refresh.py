@@ -72,7 +72,7 @@ def refreshed(text: str) -> str:
         return match[0][:before] + _content(match) + match[0][behind:]
 
     text = FEATURES["with_tables"](FENCE.sub(updated_block, text))
-    text = TABLES["with_tables"](text, FEATURES["between"])
+    text = TABLES["with_tables"](text)
     return str(FEATURES["between"](text, GALLERY["BEGIN"], GALLERY["END"], GALLERY["page"]))
 
 
