@@ -25,6 +25,7 @@ from flashgen.codegen.targets import TARGETS
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 SOURCE = ROOT / "examples" / "gallery.py"
+TABLES = runpy.run_path(str(DOCS / "measured_tables.py"))
 BEGIN, END = "<!-- gallery -->", "<!-- end of gallery -->"
 LENGTH = 2048
 SIZE = 200  # pixels
@@ -34,13 +35,13 @@ MEASURED = {
     "causal": "causal",
     "window": "window 1024",
     "prefix": "prefix 4096",
-    "documents": "16 documents, causal",
-    "neighbourhood": "13 × 13 neighbourhood",
-    "alibi": "ALiBi, causal",
-    "softcap": "softcap 20, causal",
+    "documents": "16 documents",
+    "neighbourhood": "neighbourhood 13x13",
+    "alibi": "alibi causal",
+    "softcap": "softcap 20 causal",
     "relative": "relative table",
 }
-"""The row of the first table of variants in docs/performance.md that is nearest to a variant."""
+"""The row of docs/measured/variants.json that is nearest to a variant."""
 
 
 @dataclass(frozen=True)
@@ -125,18 +126,17 @@ def kernels() -> dict[str, str]:
 
 @cache
 def measured() -> dict[str, tuple[str, str]]:
-    """Returns (milliseconds, those of FlexAttention) by the rows of the first table of variants that was measured."""
-    text = (DOCS / "performance.md").read_text(encoding="utf-8")
-    table = text.partition("| variant | ms | Flex ms |")[2].partition("\n\n")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-    return {row[0]: (row[1], row[2]) for row in rows}
+    """Returns (milliseconds, those of FlexAttention) by the names of measured variants."""
+    rows = TABLES["Files"].read().rows("variants")
+    shown = TABLES["milliseconds"]
+    return {row["name"]: (shown(row["milliseconds"]), shown(row["flex_ms"])) for row in rows}
 
 
 def page() -> str:
     """Returns a table of all variants, and a section for each."""
     table = ["| variant | tiles visited | ms | FlexAttention ms |", "|---|---|---|---|"]
     for variant in variants():
-        times = measured()[MEASURED[variant.name]] if variant.name in MEASURED else ("", "")
+        times = measured().get(MEASURED.get(variant.name, ""), ("", ""))
         anchor = re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", variant.title.lower()))
         table.append(f"| [{variant.title}](#{anchor}) | {tiles_of(variant).share:.1%} | {' | '.join(times)} |")
     return "\n\n".join(["\n".join(table), *map(_section, variants())])
@@ -146,7 +146,7 @@ def _section(variant: Variant) -> str:
     share = f"{tiles_of(variant).share:.1%}"
     rows, columns = tiles_of(variant).tile
     facts = f"{share} of the tiles of {rows} × {columns} are visited. Kernel: `{_kernel(variant).name}.cu`."
-    if variant.name in MEASURED:
+    if MEASURED.get(variant.name) in measured():
         facts += f" Measured as “{MEASURED[variant.name]}”: {measured()[MEASURED[variant.name]][0]} ms."
     picture = f"![Tile map of {variant.title.lower()}: {share} of the tiles are visited](gallery/{variant.name}.svg)"
     return f"## {variant.title}\n\n{variant.prose}\n\n```python\n{variant.code}\n```\n\n{picture}\n\n{facts}"

@@ -6,8 +6,8 @@ python docs/refresh.py --check     # lists it, and exits with status 1 if there 
 A fenced block with the language `console` is a transcript: below each `$ ` line stands what the command prints. A block
 with a title such as `generated/NAME.cu: online_softmax` is that function of that file; `FILE: /first line/ to /last
 line/` are those lines. A command of an `sh` block that writes to docs/ draws the picture that is committed there.
-Tables of features and the gallery are between two marks (features.py, gallery.py), and
-the notebook keeps what its cells print (notebook.py).
+Tables of features, the gallery and measured tables are between two marks (features.py, gallery.py, measured_tables.py),
+and the notebook keeps what its cells print (notebook.py).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ TEXT = re.compile(r"<text[^>]*>([^<]*)</text>")
 PICTURE = re.compile(r"--output (docs/\S+\.svg)")
 FEATURES = runpy.run_path(str(DOCS / "features.py"))
 GALLERY = runpy.run_path(str(DOCS / "gallery.py"))
+TABLES = runpy.run_path(str(DOCS / "measured_tables.py"))
 NOTEBOOK = runpy.run_path(str(DOCS / "notebook.py"))
 WIDTH = "96"  # columns of the terminal for which transcripts are printed
 
@@ -71,6 +72,7 @@ def refreshed(text: str) -> str:
         return match[0][:before] + _content(match) + match[0][behind:]
 
     text = FEATURES["with_tables"](FENCE.sub(updated_block, text))
+    text = TABLES["with_tables"](text)
     return str(FEATURES["between"](text, GALLERY["BEGIN"], GALLERY["END"], GALLERY["page"]))
 
 

@@ -109,10 +109,12 @@ def environment() -> dict[str, str]:
     """Returns the names of the GPU and of the library versions of a measurement."""
     import cupy
 
+    from flashgen import __version__
     from flashgen.build import nvrtc
 
     device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
     found = {
+        "flashgen": __version__,
         "gpu": device["name"].decode(),
         "driver": str(cupy.cuda.runtime.driverGetVersion()),
         "nvrtc": ".".join(map(str, nvrtc.version())),
