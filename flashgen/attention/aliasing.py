@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, combinations, product
@@ -99,6 +99,19 @@ class AliasCheck:
                 (pair, distance), partial(self._overlap_exactly, pair, distance)
             ):
                 raise _overlap_error(pair.written, pair.other, self._written, self._display_name)
+
+    def in_order(self, names: Sequence[str]) -> Callable[[Sequence[int]], None]:
+        """Returns `check` as a function of a sequence of addresses. names: of the arrays, in that order."""
+        positions = {name: position for position, name in enumerate(names)}
+        ranges = [(positions[pair.written], positions[pair.other], pair.low, pair.high) for pair in self._pairs]
+
+        def check(addresses: Sequence[int]) -> None:
+            for written, other, low, high in ranges:
+                if low < addresses[written] - addresses[other] < high:
+                    self.check(dict(zip(names, addresses, strict=True)))
+                    return
+
+        return check
 
     def _make_pair(self, written: str, other: str) -> _Pair:
         (first, end), (other_first, other_end) = (self._layouts[name].byte_bounds for name in (written, other))

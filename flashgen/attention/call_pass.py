@@ -158,6 +158,17 @@ class Pass(Generic[AnyPrepared]):
             check_shard(self.spec, {c.name: numbers[member] for c, member in self._numbers}, prepared.problem)
         return prepared
 
+    @property
+    def repeats_launches(self) -> bool:
+        """Whether calls with arrays of the same shapes and strides launch the same kernels on a GPU, and do no more."""
+        return isinstance(self.engine, Gpu) and self.listers is None and not self._takes_numbers
+
+    def prepared_of(self, call: Call) -> tuple[AnyPrepared | None, Mapping[str, Any]]:
+        """Returns the shared state of a call that has been run, None if it is not cached, and its arrays by name."""
+        results = {self._result_argument(name): array for name, array in call.results.items()}
+        arrays = call.inputs | results
+        return self._find(arrays, self._library("q", arrays["q"]), call.bounds, call.splits)[0], arrays
+
     def remember_launch(self, entry: Any, generation: int) -> None:
         """Puts a caller's own entry in front of `recent_launches`, which holds the last few.
 

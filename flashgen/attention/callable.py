@@ -14,6 +14,7 @@ from flashgen.attention.forward_dispatch import ForwardKernels
 from flashgen.attention.gradients import Gradients, differentiated, given_gradients, gradients_of_rows
 from flashgen.attention.outputs import given_outputs
 from flashgen.attention.problem import given_cache
+from flashgen.attention.repeated_calls import RepeatedCalls
 from flashgen.attention.row_arrays import arrays_of_rows, without_values
 from flashgen.attention.tile_lists import TileLister, TileLists, sizes_of
 from flashgen.attention.tuned_plans import TunedPlans
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from flashgen.analysis.tile_classes import TileMap
     from flashgen.attention.backward import BackwardPass
     from flashgen.attention.backward_tile_lists import BackwardTileLists
+    from flashgen.attention.repeated_calls import RepeatedLaunch
     from flashgen.attention.trials import Tuning
 
 
@@ -106,6 +108,7 @@ class Attention:
             self._forward = ForwardPass(
                 spec, self._kernels, engine, self._prebuild("forward"), tuned_plans, by_sizes=own_plan, decodes=own_plan
             )
+        self._repeats = RepeatedCalls(self._forward) if self._forward.repeats_launches else None
 
     def _prebuild(self, which: str) -> str:
         """Returns the command that builds the kernels of a pass ahead of time, for error messages."""
@@ -420,6 +423,16 @@ class Attention:
             ArgumentError: an argument does not fit the spec; the message says what to give.
             LaunchError: the kernel could not be launched, or the emulator found a fault.
         """
+        repeats = self._repeats if tile_lists is None and decode_schedule is None else None
+        if repeats is not None and repeats.takes(q):
+            named, common = (*captures,), (q, k, v, out, page_table, seqused_k, k_scale, v_scale)
+            arguments = (*common, return_lse, num_splits, *captures.values())
+            repeated, arrays = repeats.find(named, arguments)
+            found = None if repeated is None else repeated.launch(arrays)
+            if found is not None:
+                return out if out is not None else tuple(found) if return_lse else found[0]
+        else:
+            repeats = None
         wanted = _BOTH if return_lse else _OUTPUT
         given = _NOTHING if out is None else given_outputs(out, return_lse)
         if seqused_k is not None and "seqused_k" in self.spec.sequence_arrays:
@@ -435,9 +448,31 @@ class Attention:
             inputs["schedule"], splits = schedule.memory, schedule.sizes
         call = Call(inputs, captured, seed, offset, wanted, given, tile_lists, bounds, splits)
         results = self._forward(call)
+        if repeats is not None:
+            repeats.remember(named, arguments, call)
         if out is not None:
             return out
         return (results["o"], results["lse"]) if return_lse else results["o"]
+
+    def repeated_call(
+        self,
+        q: Any,
+        k: Any,
+        v: Any = None,
+        *,
+        out: Any = None,
+        page_table: Any = None,
+        seqused_k: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        **captures: Any,
+    ) -> tuple[RepeatedLaunch, tuple[Any, ...]] | None:
+        """Returns the launch that a call with these arguments repeats, and its arrays; None if it repeats none."""
+        if self._repeats is None:
+            return None
+        common = (q, k, v, out, page_table, seqused_k, k_scale, v_scale)
+        repeated, arrays = self._repeats.find((*captures,), (*common, False, None, *captures.values()))
+        return None if repeated is None else (repeated, arrays)
 
     def tune(
         self,

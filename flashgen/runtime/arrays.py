@@ -7,7 +7,7 @@ array interface. Strides are in elements. Nothing is copied, and no library is i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import attrgetter, methodcaller
@@ -51,6 +51,8 @@ class Library:
             C-contiguous or with strides from `strides_like`.
         stream: returns the current stream of the device of an array.
         pools_for_graphs: whether memory that is allocated during a stream capture belongs to the graph while it lives.
+        recogniser: takes arrays, and returns a function that tells whether other arrays agree with them in class,
+            shape, strides, dtype and device; it holds no array. None if the library cannot do so faster than `look`.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Library:
     maker: Maker
     stream: Callable[[Any], int]
     pools_for_graphs: bool
+    recogniser: Callable[[Sequence[Any]], Callable[..., bool] | None] | None = None
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
         """Allocates a C-contiguous array."""
@@ -254,6 +257,23 @@ def _raw_stream_of_torch() -> Callable[[int], int]:
     return raw_stream or (lambda device: int(torch.cuda.current_stream(device).cuda_stream))
 
 
+def _recogniser_of_torch(tensors: Sequence[Any]) -> Callable[..., bool] | None:
+    """Returns a function that recognises tensors by the guards of compiled graphs.
+
+    They also compare whether a gradient is required. They are not documented: None if this version of torch has none,
+    or if a tensor is given twice, which guards never accept.
+    """
+    import torch
+
+    guards = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+    if guards is None or len({*map(id, tensors)}) < len(tensors):
+        return None
+    sizes = [list(tensor.shape) for tensor in tensors]
+    strides = [list(tensor.stride()) for tensor in tensors]
+    recognises: Callable[..., bool] = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return recognises
+
+
 @cache
 def _cupy() -> Any:
     import cupy
@@ -287,6 +307,7 @@ TORCH = Library(
     _maker_of_torch,
     _stream_torch,
     pools_for_graphs=True,
+    recogniser=_recogniser_of_torch,
 )
 
 

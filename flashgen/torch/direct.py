@@ -202,15 +202,12 @@ def _remember(
 ) -> Replay | None:
     """Lets torch recognise calls like this one. Returns a replay of its launches, or None if it does more than launch.
 
-    torch compares tensors by the guards of compiled graphs, which are not documented. If they are missing, each call
-    looks its arrays up in the launch cache. So does a call in which a tensor has two roles, which guards never accept.
+    If torch cannot recognise them, each call looks its arrays up in the launch cache.
     """
-    guards = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
-    if guards is None or len({*map(id, tensors)}) < len(tensors):
+    assert TORCH.recogniser, "torch's library has one"
+    fits = TORCH.recogniser(tensors)
+    if fits is None:
         return None
-    sizes = [list(tensor.shape) for tensor in tensors]
-    strides = [list(tensor.stride()) for tensor in tensors]
-    fits = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     replay = None if has_given_results else pass_.create_replay(shared, kind.names, kind.call.wanted, _address)
     pass_.remember_launch(_RecentLaunch(kind, fits, shared, replay), generation)
     return replay
