@@ -66,7 +66,7 @@ constexpr float kScale = 0.0883883461f;
 constexpr float kScoreToLog2 = 0.127517432f;   // scale * log2(e): exp(x) is computed as exp2(x * log2(e))
 constexpr float kNoLse = 3.40282347e+38f;     // marks a row whose scores are all masked
 constexpr float kLargeLse = 4096.0f;     // to the base 2; the rounding of larger ones is visible in P
-constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of an LSE and the products that it is compared with
+constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of LSEs and of scores in log2
 
 // The masking that the scores of a tile need.
 //   kNone: none, since all scores are allowed.
@@ -81,7 +81,7 @@ constexpr int kDqColumnParts = kConsumers / kDqRowParts;
 constexpr int kDqColumns = kHeadDimPadded / kDqColumnParts;
 constexpr int kDqPartBytes = 16 * kDqColumns * sizeof(float);   // of a warp's part
 constexpr int kDqWriters = 1;   // dQ writers: one thread each of as many warps, which add dQ to the accumulator
-constexpr int kConvertedRows = 16;   // rows of dQ that a warp converts at a time, few so that all warps have some at the end
+constexpr int kConvertedRows = 16;   // rows of dQ that a warp converts at a time: few, so that all warps get some at the end
 
 // A tile consists of panels of columns, one after the other. A panel is as wide as the TMA swizzle.
 constexpr int kHeadPanel = 64;    // columns of Q, K and dK
@@ -901,7 +901,7 @@ __device__ __forceinline__ void convert_dq(const BackwardDkdvArguments& argument
   const int lane = threadIdx.x % 32;
   const unsigned head_groups = arguments.heads_per_kv * arguments.rows / kConvertedRows;   // of a KV head
   const unsigned row_groups = arguments.batch * arguments.heads * head_groups;
-  unsigned next = lane == 0 ? atomicAdd(arguments.dq_next, 1u) : 0, complete_heads = 0;   // heads that it has waited for
+  unsigned next = lane == 0 ? atomicAdd(arguments.dq_next, 1u) : 0, complete_heads = 0;   // heads waited for
   for (;;) {
     const unsigned row_group = __shfl_sync(0xffffffffu, next, 0);
     if (row_group >= row_groups) return;
@@ -1135,7 +1135,7 @@ __device__ __forceinline__ void epilogue(const float (&d_keys)[kHeadDimPadded / 
   // Waits for dV, and for dK of the previous work tile if this one has no iterations.
   if (lane == 0) bulk_wait_read<0>();
   release(storage.values_empty());
-  if (has_iterations) mbarrier_wait(storage.dq_empty(), dq_state.phase() ^ 1);   // the dQ writer has read dQ of the last iteration
+  if (has_iterations) mbarrier_wait(storage.dq_empty(), dq_state.phase() ^ 1);   // the writer has read the last dQ
   __syncwarp();
   store_rows<kHeadDimPadded, kHeadPanel, 16>(
       d_keys, kScale, storage.dk() + warp_part_of_dq(warpgroup) * kDqPartBytes, arguments.dk_map,

@@ -50,7 +50,7 @@ constexpr float kScale = 0.0625f;
 constexpr float kScoreToLog2 = 0.0901684389f;   // scale * log2(e): exp(x) is computed as exp2(x * log2(e))
 constexpr float kNoLse = 3.40282347e+38f;     // marks a row whose scores are all masked
 constexpr float kLargeLse = 4096.0f;     // to the base 2; the rounding of larger ones is visible in P
-constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of an LSE and the products that it is compared with
+constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of LSEs and of scores in log2
 
 // The masking that the scores of a tile need.
 //   kNone: none, since all scores are allowed.
@@ -972,7 +972,7 @@ attention_backward_dkdv_bf16_d256_causal_85c4309b(const __grid_constant__ Backwa
   if (threadIdx.x == 0) storage.init_barriers();
   __syncthreads();
 
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // shows the compiler that a warp has one value
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // uniform: a warp has one value
   if (warpgroup == kConsumers + 1) {
     registers_decrease<24>();
     if (threadIdx.x / 32 % 4 == 0 && elect_one()) producer(work, storage, arguments);

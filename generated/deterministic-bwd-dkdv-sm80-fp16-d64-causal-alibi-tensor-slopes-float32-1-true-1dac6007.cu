@@ -66,7 +66,7 @@ constexpr float kScale = 0.125f;
 constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): exp(x) is computed as exp2(x * log2(e))
 constexpr float kNoLse = 3.40282347e+38f;     // marks a row whose scores are all masked
 constexpr float kLargeLse = 4096.0f;     // to the base 2; the rounding of larger ones is visible in P
-constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of an LSE and the products that it is compared with
+constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of LSEs and of scores in log2
 
 // The masking that the scores of a tile need.
 //   kNone: none, since all scores are allowed.

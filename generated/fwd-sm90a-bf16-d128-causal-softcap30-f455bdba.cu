@@ -786,7 +786,7 @@ __device__ __forceinline__ void consumer(int warpgroup, const SharedStorage& sto
   PipelineState<kStages> state = {0};   // of K and V, through all work tiles
   for (unsigned queries_phase = 0;; queries_phase ^= 1) {
     mbarrier_wait(storage.queries_full(), queries_phase);
-    const int index = __shfl_sync(0xffffffffu, storage.tile_index(), 0);   // shows the compiler that a warp has one index
+    const int index = __shfl_sync(0xffffffffu, storage.tile_index(), 0);   // uniform: a warp has one index
     if (index >= arguments.tiles) break;
     const WorkTile work = work_tile_at(index, arguments);
     KeyTiles tiles = key_tiles_of(work, arguments);
@@ -845,7 +845,7 @@ attention_forward_bf16_d128_causal_softcap30_f455bdba(const __grid_constant__ Fo
   if (threadIdx.x == 0) storage.init_barriers();
   __syncthreads();
 
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // shows the compiler that a warp has one value
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // uniform: a warp has one value
   if (warpgroup == kConsumers) {
     registers_decrease<32>();
     if (threadIdx.x / 32 % 4 == 0 && elect_one()) producer(storage, arguments);

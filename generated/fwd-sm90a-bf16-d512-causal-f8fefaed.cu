@@ -881,7 +881,7 @@ __device__ __forceinline__ void score_consumer(const SharedStorage& storage, con
   PipelineState<kPassedStages> passed = {0};   // of P, and of the row states of each work tile
   for (unsigned queries_phase = 0;; queries_phase ^= 1) {
     mbarrier_wait(storage.queries_full(), queries_phase);
-    const int index = __shfl_sync(0xffffffffu, storage.tile_index(), 0);   // shows the compiler that a warp has one index
+    const int index = __shfl_sync(0xffffffffu, storage.tile_index(), 0);   // uniform: a warp has one index
     if (index >= arguments.tiles) break;
     const WorkTile work = work_tile_at(index, arguments);
     const KeyTiles tiles = key_tiles_of(work, arguments);
@@ -936,7 +936,7 @@ __device__ __forceinline__ void value_consumer(const SharedStorage& storage, con
   PipelineState<kPassedStages> passed = {0};   // of P, and of the row states of each work tile
   for (unsigned queries_phase = 0;; queries_phase ^= 1) {
     mbarrier_wait(storage.queries_full(), queries_phase);
-    const int index = __shfl_sync(0xffffffffu, storage.tile_index(), 0);   // shows the compiler that a warp has one index
+    const int index = __shfl_sync(0xffffffffu, storage.tile_index(), 0);   // uniform: a warp has one index
     if (index >= arguments.tiles) break;
     const WorkTile work = work_tile_at(index, arguments);
     const int steps = key_tiles_of(work, arguments).count;
@@ -973,7 +973,7 @@ attention_forward_bf16_d512_causal_f8fefaed(const __grid_constant__ ForwardArgum
   if (threadIdx.x == 0) storage.init_barriers();
   __syncthreads();
 
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // shows the compiler that a warp has one value
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // uniform: a warp has one value
   if (warpgroup == kConsumers) {
     registers_decrease<24>();
     if (threadIdx.x / 32 % 4 == 0 && elect_one()) producer(storage, arguments);
