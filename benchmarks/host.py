@@ -44,7 +44,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "lists": ("flashgen.attention.tile_lists:TileLister.lists_for_call",),
     "counter": ("flashgen.launch.engines:Gpu.counter", "flashgen.launch.engines:Emulator.counter"),
     "clears": ("flashgen.launch.engines:Gpu.clear", "flashgen.launch.engines:Emulator.clear"),
-    "addresses": ("flashgen.launch.engines:Gpu.add", "flashgen.launch.engines:Emulator.add"),
+    "addresses": ("flashgen.launch.engines:Gpu.add_operands", "flashgen.launch.engines:Emulator.add_operands"),
     "struct": (
         "flashgen.launch.argument_writer:ArgumentWriter.write_into",
         "flashgen.launch.tensor_map_writer:TensorMapWriter.write_into",

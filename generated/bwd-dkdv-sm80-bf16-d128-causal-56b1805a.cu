@@ -1,16 +1,16 @@
 // flashgen: attention backward, dkdv, bf16-d128-causal-56b1805a
-// Computes dK and dV, and accumulates dQ; a block iterates over the queries of a key tile.
+// Computes dK and dV, and accumulates dQ; a CTA iterates over the queries of a key tile.
 //
 // mask     causal()
 // score    none; scale 0.0883883476
 // dropout  0
 // dims     head 128, value 128; bfloat16, accumulated in float32
 // target   sm_80, family ampere
-// plan     64 queries x 128 keys, 8 warps, 2 of which share rows, 2 stage(s) of Q and dO, 1 block(s) per multiprocessor, 164864 bytes of shared memory
+// plan     64 queries x 128 keys, 8 warps, 2 of which share rows, 2 stage(s) of Q and dO, 1 CTA(s) per multiprocessor, 164864 bytes of shared memory
 // FLOPs    1280 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      1544 * batch * heads_q * len_q + 1024 * batch * heads_kv * len_k bytes, at least
 //
-// Grid: one block per (key tile, KV head, batch). Reproduce with
+// Grid: one CTA per (key tile, KV head, batch). Reproduce with
 //   flashgen show --pass backward --kernel dkdv --target sm_80 '{"dropout":0.0,"dtype":"bfloat16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":null,"value_dim":128,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16
@@ -38,7 +38,7 @@ struct BackwardDkdvArguments {
   int heads_per_kv;
   int len_q;
   int len_k;
-  int rows;   // len_q, rounded up to whole tiles
+  int rows;   // len_q, rounded up to whole tiles (seqlen_q_rounded of FlashAttention)
 };
 
 // ---- The plan -------------------------------------------------------------------------------------------------------
@@ -63,13 +63,13 @@ constexpr float kScale = 0.0883883461f;
 constexpr float kScoreToLog2 = 0.127517432f;   // scale * log2(e): exp(x) is computed as exp2(x * log2(e))
 constexpr float kNoLse = 3.40282347e+38f;     // marks a row whose scores are all masked
 constexpr float kLargeLse = 4096.0f;     // to the base 2; the rounding of larger ones is visible in P
-constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of an LSE and the products that it is compared with
+constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of LSEs and of scores in log2
 
-// The tests that the scores of a tile need.
+// The masking that the scores of a tile need.
 //   kNone: none, since all scores are allowed.
 //   kMask: the mask.
-//   kAll: all tests, since the tile extends beyond the sequence or an LSE is large.
-enum class Tests { kNone, kMask, kAll };
+//   kMaskAndBounds: the mask, the ends of the sequences, and the correction of exponents for large LSEs.
+enum class Masking { kNone, kMask, kMaskAndBounds };
 
 // The warps that divide a tile of dQ along its rows and columns, and the mma tiles of each of them.
 constexpr int kGradientRowWarps = 2;
@@ -79,7 +79,7 @@ constexpr int kGradientColumnTiles = kHeadDimPadded / 8 / kGradientColumnWarps;
 
 constexpr int kElementBytes = sizeof(Element);
 
-// Shared memory of a block, 164864 bytes, by offset:
+// Shared memory of a CTA, 164864 bytes, by offset:
 //        0  K, 32768 bytes
 //    32768  V, 32768 bytes
 //    65536  Q, 2 x 16384 bytes
@@ -172,10 +172,10 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
 
 #endif
 
-// A lane's fragment of an accumulator of kRowTiles x kColumnTiles tiles, each the 16 x 8 result of one mma. Of each tile it
-// holds four elements, two adjacent columns in each of two rows that are 8 apart (PTX ISA, "Matrix Fragments for mma.m16n8k16
-// with floating point type"). Its first element is in row lane / 4 and column lane % 4 * 2 of the accumulator. Coordinates
-// are relative to that element.
+// A lane's fragment of an accumulator of kRowTiles x kColumnTiles tiles, each the 16 x 8 result of one mma. Of each
+// tile it holds four elements, two adjacent columns in each of two rows that are 8 apart (PTX ISA, "Matrix Fragments
+// for mma.m16n8k16 with floating point type"). Its first element is in row lane / 4 and column lane % 4 * 2 of the
+// accumulator. Coordinates are relative to that element.
 template <int kRowTiles, int kColumnTiles>
 struct Fragment {
   static constexpr int kRows = kRowTiles * 2;     // rows that have elements
@@ -186,12 +186,13 @@ struct Fragment {
   __device__ __forceinline__ float& operator[](int n) { return tiles[n / 4 / kColumnTiles][n / 4 % kColumnTiles][n % 4]; }
   __device__ __forceinline__ float operator[](int n) const { return tiles[n / 4 / kColumnTiles][n / 4 % kColumnTiles][n % 4]; }
 
-  // The row of element n, as an index of the fragment's rows and as a coordinate, and its column.
+  // Element n is in the fragment's row row_index(n), of 0 <= r < kRows. Its coordinates are row(n) and column(n).
   static __device__ constexpr int row_index(int n) { return n / 4 / kColumnTiles * 2 + n / 2 % 2; }
   static __device__ constexpr int row(int n) { return row_offset(row_index(n)); }
   static __device__ constexpr int column(int n) { return n / 4 % kColumnTiles * 8 + n % 2; }
 
-  // The coordinate of the fragment's row r, and the first element of pair j of this row.
+  // row_offset is the coordinate of the fragment's row r, and pair is the index of the first of the two elements of
+  // pair j of that row.
   static __device__ constexpr int row_offset(int r) { return r * 8; }
   static __device__ constexpr int pair(int r, int j) { return (r / 2 * kColumnTiles + j) * 4 + r % 2 * 2; }
 };
@@ -200,8 +201,8 @@ using Scores = Fragment<kRowTiles, kQueryTiles>;
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, and the lane's first query and first key. The last two count from the
-// beginning of the sequence, but from that of the tile along the axis on which the mainloop visits tiles.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. `key` is a position in
+// the sequence. `query` is relative to the query tile, since the mainloop iterates over query tiles.
 struct Position {
   int batch, head, query, key;
 };
@@ -216,7 +217,8 @@ struct WorkTile {
   int first_key, head_kv, batch;
 };
 
-// The query tiles that a key tile visits. Those from full_begin to full_end need no mask.
+// The query tiles that are visited for a key tile: the first one is `begin`, and their number is `count`. Each is a
+// step of the mainloop. Those from full_begin to full_end need no mask.
 struct QueryTiles {
   int begin, count, full_begin, full_end;
 
@@ -224,6 +226,7 @@ struct QueryTiles {
   __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
 };
 
+// Returns the query tiles of a work tile and a query head.
 __device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int head, const BackwardDkdvArguments& arguments) {
   const int k_first = work.first_key;
   const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;
@@ -239,8 +242,8 @@ __device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int h
 
 // ---- Loads and products ---------------------------------------------------------------------------------------------
 
-// Returns the swizzle's period in 16-byte chunks. The chunks of each period of a row are permuted by the row's number, so
-// that the 8 rows that ldmatrix reads at once are in different banks.
+// Returns the swizzle's period in 16-byte chunks. The chunks of each period of a row are permuted by the row's number,
+// so that the 8 rows that ldmatrix reads at once are in different banks.
 template <int kChunks>
 __device__ constexpr int swizzle_span() { return kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2; }
 
@@ -252,7 +255,8 @@ __device__ constexpr unsigned tile_offset(int row, int chunk) {
 }
 
 // Returns the address that this lane passes to ldmatrix for the 16 x 16 block at (row, chunk), multiples of 16 and 2.
-// ldmatrix reads four 8 x 8 matrices: lane l addresses row l % 8 of matrix l / 8, at (lane_row, lane_chunk) of the block.
+// ldmatrix reads four 8 x 8 matrices: lane l addresses row l % 8 of matrix l / 8, at (lane_row, lane_chunk) of the
+// block.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int chunk, int lane_row, int lane_chunk) {
   constexpr int kSpan = swizzle_span<kChunks>();
@@ -260,23 +264,23 @@ __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int ch
   return tile + row * kChunks * 16 + (corner ^ chunk % kSpan * 16) + chunk / kSpan * kSpan * 16;
 }
 
-// Returns the address for ldmatrix to read a block as operand A of an mma, or as a transposed operand B: its matrices in the
-// order upper left, lower left, upper right, lower right.
+// Returns the address for ldmatrix to read a block as operand A of an mma, or as a transposed operand B: its matrices
+// in the order upper left, lower left, upper right, lower right.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_by_columns(unsigned tile, int row, int chunk) {
   const int lane = threadIdx.x % 32;
   return block_address<kChunks>(tile, row, chunk, lane % 16, lane / 16);
 }
 
-// Returns the address for ldmatrix to read a block as operands B of two mmas: its matrices in the order upper left, upper
-// right, lower left, lower right.
+// Returns the address for ldmatrix to read a block as operands B of two mmas: its matrices in the order upper left,
+// upper right, lower left, lower right.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_by_rows(unsigned tile, int row, int chunk) {
   const int lane = threadIdx.x % 32;
   return block_address<kChunks>(tile, row, chunk, lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
-// Starts loading rows first_row, ... of a matrix of row_count rows into a tile. Rows behind the last are 0.
+// Starts loading rows first_row, ... of a matrix of row_count rows into a tile. Rows beyond the last are 0.
 template <int kRows, int kColumns, int kColumnsPadded>
 __device__ __forceinline__ void load_tile(unsigned tile, const Element* matrix, long long row_stride, int first_row,
                                           int row_count) {
@@ -305,7 +309,8 @@ __device__ __forceinline__ void load_keys_and_values(const WorkTile& work, unsig
   load_tile<kTileK, kValueDim, kValueDimPadded>(v_tile, v, arguments.v_strides.row, work.first_key, arguments.len_k);
 }
 
-// Starts loading LSE and D of a tile of queries, (LSE to the base 2, D) for each row. The array is padded to whole tiles.
+// Starts loading LSE and D of a tile of queries, (LSE to the base 2, D) for each row. The array is padded to whole
+// tiles.
 __device__ __forceinline__ void load_lse_and_d(unsigned tile, const float* source) {
   for (int i = threadIdx.x; i < kLseAndDBytes / 16; i += kThreads) {
     copy_async_16(tile + i * 16, source + i * 4, true);
@@ -390,8 +395,8 @@ __device__ __forceinline__ void multiply_shared(Fragment<kRowTiles, kWidthTiles>
   }
 }
 
-// product += A * B over the depth that the other warps with the same rows have computed: A is their parts of P or dS, at
-// `rows` in shared memory; B is a tile with kColumns columns.
+// product += A * B over the depth that the other warps with the same rows have computed: A is their parts of P or dS,
+// at `rows` in shared memory; B is a tile with kColumns columns.
 template <int kColumns, int kRowTiles, int kWidthTiles>
 __device__ __forceinline__ void multiply_other_parts(Fragment<kRowTiles, kWidthTiles>& product, unsigned rows,
                                                      unsigned tile, int part) {
@@ -402,7 +407,8 @@ __device__ __forceinline__ void multiply_other_parts(Fragment<kRowTiles, kWidthT
   }
 }
 
-// Stores a warp's accumulators times a factor, rounded, to (first_row, first_chunk) of a tile with kChunks chunks per row.
+// Stores a warp's accumulators times a factor, rounded, to (first_row, first_chunk) of a tile with kChunks chunks per
+// row.
 template <int kChunks, class Values>
 __device__ __forceinline__ void store_rounded(const Values& values, float factor, unsigned char* tile, int first_row,
                                               int first_chunk) {
@@ -421,7 +427,8 @@ __device__ __forceinline__ void store_rounded(const Values& values, float factor
 
 // ---- Score gradients ------------------------------------------------------------------------------------------------
 
-// Returns (LSE, D) of the two queries of this lane's pairs j.
+// Returns (LSE, D, LSE, D) of the two adjacent queries, columns of the fragment, of this lane's pairs j in all of its
+// rows.
 __device__ __forceinline__ float4 lse_and_d_of(const unsigned char* lse_and_d, int j) {
   const int query = threadIdx.x / 32 % kSplit * kQueriesPerWarp + Scores::column(Scores::pair(0, j)) + threadIdx.x % 4 * 2;
   return *reinterpret_cast<const float4*>(lse_and_d + query * 8);
@@ -439,9 +446,9 @@ __device__ __forceinline__ bool has_large_lse(const unsigned char* lse_and_d) {
 
 // Recomputes P and dS in place. The products Q * K^T become P, and dP becomes dS = P * (dP - D) with D = rowsum(dO *
 // O).
-// Scores that fail `kTests` have a P and a dS of 0. If an LSE may be large, P is 1 wherever it differs from 1 by no
-// more than the rounding of the LSE.
-template <Tests kTests>
+// P and dS of masked-out scores are 0. If an LSE may be large, P is 1 wherever it differs from 1 by no more than the
+// rounding of the LSE.
+template <Masking kMasking>
 __device__ __forceinline__ void recompute_p_and_ds(Scores& probabilities,
                                                    Scores& d_scores,
                                                    const unsigned char* lse_and_d,
@@ -449,18 +456,18 @@ __device__ __forceinline__ void recompute_p_and_ds(Scores& probabilities,
                                                    const BackwardDkdvArguments& arguments) {
 #pragma unroll
   for (int j = 0; j < Scores::kPairs; ++j) {
-    const float4 rows = lse_and_d_of(lse_and_d, j);
+    const float4 statistics = lse_and_d_of(lse_and_d, j);
 #pragma unroll
     for (int m = 0; m < Scores::kRows * 2; ++m) {
       const int n = Scores::pair(m / 2, j) + m % 2;
       const int q = first_query + position.query + Scores::column(n), k = position.key + Scores::row(n);
-      const float lse = m % 2 ? rows.z : rows.x;
+      const float lse = m % 2 ? statistics.z : statistics.x;
       float exponent = fmaf(probabilities[n], kScoreToLog2, -lse);
-      if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
+      if (kMasking == Masking::kMaskAndBounds && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
       const float probability = exp2_approx(exponent);
-      float d_score = probability * (d_scores[n] - (m % 2 ? rows.w : rows.y));
-      const bool attended = kTests == Tests::kNone ||
-          (kTests == Tests::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
+      float d_score = probability * (d_scores[n] - (m % 2 ? statistics.w : statistics.y));
+      const bool attended = kMasking == Masking::kNone ||
+          (kMasking == Masking::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
       d_score = attended ? d_score : 0.0f;
       probabilities[n] = attended ? probability : 0.0f;
       d_scores[n] = d_score;
@@ -473,11 +480,11 @@ __device__ __forceinline__ void compute_score_gradients(
     Scores& probabilities, Scores& d_scores, const unsigned char* lse_and_d, bool full, const WorkTile& work,
     const Position& position, int first_query, const BackwardDkdvArguments& arguments) {
   if (work.first_key + kTileK > arguments.len_k || has_large_lse(lse_and_d)) {
-    recompute_p_and_ds<Tests::kAll>(probabilities, d_scores, lse_and_d, position, first_query, arguments);
+    recompute_p_and_ds<Masking::kMaskAndBounds>(probabilities, d_scores, lse_and_d, position, first_query, arguments);
   } else if (!full) {
-    recompute_p_and_ds<Tests::kMask>(probabilities, d_scores, lse_and_d, position, first_query, arguments);
+    recompute_p_and_ds<Masking::kMask>(probabilities, d_scores, lse_and_d, position, first_query, arguments);
   } else {
-    recompute_p_and_ds<Tests::kNone>(probabilities, d_scores, lse_and_d, position, first_query, arguments);
+    recompute_p_and_ds<Masking::kNone>(probabilities, d_scores, lse_and_d, position, first_query, arguments);
   }
 }
 

@@ -1,5 +1,5 @@
 // flashgen: attention backward, dkdv, bf16-d128-causal-56b1805a
-// Computes dK and dV, and dQ; a block iterates over the queries of a key tile.
+// Computes dK and dV, and dQ; a CTA iterates over the queries of a key tile.
 //
 // mask     causal()
 // score    none; scale 0.0883883476
@@ -10,7 +10,7 @@
 // FLOPs    1280 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      1800 * batch * heads_q * len_q + 1024 * batch * heads_kv * len_k bytes, at least
 //
-// Grid: persistent, one block per multiprocessor; work tiles are (key tile, KV head, batch). Reproduce with
+// Grid: persistent, one CTA per multiprocessor; work tiles are (key tile, KV head, batch). Reproduce with
 //   flashgen show --pass backward --kernel dkdv --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":null,"value_dim":128,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16
@@ -32,11 +32,12 @@ struct BackwardDkdvArguments {
   TensorMap dv_map;
   const float* lse_and_d;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
   float* dq_accum;   // (batch, heads_q, rows, padded head_dim), in fragment order
-  unsigned* dq_tile_state;   // (batch, heads_q, rows / tile): 0 until a CTA adds to the dQ tile; accumulate_dq explains the states
+  // (batch, heads_q, rows / tile): 0 until a CTA adds to the dQ tile; accumulate_dq explains the states
+  unsigned* dq_tile_state;
   unsigned* dq_added;   // (batch, heads): work tiles whose dQ has been added; 0 before a launch
   unsigned* dq_next;   // (1): the next group of dQ rows to convert; 0 before a launch
   Element* dq;
-  unsigned* next_tile;   // the next work tile that no CTA has taken: 0 before and after a launch
+  unsigned* next_tile;   // counts fetched work tiles: 0 before and after a launch
   Strides dq_strides;
   int tiles;   // work tiles of all heads and batch entries
   int tiles_k;   // key tiles of a head
@@ -47,7 +48,7 @@ struct BackwardDkdvArguments {
   int heads_per_kv;
   int len_q;
   int len_k;
-  int rows;   // len_q, rounded up to whole tiles
+  int rows;   // len_q, rounded up to whole tiles (seqlen_q_rounded of FlashAttention)
 };
 
 // ---- The plan -------------------------------------------------------------------------------------------------------
@@ -65,21 +66,22 @@ constexpr float kScale = 0.0883883461f;
 constexpr float kScoreToLog2 = 0.127517432f;   // scale * log2(e): exp(x) is computed as exp2(x * log2(e))
 constexpr float kNoLse = 3.40282347e+38f;     // marks a row whose scores are all masked
 constexpr float kLargeLse = 4096.0f;     // to the base 2; the rounding of larger ones is visible in P
-constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of an LSE and the products that it is compared with
+constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of LSEs and of scores in log2
 
-// The tests that the scores of a tile need.
+// The masking that the scores of a tile need.
 //   kNone: none, since all scores are allowed.
 //   kMask: the mask.
-//   kAll: all tests, since the tile extends beyond the sequence or an LSE is large.
-enum class Tests { kNone, kMask, kAll };
+//   kMaskAndBounds: the mask, the ends of the sequences, and the correction of exponents for large LSEs.
+enum class Masking { kNone, kMask, kMaskAndBounds };
 
-// The warpgroups divide a tile of dQ into parts of 64 rows, and if there are more warpgroups than these, into columns.
+// Each warpgroup computes a part of a tile of dQ: 64 rows, and if the tile has fewer such parts than there are
+// warpgroups, a group of the columns of these rows.
 constexpr int kDqRowParts = kTileQ / 64;
 constexpr int kDqColumnParts = kConsumers / kDqRowParts;
 constexpr int kDqColumns = kHeadDimPadded / kDqColumnParts;
 constexpr int kDqPartBytes = 16 * kDqColumns * sizeof(float);   // of a warp's part
-constexpr int kDqWriterThreads = 1;   // threads that add dQ to the accumulator, of a warp each
-constexpr int kConvertedRows = 16;   // rows of dQ that a warp converts at a time, few so that all warps have some at the end
+constexpr int kDqWriters = 1;   // dQ writers: one thread each of as many warps, which add dQ to the accumulator
+constexpr int kConvertedRows = 16;   // rows of dQ that a warp converts at a time: few, so that all warps get some at the end
 
 // A tile consists of panels of columns, one after the other. A panel is as wide as the TMA swizzle.
 constexpr int kHeadPanel = 64;    // columns of Q, K and dK
@@ -87,7 +89,7 @@ constexpr int kValuePanel = 64;   // columns of dO, V and dV
 constexpr int kElementBytes = sizeof(Element);
 static_assert(kDqColumns % kHeadPanel == 0, "a part of dQ has whole panels of K");
 
-// Shared memory of a block, 231144 bytes, by offset:
+// Shared memory of a CTA, 231144 bytes, by offset:
 //        0  K, 32768 bytes
 //    32768  V, 32768 bytes
 //    65536  Q, 3 x 16384 bytes
@@ -155,16 +157,16 @@ __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(kPending) : "memory");
 }
 
-// Waits for this thread's bulk reductions to complete, and adds to a counter. They are visible to a thread that
-// acquires it.
+// Waits for this thread's bulk stores and reductions to complete, and adds to a counter. The results are visible to a
+// thread that acquires the counter.
 __device__ __forceinline__ void counter_add(unsigned* counter, unsigned amount) {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   asm volatile("fence.proxy.async.global;" ::: "memory");
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" :: "l"(counter), "r"(amount) : "memory");
 }
 
-// Waits until a counter is at least `target`. Bulk reductions that precede its increments are then visible to this
-// thread.
+// Waits until a counter is at least `target`. Bulk stores and reductions that precede its increments are
+// then visible to this thread.
 __device__ __forceinline__ void counter_wait(const unsigned* counter, unsigned target) {
   unsigned value;
   for (;; __nanosleep(200)) {
@@ -197,8 +199,8 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
-// Arrives at the barrier's current phase, which in addition waits for copies of so many bytes.
-__device__ __forceinline__ void mbarrier_expect_bytes(unsigned barrier, unsigned bytes) {
+// Arrives at the barrier's current phase, and adds `bytes` to the bytes of copies that the phase waits for.
+__device__ __forceinline__ void mbarrier_arrive_expect_bytes(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 
@@ -233,6 +235,7 @@ __device__ __forceinline__ unsigned opaque(unsigned value) {
 }
 
 // Keeps the compiler from moving uses of these registers across this point, since wgmmas access them asynchronously.
+// CUTLASS calls this warpgroup_fence_operand.
 template <int kCount>
 __device__ __forceinline__ void order_registers(float (&registers)[kCount]) {
 #pragma unroll
@@ -258,7 +261,7 @@ __device__ __forceinline__ void registers_increase() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegisters));
 }
 
-// Waits for this thread's bulk reductions to complete, and advances a semaphore from `value` to value + 1.
+// Waits for this thread's bulk stores and reductions to complete, and advances a semaphore from `value` to value + 1.
 __device__ __forceinline__ void semaphore_release(unsigned* semaphore, unsigned value) {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   asm volatile("fence.proxy.async.global;" ::: "memory");
@@ -431,16 +434,17 @@ __device__ __forceinline__ void quad_transpose(unsigned (&values)[4]) {
   }
 }
 
-// A position in a pipeline, whose iterations use its stages in shared memory in turn. CUTLASS's class of this name holds a stage
-// and a phase. This one counts iterations, so that one register serves pipelines with different numbers of stages.
+// A position in a pipeline, whose iterations use its stages in shared memory in turn. CUTLASS's class of this name
+// holds a stage and a phase. This one counts iterations, so that one register serves pipelines with different numbers
+// of stages.
 template <int kNumStages>
 struct PipelineState {
   int iteration;
 
   __device__ __forceinline__ int stage() const { return iteration % kNumStages; }
 
-  // The parity of the phase of the stage's full barrier that the consumer waits for. The producer waits for the other parity of
-  // the empty barrier, that of the previous phase.
+  // The parity of the phase of the stage's full barrier that the consumer waits for. The producer waits for the other
+  // parity of the empty barrier, that of the previous phase.
   __device__ __forceinline__ unsigned phase() const { return iteration / kNumStages & 1; }
 
   __device__ __forceinline__ PipelineState operator+(int count) const { return {iteration + count}; }
@@ -448,8 +452,9 @@ struct PipelineState {
   __device__ __forceinline__ PipelineState operator++(int) { return {iteration++}; }
 };
 
-// The shared memory of a CTA. Its members return addresses of buffers and mbarriers: addresses of 32 bits in the shared window,
-// as TMA, wgmma and mbarriers take them. Pointers to arrays of a C++ struct would have 64 bits, and take more instructions.
+// The shared memory of a CTA. Its members return addresses of buffers and mbarriers: addresses of 32 bits in the shared
+// window, as TMA, wgmma and mbarriers take them. Pointers to arrays of a C++ struct would have 64 bits, and take more
+// instructions.
 struct SharedStorage {
   unsigned base, barriers;   // the addresses of the buffers, and of the mbarriers
 
@@ -463,7 +468,9 @@ struct SharedStorage {
   __device__ __forceinline__ unsigned dk() const { return base + kKeyGradientOffset; }
   __device__ __forceinline__ unsigned dv() const { return base + kValueGradientOffset; }
 
-  // queries_full: a tile of Q, LSE and D have landed, and K with the first of a work tile. queries_empty: every consumer warp has finished reading Q. The same for dO, and V with the first of it.
+  // queries_full: a tile of Q, LSE and D have landed, and K if it is the first of a work tile. d_outputs_full: a tile
+  // of dO has landed, and V if it is the first of a work tile. queries_empty, d_outputs_empty: every consumer warp has
+  // read Q, or dO.
   __device__ __forceinline__ unsigned queries_full(int stage) const { return barriers + stage * 32; }
   __device__ __forceinline__ unsigned queries_empty(int stage) const { return barriers + 8 + stage * 32; }
   __device__ __forceinline__ unsigned d_outputs_full(int stage) const { return barriers + 16 + stage * 32; }
@@ -476,10 +483,11 @@ struct SharedStorage {
   // dq_empty: the dQ writer has read a tile of dQ. There is one phase for each iteration.
   __device__ __forceinline__ unsigned dq_empty() const { return barriers + kStages * 32 + kDsStages * 16; }
 
-  // dq_full(iteration % 2): every consumer warp has written its part of the iteration's tile of dQ.
+  // dq_full(iteration % 2): every consumer warp has written its part of the iteration's tile of dQ. There are two,
+  // since in the deterministic mode two writers wait for alternate iterations.
   __device__ __forceinline__ unsigned dq_full(int stage) const { return barriers + kStages * 32 + kDsStages * 16 + 8 + stage * 8; }
 
-  // Every consumer warp has read K, or V. There is one phase for each work tile.
+  // keys_empty, values_empty: every consumer warp has read K, or V. There is one phase for each work tile.
   __device__ __forceinline__ unsigned keys_empty() const { return barriers + kStages * 32 + kDsStages * 16 + 24; }
   __device__ __forceinline__ unsigned values_empty() const { return barriers + kStages * 32 + kDsStages * 16 + 32; }
 
@@ -513,14 +521,14 @@ struct SharedStorage {
     mbarrier_init(values_empty(), kConsumers * 4);
     for (int stage = 0; stage < 2; ++stage) {
       mbarrier_init(work_tile_full(stage), 1);
-      mbarrier_init(work_tile_empty(stage), kConsumers * 4 + kDqWriterThreads);
+      mbarrier_init(work_tile_empty(stage), kConsumers * 4 + kDqWriters);
     }
     mbarrier_fence_init();
   }
 };
 
-// Lane 0 arrives at a barrier for its warp. Precondition: all lanes have finished their accesses, which a warp-wide instruction
-// ensures, such as __syncwarp or the wait for a wgmma.
+// Lane 0 arrives at a barrier for its warp. Precondition: all lanes have finished their accesses, which a warp-wide
+// instruction ensures, such as __syncwarp or the wait for a wgmma.
 __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
@@ -535,8 +543,9 @@ __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, u
   }
 }
 
-// Multiplies a warp's 16 rows by a factor, rounds them and stores them. They go through shared memory, where they are the
-// first of the kPanelRows rows of each panel of columns, in the layout that TMA swizzles. TMA clips rows beyond the last one.
+// Multiplies a warp's 16 rows by a factor, rounds them and stores them. They go through shared memory, where they are
+// the first of the kPanelRows rows of each panel of columns, in the layout that TMA swizzles. TMA clips rows beyond the
+// last one.
 template <int kColumns, int kPanel, int kPanelRows>
 __device__ __forceinline__ void store_rows(const float (&values)[kColumns / 2], float factor, unsigned tile,
                                            const TensorMap& map, int first_row, int head, int batch) {
@@ -561,8 +570,8 @@ __device__ __forceinline__ void store_rows(const float (&values)[kColumns / 2], 
   }
 }
 
-// Issues the wgmmas of product = A * B^T for 64 rows of A and kRowsB rows of B, both in shared memory (SS). Both tiles are
-// K-major: their columns are the reduction dimension. A panel of A has kRowsA rows.
+// Issues the wgmmas of product = A * B^T for 64 rows of A and kRowsB rows of B, both in shared memory (SS). Both tiles
+// are K-major: their columns are the reduction dimension. A panel of A has kRowsA rows.
 template <int kDepth, int kPanel, int kRowsA, int kRowsB>
 __device__ __forceinline__ void issue_wgmma_ss(float (&product)[kRowsB / 2], unsigned a_tile, unsigned b_tile) {
   constexpr int kSwizzle = kPanel * kElementBytes;
@@ -579,8 +588,8 @@ __device__ __forceinline__ void issue_wgmma_ss(float (&product)[kRowsB / 2], uns
   wgmma_commit();
 }
 
-// Issues the wgmmas of product += A * B with the fragments of A in registers and B in shared memory (RS). B is MN-major: its
-// kDepth rows are the reduction dimension.
+// Issues the wgmmas of product += A * B with the fragments of A in registers and B in shared memory (RS). B is
+// MN-major: its kDepth rows are the reduction dimension.
 template <int kColumns, int kPanel, int kDepth>
 __device__ __forceinline__ void issue_wgmma_rs(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
                                                unsigned b_tile) {
@@ -613,21 +622,22 @@ __device__ __forceinline__ void store_fragments(const float (&rows)[kColumns / 2
 }
 
 // The coordinates of a lane's fragment of a wgmma accumulator with kColumns columns; the fragment itself is an array of
-// kElements floats. Of each group of 8 columns it has four elements, two adjacent columns in each of two rows that are 8 apart
-// (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"). Its first element is in row lane / 4 of the warp's 16 rows and
-// in column lane % 4 * 2. Coordinates are relative to that element.
+// kElements floats. Of each group of 8 columns it has four elements, two adjacent columns in each of two rows that are
+// 8 apart (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"). Its first element is in row lane / 4 of the
+// warp's 16 rows and in column lane % 4 * 2. Coordinates are relative to that element.
 template <int kColumns>
 struct Fragment {
   static constexpr int kRows = 2;                // rows that have elements
   static constexpr int kPairs = kColumns / 8;    // pairs of adjacent elements in each of these rows
   static constexpr int kElements = kRows * kPairs * 2;
 
-  // The row of element n, as an index of the fragment's rows and as a coordinate, and its column.
+  // Element n is in the fragment's row row_index(n), of 0 <= r < kRows. Its coordinates are row(n) and column(n).
   static __device__ constexpr int row_index(int n) { return n / 2 % 2; }
   static __device__ constexpr int row(int n) { return row_offset(row_index(n)); }
   static __device__ constexpr int column(int n) { return n / 4 * 8 + n % 2; }
 
-  // The coordinate of the fragment's row r, and the first element of pair j of this row.
+  // row_offset is the coordinate of the fragment's row r, and pair is the index of the first of the two elements of
+  // pair j of that row.
   static __device__ constexpr int row_offset(int r) { return r * 8; }
   static __device__ constexpr int pair(int r, int j) { return j * 4 + r * 2; }
 };
@@ -636,8 +646,8 @@ using Scores = Fragment<kTileQ>;
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, and the lane's first query and first key. The last two count from the
-// beginning of the sequence, but from that of the tile along the axis on which the mainloop visits tiles.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. `key` is a position in
+// the sequence. `query` is relative to the query tile, since the mainloop iterates over query tiles.
 struct Position {
   int batch, head, query, key;
 };
@@ -653,8 +663,8 @@ struct WorkTile { int first_key, head_kv, batch; };
 static_assert(sizeof(WorkTile) <= kWorkTileBytes, "shared memory holds a work tile");
 
 // Returns the work tile of an index. Heads follow each other, each with all its key tiles. The work tiles of the last
-// `heads_at_once` heads are ordered by key tile first: with most masks later key tiles have fewer queries, so that the launch
-// ends with short work tiles.
+// `heads_at_once` heads are ordered by key tile first: with most masks later key tiles have fewer queries, so that the
+// launch ends with short work tiles.
 __device__ __forceinline__ WorkTile work_tile_at(unsigned index, const BackwardDkdvArguments& arguments) {
   const int heads = arguments.tiles / arguments.tiles_k, last_heads = min(arguments.heads_at_once, heads);
   const int rest = index - (heads - last_heads) * arguments.tiles_k;   // position among the tiles of the last heads
@@ -663,13 +673,14 @@ __device__ __forceinline__ WorkTile work_tile_at(unsigned index, const BackwardD
   return {tile * kTileK, head % arguments.heads, head / arguments.heads};
 }
 
-// Returns the slot in shared memory in which the producer publishes the work tiles of the CTA. There are two slots. A negative
-// first_key tells the other warps that no work tile is left.
+// Returns the slot in shared memory in which the producer publishes the work tiles of the CTA. There are two slots. A
+// negative first_key tells the other warps that no work tile is left.
 __device__ __forceinline__ WorkTile& work_tile_slot(int stage) {
   return reinterpret_cast<WorkTile*>(shared_memory + kWorkTileOffset)[stage];
 }
 
-// The query tiles that a key tile visits. Those from full_begin to full_end need no mask.
+// The query tiles that are visited for a key tile: the first one is `begin`, and their number is `count`. Each is a
+// step of the mainloop. Those from full_begin to full_end need no mask.
 struct QueryTiles {
   int begin, count, full_begin, full_end;
 
@@ -677,6 +688,7 @@ struct QueryTiles {
   __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
 };
 
+// Returns the query tiles of a work tile and a query head.
 __device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int head, const BackwardDkdvArguments& arguments) {
   const int k_first = work.first_key;
   const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;
@@ -690,8 +702,8 @@ __device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int h
   return {first_tile, count, (full_begin + kTileQ - 1) / kTileQ, full_end / kTileQ};
 }
 
-// Iterates over the query tiles that attend to the keys of a work tile, for one query head after the other. Each query tile
-// is one iteration of the mainloop.
+// Iterates over the query tiles that attend to the keys of a work tile, for one query head after the other. Each query
+// tile is one iteration of the mainloop.
 struct QueryIterator {
   QueryTiles tiles;       // of the current head
   int group_head, step;   // index of the head among those of the work tile, and of the query tile in `tiles`
@@ -724,8 +736,8 @@ struct QueryIterator {
 };
 
 // Returns the row of the workspaces at which the iterator's query tile begins.
-__device__ __forceinline__ long long first_row(const QueryIterator& iterator, const WorkTile& work,
-                                               const BackwardDkdvArguments& arguments) {
+__device__ __forceinline__ long long workspace_row(const QueryIterator& iterator, const WorkTile& work,
+                                                   const BackwardDkdvArguments& arguments) {
   const long long head = static_cast<long long>(work.batch) * arguments.heads_q + iterator.head(work, arguments);
   return head * arguments.rows + iterator.first_query();
 }
@@ -740,10 +752,10 @@ __device__ __forceinline__ void load_work_tile(const WorkTile& work, QueryIterat
   for (bool first = true; !iterator.done(arguments); iterator.advance(work, arguments), ++state, first = false) {
     const int head = iterator.head(work, arguments);
     mbarrier_wait(storage.queries_empty(state.stage()), state.phase() ^ 1);
-    mbarrier_expect_bytes(storage.queries_full(state.stage()), kQueryBytes + kLseAndDBytes + (first ? kKeyBytes : 0));
+    mbarrier_arrive_expect_bytes(storage.queries_full(state.stage()), kQueryBytes + kLseAndDBytes + (first ? kKeyBytes : 0));
     load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(storage.queries(state.stage()), arguments.q_map,
                                                   storage.queries_full(state.stage()), iterator.first_query(), head, work.batch);
-    bulk_load(storage.lse_and_d(state.stage()), arguments.lse_and_d + first_row(iterator, work, arguments) * 2,
+    bulk_load(storage.lse_and_d(state.stage()), arguments.lse_and_d + workspace_row(iterator, work, arguments) * 2,
               kLseAndDBytes, storage.queries_full(state.stage()));
     if (first) {
       mbarrier_wait(storage.keys_empty(), kv_state.phase() ^ 1);
@@ -751,7 +763,7 @@ __device__ __forceinline__ void load_work_tile(const WorkTile& work, QueryIterat
                                                     work.first_key, work.head_kv, work.batch);
     }
     mbarrier_wait(storage.d_outputs_empty(state.stage()), state.phase() ^ 1);
-    mbarrier_expect_bytes(storage.d_outputs_full(state.stage()), kDOutputBytes + (first ? kValueBytes : 0));
+    mbarrier_arrive_expect_bytes(storage.d_outputs_full(state.stage()), kDOutputBytes + (first ? kValueBytes : 0));
     load_rows<kTileQ, kValueDimPadded, kValuePanel>(storage.d_outputs(state.stage()), arguments.d_o_map,
           storage.d_outputs_full(state.stage()), iterator.first_query(), head, work.batch);
     if (first) {
@@ -767,8 +779,8 @@ __device__ __forceinline__ void producer(const SharedStorage& storage, const Bac
   PipelineState<kStages> state = {0};   // of Q and dO, through all work tiles
   for (PipelineState<2> tile_state = {0};; ++tile_state) {
     const PipelineState<1> kv_state = {tile_state.iteration};   // K and V have one stage
-    // Fetches the next index that no other CTA has taken. Each CTA fetches one that is too large, and the last such increment
-    // wraps the counter to 0, as it began.
+    // Fetches the next index that no other CTA has taken. Each CTA fetches one that is too large, and the last such
+    // increment wraps the counter to 0, as it began.
     const unsigned index = atomicInc(arguments.next_tile, arguments.tiles + gridDim.x - 1);
     mbarrier_wait(storage.work_tile_empty(tile_state.stage()), tile_state.phase() ^ 1);
     WorkTile& work = work_tile_slot(tile_state.stage());
@@ -780,8 +792,9 @@ __device__ __forceinline__ void producer(const SharedStorage& storage, const Bac
     work = work_tile_at(index, arguments);
     QueryIterator iterator(work, arguments);
     if (iterator.done(arguments)) {
-      // Consumers wait for no load of a work tile without iterations. It is published once they have released the previous
-      // one: a barrier that completes two phases between two waits looks as if it had completed none.
+      // Consumers wait for no load of a work tile without iterations. Such a work tile is published only after they
+      // have released K and V of the previous one. Otherwise these barriers could complete two phases between two waits
+      // of the producer, and their parity would look unchanged.
       mbarrier_wait(storage.keys_empty(), kv_state.phase() ^ 1);
       mbarrier_wait(storage.values_empty(), kv_state.phase() ^ 1);
     }
@@ -798,11 +811,12 @@ __device__ __forceinline__ int warp_part_of_dq(int warpgroup) {
   return (row_part * 4 + threadIdx.x / 32 % 4) * kDqColumnParts + column_part;
 }
 
-// Releases dS of an iteration, and stores this warp's part of dQ to shared memory for the dQ writer. `has_stored`: the
-// buffer has held dQ of an earlier iteration of this work tile.
+// Releases dS of an iteration, and stores this warp's part of dQ to shared memory for the dQ writer. `has_stored`: dQ
+// of an earlier iteration of this work tile has been stored.
 __device__ __forceinline__ void store_dq(const float (&d_queries)[kDqColumns / 2], int warpgroup,
                                          const SharedStorage& storage, PipelineState<kDsStages> state, bool has_stored) {
   release(storage.ds_empty(state.stage()));
+  // The writer has read dQ of the previous iteration.
   if (has_stored) mbarrier_wait(storage.dq_empty(), PipelineState<1>{state.iteration}.phase() ^ 1);
   store_fragments<kDqColumns>(
       d_queries, storage.pointer<unsigned char>(storage.dq()) + warp_part_of_dq(warpgroup) * kDqPartBytes);
@@ -811,12 +825,12 @@ __device__ __forceinline__ void store_dq(const float (&d_queries)[kDqColumns / 2
   release(storage.dq_full(state.iteration % 2));
 }
 
-// Adds the dQ of a work tile to the accumulator. The first CTA that reaches a tile of dQ stores instead, so that only the
-// tile states need zeroing: a state is 0 before that store, 1 during it and 2 after it. Others add in any order.
+// Adds the dQ of a work tile to the accumulator. The first CTA that reaches a tile of dQ stores instead, so that only
+// the tile states need zeroing: a state is 0 before that store, 1 during it and 2 after it. Others add in any order.
 __device__ __forceinline__ void accumulate_dq(const WorkTile& work, PipelineState<2>& state,
                                               const SharedStorage& storage, const BackwardDkdvArguments& arguments) {
   for (QueryIterator iterator(work, arguments); !iterator.done(arguments); iterator.advance(work, arguments), ++state) {
-    const long long row = first_row(iterator, work, arguments);
+    const long long row = workspace_row(iterator, work, arguments);
     unsigned* const tile_state = arguments.dq_tile_state + row / kTileQ;
     float* const accumulator = arguments.dq_accum + row * kHeadDimPadded;
     const bool is_stored = semaphore_test(tile_state, 2);   // true most of the time
@@ -828,12 +842,12 @@ __device__ __forceinline__ void accumulate_dq(const WorkTile& work, PipelineStat
     bulk_commit();
     bulk_wait_read<0>();
     mbarrier_arrive(storage.dq_empty());
-    if (is_first) semaphore_release(tile_state, 1);
+    if (is_first) semaphore_release(tile_state, 1);   // from 1 to 2
   }
 }
 
-// A dQ writer: one thread that adds the dQ of each work tile to the accumulator, and then counts the work tile as added for
-// the warps that convert the dQ of its head.
+// A dQ writer: one thread that adds the dQ of each work tile to the accumulator, and then counts the work tile as
+// added. The warps that convert dQ of the head wait for this count.
 __device__ __forceinline__ void dq_writer(const SharedStorage& storage,
                                           const BackwardDkdvArguments& arguments) {
   PipelineState<2> dq_state = {0};   // of dQ's full barriers
@@ -847,14 +861,14 @@ __device__ __forceinline__ void dq_writer(const SharedStorage& storage,
   }
 }
 
-// Converts kConvertedRows rows of the dQ accumulator with one warp. `chunk` is the index of such a group of rows, over all query
-// heads of all batches. Four lanes convert two rows, 8 apart. A row that attends to no key is 0, whatever K holds, and so is a
-// tile of dQ to which no CTA has added.
-__device__ __forceinline__ void convert_dq_rows(unsigned chunk, const BackwardDkdvArguments& arguments) {
-  const unsigned head_chunks = arguments.rows / kConvertedRows, head_of_all = chunk / head_chunks;
-  const long long first_row = static_cast<long long>(chunk) * kConvertedRows;
-  const int batch = head_of_all / arguments.heads_q, head = head_of_all % arguments.heads_q;
-  const int lane = threadIdx.x % 32, query = chunk % head_chunks * kConvertedRows + lane / 4;
+// Converts kConvertedRows rows of the dQ accumulator with one warp. `row_group` is the index of such a group of rows,
+// over all query heads of all batches. Four lanes convert two rows, 8 apart. A row that attends to no key is 0,
+// whatever K holds, and so is a tile of dQ to which no CTA has added.
+__device__ __forceinline__ void convert_dq_rows(unsigned row_group, const BackwardDkdvArguments& arguments) {
+  const unsigned head_groups = arguments.rows / kConvertedRows, batch_head = row_group / head_groups;
+  const long long first_row = static_cast<long long>(row_group) * kConvertedRows;
+  const int batch = batch_head / arguments.heads_q, head = batch_head % arguments.heads_q;
+  const int lane = threadIdx.x % 32, query = row_group % head_groups * kConvertedRows + lane / 4;
   const bool is_added = __ldcg(arguments.dq_tile_state + first_row / kTileQ) > 0;
   const float* const lse_and_d = arguments.lse_and_d + (first_row + lane / 4) * 2;
   const bool attends[2] = {(lse_and_d[0] != kNoLse) && is_added, (lse_and_d[16] != kNoLse) && is_added};
@@ -880,30 +894,32 @@ __device__ __forceinline__ void convert_dq_rows(unsigned chunk, const BackwardDk
   }
 }
 
-// Converts the dQ accumulator of each head once every writer has counted all its work tiles as added. Warps that are otherwise
-// idle do this, and the consumer warps after their last work tile. Each warp takes the next rows that no other warp has taken.
+// Converts the dQ accumulator of each head once all work tiles of the head have been added. The wait ends because
+// running CTAs take all work tiles. Warps that are otherwise idle do this, and the consumer warps after their last work
+// tile. Each warp takes the next rows that no other warp has taken.
 __device__ __forceinline__ void convert_dq(const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32;
-  const unsigned head_chunks = arguments.heads_per_kv * arguments.rows / kConvertedRows;   // of a KV head
-  const unsigned chunks = arguments.batch * arguments.heads * head_chunks;
-  unsigned next = lane == 0 ? atomicAdd(arguments.dq_next, 1u) : 0, complete_heads = 0;   // heads that it has waited for
+  const unsigned head_groups = arguments.heads_per_kv * arguments.rows / kConvertedRows;   // of a KV head
+  const unsigned row_groups = arguments.batch * arguments.heads * head_groups;
+  unsigned next = lane == 0 ? atomicAdd(arguments.dq_next, 1u) : 0, complete_heads = 0;   // heads waited for
   for (;;) {
-    const unsigned chunk = __shfl_sync(0xffffffffu, next, 0);
-    if (chunk >= chunks) return;
-    const unsigned head = chunk / head_chunks;
+    const unsigned row_group = __shfl_sync(0xffffffffu, next, 0);
+    if (row_group >= row_groups) return;
+    const unsigned head = row_group / head_groups;
     if (lane == 0) next = atomicAdd(arguments.dq_next, 1u);   // returns during the conversion
     if (head >= complete_heads) {
-      if (lane == 0) counter_wait(arguments.dq_added + head, arguments.tiles_k * kDqWriterThreads);
+      if (lane == 0) counter_wait(arguments.dq_added + head, arguments.tiles_k * kDqWriters);
       __syncwarp();
       complete_heads = head + 1;
     }
-    convert_dq_rows(chunk, arguments);
+    convert_dq_rows(row_group, arguments);
   }
 }
 
 // ---- The consumers --------------------------------------------------------------------------------------------------
 
-// Returns (LSE, D) of the two queries of this lane's pairs j.
+// Returns (LSE, D, LSE, D) of the two adjacent queries, columns of the fragment, of this lane's pairs j in both of its
+// rows.
 __device__ __forceinline__ float4 lse_and_d_of(const unsigned char* lse_and_d, int j) {
   return *reinterpret_cast<const float4*>(lse_and_d + (Scores::column(Scores::pair(0, j)) + threadIdx.x % 4 * 2) * 8);
 }
@@ -918,25 +934,25 @@ __device__ __forceinline__ bool has_large_lse(const unsigned char* lse_and_d) {
   return __any_sync(0xffffffffu, largest > kLargeLse);
 }
 
-// Recomputes P in place of the products Q * K^T. Scores that fail `kTests` have a P of 0. With kAll, P is
-// 1 wherever its exponent is positive, or below 0 by no more than the rounding error of a large LSE.
-template <Tests kTests>
+// Recomputes P in place of the products Q * K^T. P of masked-out scores is 0. No P exceeds 1: with kMaskAndBounds, an
+// exponent counts as 0 if it is positive, or negative by no more than the rounding error of a large LSE.
+template <Masking kMasking>
 __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
                                             const unsigned char* lse_and_d, const Position& position,
                                             int first_query, const BackwardDkdvArguments& arguments) {
 #pragma unroll
   for (int j = 0; j < Scores::kPairs; ++j) {
-    const float4 rows = lse_and_d_of(lse_and_d, j);
+    const float4 statistics = lse_and_d_of(lse_and_d, j);
 #pragma unroll
     for (int m = 0; m < Scores::kRows * 2; ++m) {
       const int n = Scores::pair(m / 2, j) + m % 2;
       const int q = first_query + position.query + Scores::column(n), k = position.key + Scores::row(n);
-      const float lse = m % 2 ? rows.z : rows.x;
+      const float lse = m % 2 ? statistics.z : statistics.x;
       float exponent = fmaf(scores[n], kScoreToLog2, -lse);
-      if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
+      if (kMasking == Masking::kMaskAndBounds && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
       const float probability = exp2_approx(exponent);
-      const bool allowed = kTests == Tests::kNone ||
-          (kTests == Tests::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
+      const bool allowed = kMasking == Masking::kNone ||
+          (kMasking == Masking::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
       scores[n] = allowed ? probability : 0.0f;
     }
   }
@@ -948,11 +964,11 @@ __device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
                                            const unsigned char* lse_and_d) {
 #pragma unroll
   for (int j = 0; j < Scores::kPairs; ++j) {
-    const float4 rows = lse_and_d_of(lse_and_d, j);
+    const float4 statistics = lse_and_d_of(lse_and_d, j);
 #pragma unroll
     for (int m = 0; m < Scores::kRows * 2; ++m) {
       const int n = Scores::pair(m / 2, j) + m % 2;
-      d_scores[n] = probabilities[n] * (d_scores[n] - (m % 2 ? rows.w : rows.y));
+      d_scores[n] = probabilities[n] * (d_scores[n] - (m % 2 ? statistics.w : statistics.y));
     }
   }
 }
@@ -966,7 +982,8 @@ __device__ __forceinline__ void pack_scores(unsigned (&fragments)[Scores::kPairs
   }
 }
 
-// Issues the wgmmas of S^T = K * Q^T for the keys of a warpgroup. `has_waited`: the stage of Q has been waited for before.
+// Issues the wgmmas of S^T = K * Q^T for the keys of a warpgroup. `has_waited`: the stage of Q has been waited for
+// before.
 __device__ __forceinline__ void issue_qk_wgmma(float (&scores)[kTileQ / 2], int warpgroup, const SharedStorage& storage,
                                                PipelineState<kStages> state, bool has_waited) {
   if (!has_waited) mbarrier_wait(storage.queries_full(state.stage()), state.phase());
@@ -975,7 +992,8 @@ __device__ __forceinline__ void issue_qk_wgmma(float (&scores)[kTileQ / 2], int 
   issue_wgmma_ss<kHeadDimPadded, kHeadPanel, kTileK, kTileQ>(scores, keys, storage.queries(state.stage()));
 }
 
-// Issues the wgmmas of dP^T = V * dO^T for the keys of a warpgroup. `has_waited`: the stage of dO has been waited for before.
+// Issues the wgmmas of dP^T = V * dO^T for the keys of a warpgroup. `has_waited`: the stage of dO has been waited for
+// before.
 __device__ __forceinline__ void issue_dp_wgmma(float (&d_scores)[kTileQ / 2], int warpgroup, const SharedStorage& storage,
                                                PipelineState<kStages> state, bool has_waited) {
   if (!has_waited) mbarrier_wait(storage.d_outputs_full(state.stage()), state.phase());
@@ -991,18 +1009,18 @@ __device__ __forceinline__ void compute_p_and_ds(float (&scores)[kTileQ / 2], fl
   const int first_query = iterator.first_query();
   const unsigned char* lse_and_d = storage.pointer<unsigned char>(storage.lse_and_d(state.stage()));
   if (work.first_key + kTileK > arguments.len_k || has_large_lse(lse_and_d)) {
-    recompute_p<Tests::kAll>(scores, lse_and_d, position, first_query, arguments);
+    recompute_p<Masking::kMaskAndBounds>(scores, lse_and_d, position, first_query, arguments);
   } else if (!iterator.tiles.full(iterator.step)) {
-    recompute_p<Tests::kMask>(scores, lse_and_d, position, first_query, arguments);
+    recompute_p<Masking::kMask>(scores, lse_and_d, position, first_query, arguments);
   } else {
-    recompute_p<Tests::kNone>(scores, lse_and_d, position, first_query, arguments);
+    recompute_p<Masking::kNone>(scores, lse_and_d, position, first_query, arguments);
   }
   await_product<0>(d_scores);
   compute_ds(d_scores, scores, lse_and_d);
 }
 
-// Writes dS of this warp's 16 keys to its stage in shared memory, as an operand of dQ: a row for each query, and a panel of
-// 64 columns for the keys of each warpgroup.
+// Writes dS of this warp's 16 keys to its stage in shared memory, as an operand of dQ: a row for each query, and a
+// panel of 64 columns for the keys of each warpgroup.
 __device__ __forceinline__ void store_ds(const unsigned (&fragments)[kTileQ / 16][4], int warpgroup,
                                          const SharedStorage& storage, PipelineState<kDsStages> state) {
   const int lane = threadIdx.x % 32, chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
@@ -1035,16 +1053,16 @@ __device__ __forceinline__ void issue_dq_wgmma(float (&d_queries)[kDqColumns / 2
   wgmma_commit();
 }
 
-// The mainloop over the query tiles of a work tile, which has one at least: a warpgroup accumulates dK and dV of its keys.
-// It computes its part of an iteration's dQ in the next iteration, when the other warpgroup has written its dS as well. The
-// wgmmas of one warpgroup run while the other one computes P and dS.
+// The mainloop over the query tiles of a work tile, which has one at least: a warpgroup accumulates dK and dV of its
+// keys. It computes its part of an iteration's dQ in the next iteration, when the other warpgroup has written its dS as
+// well. The wgmmas of one warpgroup run while the other one computes P and dS.
 __device__ __forceinline__ void mainloop(float (&d_keys)[kHeadDimPadded / 2], float (&d_values)[kValueDimPadded / 2],
                                          const WorkTile& work, QueryIterator& iterator, PipelineState<kStages>& state,
                                          int warpgroup, SharedStorage storage, const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32, key = work.first_key + warpgroup * kPartK + threadIdx.x / 32 % 4 * 16 + lane / 4;
   float scores[kTileQ / 2], d_scores[kTileQ / 2];
   float(&d_queries)[kDqColumns / 2] = scores;   // the scores are no longer needed when dQ starts
-  bool has_previous = false, has_stored = false;   // whether there is an iteration before, and whether it has stored dQ
+  bool has_previous = false, has_stored = false;   // this is not the first iteration; a tile of dQ has been stored
   issue_qk_wgmma(scores, warpgroup, storage, state, false);
   issue_dp_wgmma(d_scores, warpgroup, storage, state, false);
   await_product<1>(scores);
@@ -1060,8 +1078,8 @@ __device__ __forceinline__ void mainloop(float (&d_keys)[kHeadDimPadded / 2], fl
     iterator.advance(work, arguments);
     is_done = iterator.done(arguments);
 
-    // wgmmas start in this order: dQ of the previous iteration, dV, dK, and S and dP of the next iteration. Each is a group of
-    // its own. dQ waits for nothing: at the end of the previous iteration both warpgroups had written dS.
+    // wgmmas start in this order: dQ of the previous iteration, dV, dK, and S and dP of the next iteration. Each is a
+    // group of its own. dQ waits for nothing: at the end of the previous iteration both warpgroups had written dS.
     const auto issue_dk_and_dv_wgmma = [&] {
       issue_wgmma_rs<kValueDimPadded, kValuePanel, kTileQ>(d_values, p_fragments, storage.d_outputs(state.stage()));
       issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, ds_fragments, storage.queries(state.stage()));
@@ -1079,7 +1097,8 @@ __device__ __forceinline__ void mainloop(float (&d_keys)[kHeadDimPadded / 2], fl
       if (lane == 0) bulk_wait_read<0>();   // the buffer of dQ held dK of the previous work tile, which has been stored
       __syncwarp();
     }
-    // The last iteration issues the wgmmas of its own S and dP again, without a use: wgmmas in a branch would not overlap.
+    // The last iteration computes its own S and dP once more, and discards them: if these wgmmas were in a branch, the
+    // compiler would serialize all of them.
     const PipelineState<kStages> next = state + (is_done ? 0 : 1);
     issue_qk_wgmma(scores, warpgroup, storage, next, is_done);
     await_product<2>(d_values);
@@ -1102,8 +1121,8 @@ __device__ __forceinline__ void mainloop(float (&d_keys)[kHeadDimPadded / 2], fl
   store_dq(d_queries, warpgroup, storage, last_ds, has_stored);
 }
 
-// The epilogue: stores dK and dV. dV overlays V, and dK overlays this warp's part of dQ, because K of the next work tile is
-// loaded at the same time.
+// The epilogue: stores dK and dV. dV overlays V, and dK overlays this warp's part of dQ, because K of the next work
+// tile is loaded at the same time. `dq_state` is the state after the last iteration.
 __device__ __forceinline__ void epilogue(const float (&d_keys)[kHeadDimPadded / 2],
                                          const float (&d_values)[kValueDimPadded / 2], const WorkTile& work,
                                          PipelineState<1> dq_state, bool has_iterations,
@@ -1116,7 +1135,7 @@ __device__ __forceinline__ void epilogue(const float (&d_keys)[kHeadDimPadded / 
   // Waits for dV, and for dK of the previous work tile if this one has no iterations.
   if (lane == 0) bulk_wait_read<0>();
   release(storage.values_empty());
-  if (has_iterations) mbarrier_wait(storage.dq_empty(), dq_state.phase() ^ 1);   // the dQ writer has read dQ of the last iteration
+  if (has_iterations) mbarrier_wait(storage.dq_empty(), dq_state.phase() ^ 1);   // the writer has read the last dQ
   __syncwarp();
   store_rows<kHeadDimPadded, kHeadPanel, 16>(
       d_keys, kScale, storage.dk() + warp_part_of_dq(warpgroup) * kDqPartBytes, arguments.dk_map,
@@ -1151,7 +1170,7 @@ __device__ __forceinline__ void consumer(const SharedStorage& storage, const Bac
     __syncwarp();   // all lanes have read the work tile
     release(storage.work_tile_empty(tile_state.stage()));
   }
-  if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // before the block ends and its shared memory is freed
+  if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // before the CTA ends and its shared memory is freed
 }
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
@@ -1168,7 +1187,7 @@ attention_backward_dkdv_bf16_d128_causal_56b1805a(const __grid_constant__ Backwa
     const int warp = uniform(threadIdx.x / 32 % 4);
     if (warp == 0) {
       if (elect_one()) producer(storage, arguments);
-    } else if (warp <= kDqWriterThreads) {
+    } else if (warp <= kDqWriters) {
       if (elect_one()) dq_writer(storage, arguments);
     } else {
       convert_dq(arguments);

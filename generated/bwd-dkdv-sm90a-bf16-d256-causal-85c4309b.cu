@@ -1,5 +1,5 @@
 // flashgen: attention backward, dkdv, bf16-d256-causal-85c4309b
-// Computes dK and dV, and accumulates dQ; a block iterates over the queries of a key tile.
+// Computes dK and dV, and accumulates dQ; a CTA iterates over the queries of a key tile.
 //
 // mask     causal()
 // score    none; scale 0.0625
@@ -10,7 +10,7 @@
 // FLOPs    2560 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      3080 * batch * heads_q * len_q + 2048 * batch * heads_kv * len_k bytes, at least
 //
-// Grid: one block per (key tile, KV head, batch). Reproduce with
+// Grid: one CTA per (key tile, KV head, batch). Reproduce with
 //   flashgen show --pass backward --kernel dkdv --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":256,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.0625,"score":null,"value_dim":256,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16
@@ -32,7 +32,7 @@ struct BackwardDkdvArguments {
   int heads_per_kv;
   int len_q;
   int len_k;
-  int rows;   // len_q, rounded up to whole tiles
+  int rows;   // len_q, rounded up to whole tiles (seqlen_q_rounded of FlashAttention)
 };
 
 // ---- The plan -------------------------------------------------------------------------------------------------------
@@ -50,13 +50,13 @@ constexpr float kScale = 0.0625f;
 constexpr float kScoreToLog2 = 0.0901684389f;   // scale * log2(e): exp(x) is computed as exp2(x * log2(e))
 constexpr float kNoLse = 3.40282347e+38f;     // marks a row whose scores are all masked
 constexpr float kLargeLse = 4096.0f;     // to the base 2; the rounding of larger ones is visible in P
-constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of an LSE and the products that it is compared with
+constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of LSEs and of scores in log2
 
-// The tests that the scores of a tile need.
+// The masking that the scores of a tile need.
 //   kNone: none, since all scores are allowed.
 //   kMask: the mask.
-//   kAll: all tests, since the tile extends beyond the sequence or an LSE is large.
-enum class Tests { kNone, kMask, kAll };
+//   kMaskAndBounds: the mask, the ends of the sequences, and the correction of exponents for large LSEs.
+enum class Masking { kNone, kMask, kMaskAndBounds };
 
 // One warpgroup computes all columns of a tile of dQ, in chunks.
 constexpr int kDqColumnParts = 1;
@@ -69,7 +69,7 @@ constexpr int kHeadPanel = 64;    // columns of Q, K and dK
 constexpr int kValuePanel = 64;   // columns of dO, V and dV
 constexpr int kElementBytes = sizeof(Element);
 
-// Shared memory of a block, 230528 bytes, by offset:
+// Shared memory of a CTA, 230528 bytes, by offset:
 //        0  K, 32768 bytes
 //    32768  V, 32768 bytes
 //    65536  Q, 2 x 32768 bytes
@@ -145,8 +145,8 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
-// Arrives at the barrier's current phase, which in addition waits for copies of so many bytes.
-__device__ __forceinline__ void mbarrier_expect_bytes(unsigned barrier, unsigned bytes) {
+// Arrives at the barrier's current phase, and adds `bytes` to the bytes of copies that the phase waits for.
+__device__ __forceinline__ void mbarrier_arrive_expect_bytes(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 
@@ -179,6 +179,7 @@ __device__ __forceinline__ void named_barrier_sync(unsigned id, unsigned threads
 }
 
 // Keeps the compiler from moving uses of these registers across this point, since wgmmas access them asynchronously.
+// CUTLASS calls this warpgroup_fence_operand.
 template <int kCount>
 __device__ __forceinline__ void order_registers(float (&registers)[kCount]) {
 #pragma unroll
@@ -348,16 +349,17 @@ __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address
          static_cast<unsigned long long>(stride_bytes >> 4) << 32 | kMode << 62;
 }
 
-// A position in a pipeline, whose iterations use its stages in shared memory in turn. CUTLASS's class of this name holds a stage
-// and a phase. This one counts iterations, so that one register serves pipelines with different numbers of stages.
+// A position in a pipeline, whose iterations use its stages in shared memory in turn. CUTLASS's class of this name
+// holds a stage and a phase. This one counts iterations, so that one register serves pipelines with different numbers
+// of stages.
 template <int kNumStages>
 struct PipelineState {
   int iteration;
 
   __device__ __forceinline__ int stage() const { return iteration % kNumStages; }
 
-  // The parity of the phase of the stage's full barrier that the consumer waits for. The producer waits for the other parity of
-  // the empty barrier, that of the previous phase.
+  // The parity of the phase of the stage's full barrier that the consumer waits for. The producer waits for the other
+  // parity of the empty barrier, that of the previous phase.
   __device__ __forceinline__ unsigned phase() const { return iteration / kNumStages & 1; }
 
   __device__ __forceinline__ PipelineState operator+(int count) const { return {iteration + count}; }
@@ -365,8 +367,9 @@ struct PipelineState {
   __device__ __forceinline__ PipelineState operator++(int) { return {iteration++}; }
 };
 
-// The shared memory of a CTA. Its members return addresses of buffers and mbarriers: addresses of 32 bits in the shared window,
-// as TMA, wgmma and mbarriers take them. Pointers to arrays of a C++ struct would have 64 bits, and take more instructions.
+// The shared memory of a CTA. Its members return addresses of buffers and mbarriers: addresses of 32 bits in the shared
+// window, as TMA, wgmma and mbarriers take them. Pointers to arrays of a C++ struct would have 64 bits, and take more
+// instructions.
 struct SharedStorage {
   unsigned base, barriers;   // the addresses of the buffers, and of the mbarriers
 
@@ -380,17 +383,21 @@ struct SharedStorage {
   __device__ __forceinline__ unsigned dk() const { return base; }
   __device__ __forceinline__ unsigned dv() const { return base + kValueGradientOffset; }
 
-  // queries_full: a tile of Q, LSE and D have landed, and K with the first of a work tile. queries_empty: every consumer warp has finished reading Q. The same for dO, and V with the first of it.
+  // queries_full: a tile of Q, LSE and D have landed, and K if it is the first of a work tile. d_outputs_full: a tile
+  // of dO has landed, and V if it is the first of a work tile. queries_empty, d_outputs_empty: every consumer warp has
+  // read Q, or dO.
   __device__ __forceinline__ unsigned queries_full(int stage) const { return barriers + stage * 32; }
   __device__ __forceinline__ unsigned queries_empty(int stage) const { return barriers + 8 + stage * 32; }
   __device__ __forceinline__ unsigned d_outputs_full(int stage) const { return barriers + 16 + stage * 32; }
   __device__ __forceinline__ unsigned d_outputs_empty(int stage) const { return barriers + 24 + stage * 32; }
 
-  // The warps of one warpgroup have written what they pass to the other one, and those of the other have read it.
+  // exchange_full: each warp of a warpgroup has written what it passes to the other one. exchange_empty: each warp of
+  // the other one has read it.
   __device__ __forceinline__ unsigned exchange_full(int stage) const { return barriers + kStages * 32 + stage * 16; }
   __device__ __forceinline__ unsigned exchange_empty(int stage) const { return barriers + kStages * 32 + 8 + stage * 16; }
 
-  // ds_full: each warp of the warpgroup of dK has written its part of dS, and K has landed. ds_empty: each warp of the warpgroup of dQ has read dS.
+  // ds_full: each warp of the warpgroup of dK has written its part of dS, and K has landed. ds_empty: each warp of the
+  // warpgroup of dQ has read dS.
   __device__ __forceinline__ unsigned ds_full(int stage) const { return barriers + kStages * 32 + kExchangeStages * 16 + stage * 16; }
   __device__ __forceinline__ unsigned ds_empty(int stage) const { return barriers + kStages * 32 + kExchangeStages * 16 + 8 + stage * 16; }
 
@@ -420,8 +427,8 @@ struct SharedStorage {
   }
 };
 
-// Lane 0 arrives at a barrier for its warp. Precondition: all lanes have finished their accesses, which a warp-wide instruction
-// ensures, such as __syncwarp or the wait for a wgmma.
+// Lane 0 arrives at a barrier for its warp. Precondition: all lanes have finished their accesses, which a warp-wide
+// instruction ensures, such as __syncwarp or the wait for a wgmma.
 __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
@@ -436,8 +443,9 @@ __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, u
   }
 }
 
-// Multiplies a warp's 16 rows by a factor, rounds them and stores them. They go through shared memory, where they are the
-// first of the kPanelRows rows of each panel of columns, in the layout that TMA swizzles. TMA clips rows beyond the last one.
+// Multiplies a warp's 16 rows by a factor, rounds them and stores them. They go through shared memory, where they are
+// the first of the kPanelRows rows of each panel of columns, in the layout that TMA swizzles. TMA clips rows beyond the
+// last one.
 template <int kColumns, int kPanel, int kPanelRows>
 __device__ __forceinline__ void store_rows(const float (&values)[kColumns / 2], float factor, unsigned tile,
                                            const TensorMap& map, int first_row, int head, int batch) {
@@ -462,8 +470,8 @@ __device__ __forceinline__ void store_rows(const float (&values)[kColumns / 2], 
   }
 }
 
-// Issues the wgmmas of product = A * B^T for 64 rows of A and kRowsB rows of B, both in shared memory (SS). Both tiles are
-// K-major: their columns are the reduction dimension. A panel of A has kRowsA rows.
+// Issues the wgmmas of product = A * B^T for 64 rows of A and kRowsB rows of B, both in shared memory (SS). Both tiles
+// are K-major: their columns are the reduction dimension. A panel of A has kRowsA rows.
 template <int kDepth, int kPanel, int kRowsA, int kRowsB>
 __device__ __forceinline__ void issue_wgmma_ss(float (&product)[kRowsB / 2], unsigned a_tile, unsigned b_tile) {
   constexpr int kSwizzle = kPanel * kElementBytes;
@@ -480,9 +488,9 @@ __device__ __forceinline__ void issue_wgmma_ss(float (&product)[kRowsB / 2], uns
   wgmma_commit();
 }
 
-// Starts product += A * B with the fragments of A in registers, in wgmmas of kPartColumns columns at most. ptxas refuses wider
-// ones in a block of 512 threads, which has 128 registers a thread at its launch. B is MN-major: its kDepth rows are the
-// reduction dimension.
+// Starts product += A * B with the fragments of A in registers, in wgmmas of kPartColumns columns at most. ptxas
+// refuses wider ones in a CTA of 512 threads, which has 128 registers a thread at its launch. B is MN-major: its kDepth
+// rows are the reduction dimension.
 template <int kColumns, int kPanel, int kDepth>
 __device__ __forceinline__ void issue_wgmma_rs(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
                                                unsigned b_tile) {
@@ -510,8 +518,8 @@ __device__ __forceinline__ void await_product(float (&product)[kCount]) {
   order_registers(product);
 }
 
-// Adds a warp's 16 rows to an accumulator in global memory, which is in the order of the fragments: 16 bytes of each of the 32
-// lanes for every 8 columns.
+// Adds a warp's 16 rows to an accumulator in global memory, which is in the order of the fragments: 16 bytes of each of
+// the 32 lanes for every 8 columns.
 template <int kColumns>
 __device__ __forceinline__ void add_rows(const float (&rows)[kColumns / 2], float* accumulator) {
   float* const lane = accumulator + threadIdx.x % 32 * 4;
@@ -523,21 +531,22 @@ __device__ __forceinline__ void add_rows(const float (&rows)[kColumns / 2], floa
 }
 
 // The coordinates of a lane's fragment of a wgmma accumulator with kColumns columns; the fragment itself is an array of
-// kElements floats. Of each group of 8 columns it has four elements, two adjacent columns in each of two rows that are 8 apart
-// (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"). Its first element is in row lane / 4 of the warp's 16 rows and
-// in column lane % 4 * 2. Coordinates are relative to that element.
+// kElements floats. Of each group of 8 columns it has four elements, two adjacent columns in each of two rows that are
+// 8 apart (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"). Its first element is in row lane / 4 of the
+// warp's 16 rows and in column lane % 4 * 2. Coordinates are relative to that element.
 template <int kColumns>
 struct Fragment {
   static constexpr int kRows = 2;                // rows that have elements
   static constexpr int kPairs = kColumns / 8;    // pairs of adjacent elements in each of these rows
   static constexpr int kElements = kRows * kPairs * 2;
 
-  // The row of element n, as an index of the fragment's rows and as a coordinate, and its column.
+  // Element n is in the fragment's row row_index(n), of 0 <= r < kRows. Its coordinates are row(n) and column(n).
   static __device__ constexpr int row_index(int n) { return n / 2 % 2; }
   static __device__ constexpr int row(int n) { return row_offset(row_index(n)); }
   static __device__ constexpr int column(int n) { return n / 4 * 8 + n % 2; }
 
-  // The coordinate of the fragment's row r, and the first element of pair j of this row.
+  // row_offset is the coordinate of the fragment's row r, and pair is the index of the first of the two elements of
+  // pair j of that row.
   static __device__ constexpr int row_offset(int r) { return r * 8; }
   static __device__ constexpr int pair(int r, int j) { return j * 4 + r * 2; }
 };
@@ -546,8 +555,8 @@ using Scores = Fragment<kTileQ>;
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, and the lane's first query and first key. The last two count from the
-// beginning of the sequence, but from that of the tile along the axis on which the mainloop visits tiles.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. `key` is a position in
+// the sequence. `query` is relative to the query tile, since the mainloop iterates over query tiles.
 struct Position {
   int batch, head, query, key;
 };
@@ -560,7 +569,8 @@ __device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDkdvArgumen
 // A work tile: kTileK keys of one KV head of one batch, for all query heads that share the KV head.
 struct WorkTile { int first_key, head_kv, batch; };
 
-// The query tiles that a key tile visits. Those from full_begin to full_end need no mask.
+// The query tiles that are visited for a key tile: the first one is `begin`, and their number is `count`. Each is a
+// step of the mainloop. Those from full_begin to full_end need no mask.
 struct QueryTiles {
   int begin, count, full_begin, full_end;
 
@@ -568,6 +578,7 @@ struct QueryTiles {
   __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
 };
 
+// Returns the query tiles of a work tile and a query head.
 __device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int head, const BackwardDkdvArguments& arguments) {
   const int k_first = work.first_key;
   const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;
@@ -581,8 +592,8 @@ __device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int h
   return {first_tile, count, (full_begin + kTileQ - 1) / kTileQ, full_end / kTileQ};
 }
 
-// Iterates over the query tiles that attend to the keys of a work tile, for one query head after the other. Each query tile
-// is one iteration of the mainloop.
+// Iterates over the query tiles that attend to the keys of a work tile, for one query head after the other. Each query
+// tile is one iteration of the mainloop.
 struct QueryIterator {
   QueryTiles tiles;       // of the current head
   int group_head, step;   // index of the head among those of the work tile, and of the query tile in `tiles`
@@ -615,8 +626,8 @@ struct QueryIterator {
 };
 
 // Returns the row of the workspaces at which the iterator's query tile begins.
-__device__ __forceinline__ long long first_row(const QueryIterator& iterator, const WorkTile& work,
-                                               const BackwardDkdvArguments& arguments) {
+__device__ __forceinline__ long long workspace_row(const QueryIterator& iterator, const WorkTile& work,
+                                                   const BackwardDkdvArguments& arguments) {
   const long long head = static_cast<long long>(work.batch) * arguments.heads_q + iterator.head(work, arguments);
   return head * arguments.rows + iterator.first_query();
 }
@@ -632,17 +643,17 @@ __device__ __forceinline__ void producer(const WorkTile& work, const SharedStora
   for (bool first = true; !iterator.done(arguments); iterator.advance(work, arguments), ++state, first = false) {
     const int head = iterator.head(work, arguments);
     mbarrier_wait(storage.queries_empty(state.stage()), state.phase() ^ 1);
-    mbarrier_expect_bytes(storage.queries_full(state.stage()), kQueryBytes + kLseAndDBytes + (first ? kKeyBytes : 0));
+    mbarrier_arrive_expect_bytes(storage.queries_full(state.stage()), kQueryBytes + kLseAndDBytes + (first ? kKeyBytes : 0));
     load_rows<kTileQ, kHeadDimPadded, kHeadPanel>(storage.queries(state.stage()), arguments.q_map,
                                                   storage.queries_full(state.stage()), iterator.first_query(), head, work.batch);
-    bulk_load(storage.lse_and_d(state.stage()), arguments.lse_and_d + first_row(iterator, work, arguments) * 2,
+    bulk_load(storage.lse_and_d(state.stage()), arguments.lse_and_d + workspace_row(iterator, work, arguments) * 2,
               kLseAndDBytes, storage.queries_full(state.stage()));
     if (first) {
       load_rows<kTileK, kHeadDimPadded, kHeadPanel>(storage.keys(), arguments.k_map, storage.queries_full(state.stage()),
                                                     work.first_key, work.head_kv, work.batch);
     }
     mbarrier_wait(storage.d_outputs_empty(state.stage()), state.phase() ^ 1);
-    mbarrier_expect_bytes(storage.d_outputs_full(state.stage()), kDOutputBytes + (first ? kValueBytes : 0));
+    mbarrier_arrive_expect_bytes(storage.d_outputs_full(state.stage()), kDOutputBytes + (first ? kValueBytes : 0));
     load_rows<kTileQ, kValueDimPadded, kValuePanel>(storage.d_outputs(state.stage()), arguments.d_o_map,
           storage.d_outputs_full(state.stage()), iterator.first_query(), head, work.batch);
     if (first) {
@@ -678,7 +689,8 @@ __device__ __forceinline__ void add_dq(const float (&d_queries)[DqChunk<kChunk>:
 
 // ---- The consumers --------------------------------------------------------------------------------------------------
 
-// Returns (LSE, D) of the two queries of this lane's pairs j.
+// Returns (LSE, D, LSE, D) of the two adjacent queries, columns of the fragment, of this lane's pairs j in both of its
+// rows.
 __device__ __forceinline__ float4 lse_and_d_of(const unsigned char* lse_and_d, int j) {
   return *reinterpret_cast<const float4*>(lse_and_d + (Scores::column(Scores::pair(0, j)) + threadIdx.x % 4 * 2) * 8);
 }
@@ -693,25 +705,25 @@ __device__ __forceinline__ bool has_large_lse(const unsigned char* lse_and_d) {
   return __any_sync(0xffffffffu, largest > kLargeLse);
 }
 
-// Recomputes P in place of the products Q * K^T. Scores that fail `kTests` have a P of 0. With kAll, P is
-// 1 wherever its exponent is positive, or below 0 by no more than the rounding error of a large LSE.
-template <Tests kTests>
+// Recomputes P in place of the products Q * K^T. P of masked-out scores is 0. No P exceeds 1: with kMaskAndBounds, an
+// exponent counts as 0 if it is positive, or negative by no more than the rounding error of a large LSE.
+template <Masking kMasking>
 __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
                                             const unsigned char* lse_and_d, const Position& position,
                                             int first_query, const BackwardDkdvArguments& arguments) {
 #pragma unroll
   for (int j = 0; j < Scores::kPairs; ++j) {
-    const float4 rows = lse_and_d_of(lse_and_d, j);
+    const float4 statistics = lse_and_d_of(lse_and_d, j);
 #pragma unroll
     for (int m = 0; m < Scores::kRows * 2; ++m) {
       const int n = Scores::pair(m / 2, j) + m % 2;
       const int q = first_query + position.query + Scores::column(n), k = position.key + Scores::row(n);
-      const float lse = m % 2 ? rows.z : rows.x;
+      const float lse = m % 2 ? statistics.z : statistics.x;
       float exponent = fmaf(scores[n], kScoreToLog2, -lse);
-      if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
+      if (kMasking == Masking::kMaskAndBounds && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
       const float probability = exp2_approx(exponent);
-      const bool allowed = kTests == Tests::kNone ||
-          (kTests == Tests::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
+      const bool allowed = kMasking == Masking::kNone ||
+          (kMasking == Masking::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
       scores[n] = allowed ? probability : 0.0f;
     }
   }
@@ -723,11 +735,11 @@ __device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
                                            const unsigned char* lse_and_d) {
 #pragma unroll
   for (int j = 0; j < Scores::kPairs; ++j) {
-    const float4 rows = lse_and_d_of(lse_and_d, j);
+    const float4 statistics = lse_and_d_of(lse_and_d, j);
 #pragma unroll
     for (int m = 0; m < Scores::kRows * 2; ++m) {
       const int n = Scores::pair(m / 2, j) + m % 2;
-      d_scores[n] = probabilities[n] * (d_scores[n] - (m % 2 ? rows.w : rows.y));
+      d_scores[n] = probabilities[n] * (d_scores[n] - (m % 2 ? statistics.w : statistics.y));
     }
   }
 }
@@ -764,8 +776,8 @@ __device__ __forceinline__ void load_exchanged(float (&probabilities)[kTileQ / 2
   }
 }
 
-// Writes dS of this warp's 16 keys to its stage in shared memory, as an operand of dQ: a row for each query, and a panel of
-// 64 columns for the keys of each warpgroup.
+// Writes dS of this warp's 16 keys to its stage in shared memory, as an operand of dQ: a row for each query, and a
+// panel of 64 columns for the keys of each warpgroup.
 __device__ __forceinline__ void store_ds(const unsigned (&fragments)[kTileQ / 16][4], int warpgroup,
                                          const SharedStorage& storage, PipelineState<kDsStages> state) {
   const int lane = threadIdx.x % 32, chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
@@ -799,9 +811,8 @@ __device__ __forceinline__ void issue_dq_wgmma(float (&d_queries)[DqChunk<kChunk
   wgmma_commit();
 }
 
-// The first consumer warpgroup: computes S = Q * K^T and P, and accumulates dV = P^T * dO. The exponentials of an iteration
-// run while the wgmma of the previous one does.
-// It passes P to the other warpgroup.
+// The first consumer warpgroup: computes S = Q * K^T and P, and accumulates dV = P^T * dO. The exponentials of an
+// iteration run while the wgmma of the previous one does. It passes P to the other warpgroup.
 __device__ __forceinline__ void consumer_dv(const WorkTile& work, const SharedStorage& storage,
                                             const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
@@ -818,11 +829,11 @@ __device__ __forceinline__ void consumer_dv(const WorkTile& work, const SharedSt
     const unsigned char* lse_and_d = storage.pointer<unsigned char>(storage.lse_and_d(state.stage()));
     position.head = iterator.head(work, arguments);
     if (work.first_key + kTileK > arguments.len_k || has_large_lse(lse_and_d)) {
-      recompute_p<Tests::kAll>(scores, lse_and_d, position, first_query, arguments);
+      recompute_p<Masking::kMaskAndBounds>(scores, lse_and_d, position, first_query, arguments);
     } else if (!iterator.tiles.full(iterator.step)) {
-      recompute_p<Tests::kMask>(scores, lse_and_d, position, first_query, arguments);
+      recompute_p<Masking::kMask>(scores, lse_and_d, position, first_query, arguments);
     } else {
-      recompute_p<Tests::kNone>(scores, lse_and_d, position, first_query, arguments);
+      recompute_p<Masking::kNone>(scores, lse_and_d, position, first_query, arguments);
     }
     __syncwarp();   // all lanes have read LSE and D
     release(storage.queries_empty(state.stage()));
@@ -861,11 +872,11 @@ __device__ __forceinline__ void consumer_dv(const WorkTile& work, const SharedSt
   store_rows<kValueDimPadded, kValuePanel, kTileK>(
       d_values, 1.0f, storage.dv() + warp_row * kValuePanel * kElementBytes, arguments.dv_map,
       work.first_key + warp_row, work.head_kv, work.batch);
-  if (lane == 0) bulk_wait_read<0>();   // before the block ends and its shared memory is freed
+  if (lane == 0) bulk_wait_read<0>();   // before the CTA ends and its shared memory is freed
 }
 
-// The second consumer warpgroup: computes dP = dO * V^T, computes dS from dP and from what the other warpgroup passes to it,
-// and accumulates dK = dS^T * Q.
+// The second consumer warpgroup: computes dP = dO * V^T, computes dS from dP and from what the other warpgroup passes
+// to it, and accumulates dK = dS^T * Q.
 __device__ __forceinline__ void consumer_dk(const WorkTile& work, const SharedStorage& storage,
                                             const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
@@ -915,7 +926,7 @@ __device__ __forceinline__ void consumer_dk(const WorkTile& work, const SharedSt
   store_rows<kHeadDimPadded, kHeadPanel, kTileK>(
       d_keys, kScale, storage.dk() + warp_row * kHeadPanel * kElementBytes, arguments.dk_map,
       work.first_key + warp_row, work.head_kv, work.batch);
-  if (lane == 0) bulk_wait_read<0>();   // before the block ends and its shared memory is freed
+  if (lane == 0) bulk_wait_read<0>();   // before the CTA ends and its shared memory is freed
 }
 
 // The third consumer warpgroup: computes dQ = dS * K chunk by chunk, and adds each chunk to the accumulator.
@@ -923,7 +934,7 @@ __device__ __forceinline__ void consumer_dq(const WorkTile& work, const SharedSt
                                             const BackwardDkdvArguments& arguments) {
   PipelineState<kDsStages> state = {0};
   for (QueryIterator iterator(work, arguments); !iterator.done(arguments); iterator.advance(work, arguments), ++state) {
-    const int query_tile = first_row(iterator, work, arguments) / kTileQ;
+    const int query_tile = workspace_row(iterator, work, arguments) / kTileQ;
     const unsigned ds = storage.ds(state.stage());
     mbarrier_wait(storage.ds_full(state.stage()), state.phase());
     float chunk0[DqChunk<0>::kColumns / 2];
@@ -961,7 +972,7 @@ attention_backward_dkdv_bf16_d256_causal_85c4309b(const __grid_constant__ Backwa
   if (threadIdx.x == 0) storage.init_barriers();
   __syncthreads();
 
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // shows the compiler that a warp has one value
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // uniform: a warp has one value
   if (warpgroup == kConsumers + 1) {
     registers_decrease<24>();
     if (threadIdx.x / 32 % 4 == 0 && elect_one()) producer(work, storage, arguments);

@@ -1,5 +1,5 @@
 // flashgen: attention backward, dkdv, bf16-d512-causal-f8fefaed
-// Computes dK and dV; a block iterates over the queries of a key tile.
+// Computes dK and dV; a CTA iterates over the queries of a key tile.
 //
 // mask     causal()
 // score    none; scale 0.0441941738
@@ -10,7 +10,7 @@
 // FLOPs    4096 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      2056 * batch * heads_q * len_q + 4096 * batch * heads_kv * len_k bytes, at least
 //
-// Grid: one block per (key tile, KV head, batch). Reproduce with
+// Grid: one CTA per (key tile, KV head, batch). Reproduce with
 //   flashgen show --pass backward --kernel dkdv --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":512,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.044194173824159216,"score":null,"value_dim":512,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16
@@ -31,14 +31,14 @@ struct BackwardDkdvArguments {
   int heads_per_kv;
   int len_q;
   int len_k;
-  int rows;   // len_q, rounded up to whole tiles
+  int rows;   // len_q, rounded up to whole tiles (seqlen_q_rounded of FlashAttention)
 };
 
 // ---- The plan -------------------------------------------------------------------------------------------------------
 
 constexpr int kHeadDimPadded = 512;   // of Q and K, and of dO and V; zeros beyond head_dim and value_dim
-// A warpgroup accumulates one half of the columns of a gradient in two parts: the compiler refuses a wgmma of 256 columns
-// in a block of 512 threads.
+// A warpgroup accumulates one half of the columns of a gradient in two parts: the compiler refuses a wgmma of 256
+// columns in a CTA of 512 threads.
 constexpr int kColumns = kHeadDimPadded / 2;
 constexpr int kFirstColumns = 128, kSecondColumns = kColumns - kFirstColumns;
 constexpr int kThreads = 4 * 128;   // a producer warpgroup, one that computes scores, and two that accumulate
@@ -50,19 +50,19 @@ constexpr float kScale = 0.0441941731f;
 constexpr float kScoreToLog2 = 0.063758716f;   // scale * log2(e): exp(x) is computed as exp2(x * log2(e))
 constexpr float kNoLse = 3.40282347e+38f;     // marks a row whose scores are all masked
 constexpr float kLargeLse = 4096.0f;     // to the base 2; the rounding of larger ones is visible in P
-constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of an LSE and the products that it is compared with
+constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of LSEs and of scores in log2
 
-// The tests that the scores of a tile need.
+// The masking that the scores of a tile need.
 //   kNone: none, since all scores are allowed.
 //   kMask: the mask.
-//   kAll: all tests, since the tile extends beyond the sequence or an LSE is large.
-enum class Tests { kNone, kMask, kAll };
+//   kMaskAndBounds: the mask, the ends of the sequences, and the correction of exponents for large LSEs.
+enum class Masking { kNone, kMask, kMaskAndBounds };
 
 // A tile consists of panels of columns, one after the other. A panel is as wide as the TMA swizzle.
 constexpr int kPanel = 64;
 constexpr int kElementBytes = sizeof(Element);
 
-// Shared memory of a block, 226512 bytes, by offset:
+// Shared memory of a CTA, 226512 bytes, by offset:
 //        0  K or V, 65536 bytes
 //    65536  Q or dO, 3 x 49152 bytes
 //   212992  P or dS, 2 x 6144 bytes; in the order of the fragments
@@ -80,7 +80,8 @@ constexpr int kLseAndDOffset = kPassedOffset + kPassedStages * kPassedBytes;
 constexpr int kBarrierOffset = kLseAndDOffset + kStages * kLseAndDBytes;
 static_assert(kBarrierOffset + kBarrierBytes <= 226512, "the shared memory of the launch");
 
-// The rank of a CTA in its cluster of two: 0 for the one that computes S and P, and 1 for the one that computes dP and dS.
+// The rank of a CTA in its cluster of two: 0 for the one that computes S and P, and 1 for the one that computes dP and
+// dS.
 __device__ __forceinline__ unsigned cluster_rank() { return blockIdx.x % 2; }
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
@@ -106,8 +107,8 @@ __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(kPending) : "memory");
 }
 
-// Waits for all threads of the cluster that have not ended. Their accesses to shared memory before it, of any of its blocks,
-// are visible after it. The lanes of a warp have converged.
+// Waits for all threads of the cluster that have not ended. Their accesses to shared memory before it, of any of its
+// CTAs, are visible after it. The lanes of a warp have converged.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -136,8 +137,8 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
-// Arrives at the barrier's current phase, which in addition waits for copies of so many bytes.
-__device__ __forceinline__ void mbarrier_expect_bytes(unsigned barrier, unsigned bytes) {
+// Arrives at the barrier's current phase, and adds `bytes` to the bytes of copies that the phase waits for.
+__device__ __forceinline__ void mbarrier_arrive_expect_bytes(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 
@@ -170,6 +171,7 @@ __device__ __forceinline__ void named_barrier_sync(unsigned id, unsigned threads
 }
 
 // Keeps the compiler from moving uses of these registers across this point, since wgmmas access them asynchronously.
+// CUTLASS calls this warpgroup_fence_operand.
 template <int kCount>
 __device__ __forceinline__ void order_registers(float (&registers)[kCount]) {
 #pragma unroll
@@ -195,20 +197,20 @@ __device__ __forceinline__ void registers_increase() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegisters));
 }
 
-// Returns the address of the same shared memory in the block of this rank in the cluster.
+// Returns the address of the same shared memory in the CTA of this rank in the cluster.
 __device__ __forceinline__ unsigned remote_address(unsigned address, unsigned rank) {
   unsigned remote;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   return remote;
 }
 
-// Arrives at the current phase of a barrier of another block in the cluster.
+// Arrives at the current phase of a barrier of another CTA in the cluster.
 __device__ __forceinline__ void remote_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
-// Starts a store of 16 bytes to the shared memory of another block in the cluster. They complete a transaction of a barrier
-// of that block.
+// Starts a store of 16 bytes to the shared memory of another CTA in the cluster. They complete a transaction of a
+// barrier of that CTA.
 __device__ __forceinline__ void remote_store_16(unsigned destination, unsigned r0, unsigned r1, unsigned r2, unsigned r3,
                                                 unsigned barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], { %1, %2, %3, %4}, [%5];"
@@ -327,16 +329,17 @@ __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address
          static_cast<unsigned long long>(stride_bytes >> 4) << 32 | kMode << 62;
 }
 
-// A position in a pipeline, whose iterations use its stages in shared memory in turn. CUTLASS's class of this name holds a stage
-// and a phase. This one counts iterations, so that one register serves pipelines with different numbers of stages.
+// A position in a pipeline, whose iterations use its stages in shared memory in turn. CUTLASS's class of this name
+// holds a stage and a phase. This one counts iterations, so that one register serves pipelines with different numbers
+// of stages.
 template <int kNumStages>
 struct PipelineState {
   int iteration;
 
   __device__ __forceinline__ int stage() const { return iteration % kNumStages; }
 
-  // The parity of the phase of the stage's full barrier that the consumer waits for. The producer waits for the other parity of
-  // the empty barrier, that of the previous phase.
+  // The parity of the phase of the stage's full barrier that the consumer waits for. The producer waits for the other
+  // parity of the empty barrier, that of the previous phase.
   __device__ __forceinline__ unsigned phase() const { return iteration / kNumStages & 1; }
 
   __device__ __forceinline__ PipelineState operator+(int count) const { return {iteration + count}; }
@@ -344,8 +347,9 @@ struct PipelineState {
   __device__ __forceinline__ PipelineState operator++(int) { return {iteration++}; }
 };
 
-// The shared memory of a CTA. Its members return addresses of buffers and mbarriers: addresses of 32 bits in the shared window,
-// as TMA, wgmma and mbarriers take them. Pointers to arrays of a C++ struct would have 64 bits, and take more instructions.
+// The shared memory of a CTA. Its members return addresses of buffers and mbarriers: addresses of 32 bits in the shared
+// window, as TMA, wgmma and mbarriers take them. Pointers to arrays of a C++ struct would have 64 bits, and take more
+// instructions.
 struct SharedStorage {
   unsigned base, barriers;   // the addresses of the buffers, and of the mbarriers
 
@@ -355,11 +359,13 @@ struct SharedStorage {
   __device__ __forceinline__ unsigned lse_and_d(int stage) const { return base + (kLseAndDOffset + stage * kLseAndDBytes); }
   __device__ __forceinline__ unsigned gradient() const { return base; }
 
-  // streamed_full: a streamed tile has landed, and the tile that the CTA holds with the first. streamed_empty: every warp that reads tiles has read it.
+  // streamed_full: a streamed tile has landed, and the tile that the CTA holds with the first. streamed_empty: every
+  // warp that reads tiles has read it.
   __device__ __forceinline__ unsigned streamed_full(int stage) const { return barriers + stage * 16; }
   __device__ __forceinline__ unsigned streamed_empty(int stage) const { return barriers + 8 + stage * 16; }
 
-  // passed_full: the fragments of the other CTA have landed. passed_empty: each warp of the other CTA that reads them has read what this one has passed.
+  // passed_full: the fragments of the other CTA have landed. passed_empty: each warp of the other CTA that reads them
+  // has read what this one has passed.
   __device__ __forceinline__ unsigned passed_full(int stage) const { return barriers + kStages * 16 + stage * 16; }
   __device__ __forceinline__ unsigned passed_empty(int stage) const { return barriers + kStages * 16 + 8 + stage * 16; }
 
@@ -383,8 +389,8 @@ struct SharedStorage {
   }
 };
 
-// Lane 0 arrives at a barrier for its warp. Precondition: all lanes have finished their accesses, which a warp-wide instruction
-// ensures, such as __syncwarp or the wait for a wgmma.
+// Lane 0 arrives at a barrier for its warp. Precondition: all lanes have finished their accesses, which a warp-wide
+// instruction ensures, such as __syncwarp or the wait for a wgmma.
 __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
@@ -399,8 +405,8 @@ __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, u
   }
 }
 
-// Issues the wgmmas of product = A * B^T for 64 rows of A and kRowsB rows of B, both in shared memory (SS). Both tiles are
-// K-major: their columns are the reduction dimension. A panel of A has kRowsA rows.
+// Issues the wgmmas of product = A * B^T for 64 rows of A and kRowsB rows of B, both in shared memory (SS). Both tiles
+// are K-major: their columns are the reduction dimension. A panel of A has kRowsA rows.
 template <int kDepth, int kPanel, int kRowsA, int kRowsB>
 __device__ __forceinline__ void issue_wgmma_ss(float (&product)[kRowsB / 2], unsigned a_tile, unsigned b_tile) {
   constexpr int kSwizzle = kPanel * kElementBytes;
@@ -417,8 +423,8 @@ __device__ __forceinline__ void issue_wgmma_ss(float (&product)[kRowsB / 2], uns
   wgmma_commit();
 }
 
-// Issues the wgmmas of product += A * B with the fragments of A in registers and B in shared memory (RS). B is MN-major: its
-// kDepth rows are the reduction dimension.
+// Issues the wgmmas of product += A * B with the fragments of A in registers and B in shared memory (RS). B is
+// MN-major: its kDepth rows are the reduction dimension.
 template <int kColumns, int kPanel, int kDepth>
 __device__ __forceinline__ void issue_wgmma_rs(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
                                                unsigned b_tile) {
@@ -440,8 +446,9 @@ __device__ __forceinline__ void await_product(float (&product)[kCount]) {
   order_registers(product);
 }
 
-// Multiplies a warp's 16 rows by a factor, rounds them and stores them. They go through shared memory, where they are the
-// first of the kPanelRows rows of each panel of columns, in the layout that TMA swizzles. TMA clips rows beyond the last one.
+// Multiplies a warp's 16 rows by a factor, rounds them and stores them. They go through shared memory, where they are
+// the first of the kPanelRows rows of each panel of columns, in the layout that TMA swizzles. TMA clips rows beyond the
+// last one.
 template <int kColumns, int kPanel, int kPanelRows>
 __device__ __forceinline__ void store_rows(const float (&values)[kColumns / 2], float factor, unsigned tile,
                                            const TensorMap& map, int first_row, int head, int batch, int first_column) {
@@ -467,21 +474,22 @@ __device__ __forceinline__ void store_rows(const float (&values)[kColumns / 2], 
 }
 
 // The coordinates of a lane's fragment of a wgmma accumulator with kColumns columns; the fragment itself is an array of
-// kElements floats. Of each group of 8 columns it has four elements, two adjacent columns in each of two rows that are 8 apart
-// (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"). Its first element is in row lane / 4 of the warp's 16 rows and
-// in column lane % 4 * 2. Coordinates are relative to that element.
+// kElements floats. Of each group of 8 columns it has four elements, two adjacent columns in each of two rows that are
+// 8 apart (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"). Its first element is in row lane / 4 of the
+// warp's 16 rows and in column lane % 4 * 2. Coordinates are relative to that element.
 template <int kColumns>
 struct Fragment {
   static constexpr int kRows = 2;                // rows that have elements
   static constexpr int kPairs = kColumns / 8;    // pairs of adjacent elements in each of these rows
   static constexpr int kElements = kRows * kPairs * 2;
 
-  // The row of element n, as an index of the fragment's rows and as a coordinate, and its column.
+  // Element n is in the fragment's row row_index(n), of 0 <= r < kRows. Its coordinates are row(n) and column(n).
   static __device__ constexpr int row_index(int n) { return n / 2 % 2; }
   static __device__ constexpr int row(int n) { return row_offset(row_index(n)); }
   static __device__ constexpr int column(int n) { return n / 4 * 8 + n % 2; }
 
-  // The coordinate of the fragment's row r, and the first element of pair j of this row.
+  // row_offset is the coordinate of the fragment's row r, and pair is the index of the first of the two elements of
+  // pair j of that row.
   static __device__ constexpr int row_offset(int r) { return r * 8; }
   static __device__ constexpr int pair(int r, int j) { return j * 4 + r * 2; }
 };
@@ -490,8 +498,8 @@ using Scores = Fragment<kTileQ>;
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, and the lane's first query and first key. The last two count from the
-// beginning of the sequence, but from that of the tile along the axis on which the mainloop visits tiles.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. `key` is a position in
+// the sequence. `query` is relative to the query tile, since the mainloop iterates over query tiles.
 struct Position {
   int batch, head, query, key;
 };
@@ -504,7 +512,8 @@ __device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDkdvArgumen
 // A work tile: kTileK keys of one KV head of one batch, for all query heads that share the KV head.
 struct WorkTile { int first_key, head_kv, batch; };
 
-// The query tiles that a key tile visits. Those from full_begin to full_end need no mask.
+// The query tiles that are visited for a key tile: the first one is `begin`, and their number is `count`. Each is a
+// step of the mainloop. Those from full_begin to full_end need no mask.
 struct QueryTiles {
   int begin, count, full_begin, full_end;
 
@@ -512,6 +521,7 @@ struct QueryTiles {
   __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
 };
 
+// Returns the query tiles of a work tile and a query head.
 __device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int head, const BackwardDkdvArguments& arguments) {
   const int k_first = work.first_key;
   const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;
@@ -525,8 +535,8 @@ __device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int h
   return {first_tile, count, (full_begin + kTileQ - 1) / kTileQ, full_end / kTileQ};
 }
 
-// Iterates over the query tiles that attend to the keys of a work tile, for one query head after the other. Each query tile
-// is one iteration of the mainloop.
+// Iterates over the query tiles that attend to the keys of a work tile, for one query head after the other. Each query
+// tile is one iteration of the mainloop.
 struct QueryIterator {
   QueryTiles tiles;       // of the current head
   int group_head, step;   // index of the head among those of the work tile, and of the query tile in `tiles`
@@ -559,8 +569,8 @@ struct QueryIterator {
 };
 
 // Returns the row of the workspaces at which the iterator's query tile begins.
-__device__ __forceinline__ long long first_row(const QueryIterator& iterator, const WorkTile& work,
-                                               const BackwardDkdvArguments& arguments) {
+__device__ __forceinline__ long long workspace_row(const QueryIterator& iterator, const WorkTile& work,
+                                                   const BackwardDkdvArguments& arguments) {
   const long long head = static_cast<long long>(work.batch) * arguments.heads_q + iterator.head(work, arguments);
   return head * arguments.rows + iterator.first_query();
 }
@@ -579,12 +589,12 @@ __device__ __forceinline__ void pass_fragments(const unsigned (&fragments)[kTile
   }
 }
 
-// Loads the fragments that the other CTA has passed, and releases their stage. Exactly one of the warpgroups that load them
-// announces the bytes of the stage's next phase.
+// Loads the fragments that the other CTA has passed, and releases their stage. Exactly one of the warpgroups that load
+// them announces the bytes of the stage's next phase.
 __device__ __forceinline__ void load_passed(unsigned (&fragments)[kTileQ / 16][4], bool announces,
                                             const SharedStorage& storage, PipelineState<kPassedStages> state) {
   mbarrier_wait(storage.passed_full(state.stage()), state.phase());
-  if (announces && threadIdx.x % 128 == 0) mbarrier_expect_bytes(storage.passed_full(state.stage()), kPassedBytes);
+  if (announces && threadIdx.x % 128 == 0) mbarrier_arrive_expect_bytes(storage.passed_full(state.stage()), kPassedBytes);
   const uint4* const slot = storage.pointer<uint4>(storage.passed(state.stage())) + threadIdx.x % 128;
 #pragma unroll
   for (int i = 0; i < kTileQ / 16; ++i) {
@@ -616,10 +626,10 @@ __device__ __forceinline__ void producer(const WorkTile& work, const SharedStora
     const bool first = state.iteration == 0;
     const unsigned full = storage.streamed_full(state.stage());
     mbarrier_wait(storage.streamed_empty(state.stage()), state.phase() ^ 1);
-    mbarrier_expect_bytes(full, kStreamedBytes + kLseAndDBytes + (first ? kResidentBytes : 0));
+    mbarrier_arrive_expect_bytes(full, kStreamedBytes + kLseAndDBytes + (first ? kResidentBytes : 0));
     load_rows<kTileQ, kHeadDimPadded, kPanel>(storage.streamed(state.stage()), query_map, full, iterator.first_query(),
                                               iterator.head(work, arguments), work.batch);
-    bulk_load(storage.lse_and_d(state.stage()), arguments.lse_and_d + first_row(iterator, work, arguments) * 2,
+    bulk_load(storage.lse_and_d(state.stage()), arguments.lse_and_d + workspace_row(iterator, work, arguments) * 2,
               kLseAndDBytes, full);
     if (first) {
       load_rows<kTileK, kHeadDimPadded, kPanel>(storage.resident(), key_map, full, work.first_key, work.head_kv,
@@ -630,7 +640,8 @@ __device__ __forceinline__ void producer(const WorkTile& work, const SharedStora
 
 // ---- The consumers --------------------------------------------------------------------------------------------------
 
-// Returns (LSE, D) of the two queries of this lane's pairs j.
+// Returns (LSE, D, LSE, D) of the two adjacent queries, columns of the fragment, of this lane's pairs j in both of its
+// rows.
 __device__ __forceinline__ float4 lse_and_d_of(const unsigned char* lse_and_d, int j) {
   return *reinterpret_cast<const float4*>(lse_and_d + (Scores::column(Scores::pair(0, j)) + threadIdx.x % 4 * 2) * 8);
 }
@@ -645,25 +656,25 @@ __device__ __forceinline__ bool has_large_lse(const unsigned char* lse_and_d) {
   return __any_sync(0xffffffffu, largest > kLargeLse);
 }
 
-// Recomputes P in place of the products Q * K^T. Scores that fail `kTests` have a P of 0. With kAll, P is
-// 1 wherever its exponent is positive, or below 0 by no more than the rounding error of a large LSE.
-template <Tests kTests>
+// Recomputes P in place of the products Q * K^T. P of masked-out scores is 0. No P exceeds 1: with kMaskAndBounds, an
+// exponent counts as 0 if it is positive, or negative by no more than the rounding error of a large LSE.
+template <Masking kMasking>
 __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
                                             const unsigned char* lse_and_d, const Position& position,
                                             int first_query, const BackwardDkdvArguments& arguments) {
 #pragma unroll
   for (int j = 0; j < Scores::kPairs; ++j) {
-    const float4 rows = lse_and_d_of(lse_and_d, j);
+    const float4 statistics = lse_and_d_of(lse_and_d, j);
 #pragma unroll
     for (int m = 0; m < Scores::kRows * 2; ++m) {
       const int n = Scores::pair(m / 2, j) + m % 2;
       const int q = first_query + position.query + Scores::column(n), k = position.key + Scores::row(n);
-      const float lse = m % 2 ? rows.z : rows.x;
+      const float lse = m % 2 ? statistics.z : statistics.x;
       float exponent = fmaf(scores[n], kScoreToLog2, -lse);
-      if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
+      if (kMasking == Masking::kMaskAndBounds && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
       const float probability = exp2_approx(exponent);
-      const bool allowed = kTests == Tests::kNone ||
-          (kTests == Tests::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
+      const bool allowed = kMasking == Masking::kNone ||
+          (kMasking == Masking::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
       scores[n] = allowed ? probability : 0.0f;
     }
   }
@@ -675,11 +686,11 @@ __device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
                                            const unsigned char* lse_and_d) {
 #pragma unroll
   for (int j = 0; j < Scores::kPairs; ++j) {
-    const float4 rows = lse_and_d_of(lse_and_d, j);
+    const float4 statistics = lse_and_d_of(lse_and_d, j);
 #pragma unroll
     for (int m = 0; m < Scores::kRows * 2; ++m) {
       const int n = Scores::pair(m / 2, j) + m % 2;
-      d_scores[n] = probabilities[n] * (d_scores[n] - (m % 2 ? rows.w : rows.y));
+      d_scores[n] = probabilities[n] * (d_scores[n] - (m % 2 ? statistics.w : statistics.y));
     }
   }
 }
@@ -715,11 +726,11 @@ __device__ __forceinline__ void compute_p(const WorkTile& work, const SharedStor
     position.head = iterator.head(work, arguments);
     await_product<0>(scores);
     if (work.first_key + kTileK > arguments.len_k || has_large_lse(lse_and_d)) {
-      recompute_p<Tests::kAll>(scores, lse_and_d, position, first_query, arguments);
+      recompute_p<Masking::kMaskAndBounds>(scores, lse_and_d, position, first_query, arguments);
     } else if (!iterator.tiles.full(iterator.step)) {
-      recompute_p<Tests::kMask>(scores, lse_and_d, position, first_query, arguments);
+      recompute_p<Masking::kMask>(scores, lse_and_d, position, first_query, arguments);
     } else {
-      recompute_p<Tests::kNone>(scores, lse_and_d, position, first_query, arguments);
+      recompute_p<Masking::kNone>(scores, lse_and_d, position, first_query, arguments);
     }
     __syncwarp();   // all lanes have read LSE and D
     release(storage.streamed_empty(state.stage()));
@@ -729,7 +740,8 @@ __device__ __forceinline__ void compute_p(const WorkTile& work, const SharedStor
   named_barrier_arrive(1, 3 * 128);   // K has been read
 }
 
-// The score warpgroup of the second CTA: computes dP, dS from it and from P of the other CTA, and passes dS to that CTA.
+// The score warpgroup of the second CTA: computes dP, dS from it and from P of the other CTA, and passes dS to that
+// CTA.
 __device__ __forceinline__ void compute_ds(const WorkTile& work, const SharedStorage& storage,
                                            const BackwardDkdvArguments& arguments) {
   float d_scores[Scores::kElements], probabilities[Scores::kElements];
@@ -777,12 +789,12 @@ struct Gradient {
         first, factor, rows_of_warp + column * kTileK * kElementBytes, map, first_row, head, batch, column);
     store_rows<kSecondColumns, kPanel, kTileK>(
         second, factor, rows_of_warp + next * kTileK * kElementBytes, map, first_row, head, batch, next);
-    if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // before the block ends and its shared memory is freed
+    if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // before the CTA ends and its shared memory is freed
   }
 };
 
-// The other warpgroups: accumulate one half of the columns each, of dK = dS^T * Q in the first CTA, and of dV = P^T * dO in the
-// second one.
+// The other warpgroups: accumulate one half of the columns each, of dK = dS^T * Q in the first CTA, and of dV = P^T *
+// dO in the second one.
 __device__ __forceinline__ void accumulate(const WorkTile& work, int half, const SharedStorage& storage,
                                            const BackwardDkdvArguments& arguments) {
   Gradient gradient;
@@ -806,12 +818,12 @@ attention_backward_dkdv_bf16_d512_causal_f8fefaed(const __grid_constant__ Backwa
   const SharedStorage storage = {shared, shared + kBarrierOffset};
   if (threadIdx.x == 0) {
     storage.init_barriers();
-    for (int stage = 0; stage < kPassedStages; ++stage) mbarrier_expect_bytes(storage.passed_full(stage), kPassedBytes);
+    for (int stage = 0; stage < kPassedStages; ++stage) mbarrier_arrive_expect_bytes(storage.passed_full(stage), kPassedBytes);
   }
   __syncwarp();
   cluster_sync();
 
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // shows the compiler that a warp has one value
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // uniform: a warp has one value
   if (warpgroup == 3) {
     registers_decrease<32>();
     if (threadIdx.x / 32 % 4 == 0 && elect_one()) producer(work, storage, arguments);

@@ -1,5 +1,5 @@
 // flashgen: attention backward, dq, bf16-d512-causal-f8fefaed
-// Computes dQ; a block iterates over the keys of a query tile.
+// Computes dQ; a CTA iterates over the keys of a query tile.
 //
 // mask     causal()
 // score    none; scale 0.0441941738
@@ -10,7 +10,7 @@
 // FLOPs    3072 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      3080 * batch * heads_q * len_q + 2048 * batch * heads_kv * len_k bytes, at least
 //
-// Grid: one block per (query tile, query head, batch). Reproduce with
+// Grid: one CTA per (query tile, query head, batch). Reproduce with
 //   flashgen show --pass backward --kernel dq --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":512,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.044194173824159216,"score":null,"value_dim":512,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16
@@ -29,15 +29,15 @@ struct BackwardDqArguments {
   int heads_q;
   int len_q;
   int len_k;
-  int rows;   // len_q, rounded up to whole tiles
+  int rows;   // len_q, rounded up to whole tiles (seqlen_q_rounded of FlashAttention)
   unsigned kv_reciprocal;   // 2^31 / (query heads per KV head), rounded up
 };
 
 // ---- The plan -------------------------------------------------------------------------------------------------------
 
 constexpr int kHeadDimPadded = 512;   // of Q and K, and of dO and V; zeros beyond head_dim and value_dim
-// A warpgroup accumulates one half of the columns of a gradient in two parts: the compiler refuses a wgmma of 256 columns
-// in a block of 512 threads.
+// A warpgroup accumulates one half of the columns of a gradient in two parts: the compiler refuses a wgmma of 256
+// columns in a CTA of 512 threads.
 constexpr int kColumns = kHeadDimPadded / 2;
 constexpr int kFirstColumns = 128, kSecondColumns = kColumns - kFirstColumns;
 constexpr int kThreads = 4 * 128;   // a producer warpgroup, one that computes scores, and two that accumulate
@@ -49,19 +49,19 @@ constexpr float kScale = 0.0441941731f;
 constexpr float kScoreToLog2 = 0.063758716f;   // scale * log2(e): exp(x) is computed as exp2(x * log2(e))
 constexpr float kNoLse = 3.40282347e+38f;     // marks a row whose scores are all masked
 constexpr float kLargeLse = 4096.0f;     // to the base 2; the rounding of larger ones is visible in P
-constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of an LSE and the products that it is compared with
+constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of LSEs and of scores in log2
 
-// The tests that the scores of a tile need.
+// The masking that the scores of a tile need.
 //   kNone: none, since all scores are allowed.
 //   kMask: the mask.
-//   kAll: all tests, since the tile extends beyond the sequence or an LSE is large.
-enum class Tests { kNone, kMask, kAll };
+//   kMaskAndBounds: the mask, the ends of the sequences, and the correction of exponents for large LSEs.
+enum class Masking { kNone, kMask, kMaskAndBounds };
 
 // A tile consists of panels of columns, one after the other. A panel is as wide as the TMA swizzle.
 constexpr int kPanel = 64;
 constexpr int kElementBytes = sizeof(Element);
 
-// Shared memory of a block, 225360 bytes, by offset:
+// Shared memory of a CTA, 225360 bytes, by offset:
 //        0  Q or dO, 65536 bytes
 //    65536  K or V, 3 x 49152 bytes
 //   212992  P or dS, 2 x 6144 bytes; in the order of the fragments
@@ -76,7 +76,8 @@ constexpr int kPassedOffset = kStreamedOffset + kStages * kStreamedBytes;
 constexpr int kBarrierOffset = kPassedOffset + kPassedStages * kPassedBytes;
 static_assert(kBarrierOffset + kBarrierBytes <= 225360, "the shared memory of the launch");
 
-// The rank of a CTA in its cluster of two: 0 for the one that computes S and P, and 1 for the one that computes dP and dS.
+// The rank of a CTA in its cluster of two: 0 for the one that computes S and P, and 1 for the one that computes dP and
+// dS.
 __device__ __forceinline__ unsigned cluster_rank() { return blockIdx.x % 2; }
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
@@ -96,8 +97,8 @@ __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(kPending) : "memory");
 }
 
-// Waits for all threads of the cluster that have not ended. Their accesses to shared memory before it, of any of its blocks,
-// are visible after it. The lanes of a warp have converged.
+// Waits for all threads of the cluster that have not ended. Their accesses to shared memory before it, of any of its
+// CTAs, are visible after it. The lanes of a warp have converged.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -126,8 +127,8 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
-// Arrives at the barrier's current phase, which in addition waits for copies of so many bytes.
-__device__ __forceinline__ void mbarrier_expect_bytes(unsigned barrier, unsigned bytes) {
+// Arrives at the barrier's current phase, and adds `bytes` to the bytes of copies that the phase waits for.
+__device__ __forceinline__ void mbarrier_arrive_expect_bytes(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 
@@ -150,6 +151,7 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity)
 }
 
 // Keeps the compiler from moving uses of these registers across this point, since wgmmas access them asynchronously.
+// CUTLASS calls this warpgroup_fence_operand.
 template <int kCount>
 __device__ __forceinline__ void order_registers(float (&registers)[kCount]) {
 #pragma unroll
@@ -175,20 +177,20 @@ __device__ __forceinline__ void registers_increase() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegisters));
 }
 
-// Returns the address of the same shared memory in the block of this rank in the cluster.
+// Returns the address of the same shared memory in the CTA of this rank in the cluster.
 __device__ __forceinline__ unsigned remote_address(unsigned address, unsigned rank) {
   unsigned remote;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   return remote;
 }
 
-// Arrives at the current phase of a barrier of another block in the cluster.
+// Arrives at the current phase of a barrier of another CTA in the cluster.
 __device__ __forceinline__ void remote_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
-// Starts a store of 16 bytes to the shared memory of another block in the cluster. They complete a transaction of a barrier
-// of that block.
+// Starts a store of 16 bytes to the shared memory of another CTA in the cluster. They complete a transaction of a
+// barrier of that CTA.
 __device__ __forceinline__ void remote_store_16(unsigned destination, unsigned r0, unsigned r1, unsigned r2, unsigned r3,
                                                 unsigned barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], { %1, %2, %3, %4}, [%5];"
@@ -307,16 +309,17 @@ __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address
          static_cast<unsigned long long>(stride_bytes >> 4) << 32 | kMode << 62;
 }
 
-// A position in a pipeline, whose iterations use its stages in shared memory in turn. CUTLASS's class of this name holds a stage
-// and a phase. This one counts iterations, so that one register serves pipelines with different numbers of stages.
+// A position in a pipeline, whose iterations use its stages in shared memory in turn. CUTLASS's class of this name
+// holds a stage and a phase. This one counts iterations, so that one register serves pipelines with different numbers
+// of stages.
 template <int kNumStages>
 struct PipelineState {
   int iteration;
 
   __device__ __forceinline__ int stage() const { return iteration % kNumStages; }
 
-  // The parity of the phase of the stage's full barrier that the consumer waits for. The producer waits for the other parity of
-  // the empty barrier, that of the previous phase.
+  // The parity of the phase of the stage's full barrier that the consumer waits for. The producer waits for the other
+  // parity of the empty barrier, that of the previous phase.
   __device__ __forceinline__ unsigned phase() const { return iteration / kNumStages & 1; }
 
   __device__ __forceinline__ PipelineState operator+(int count) const { return {iteration + count}; }
@@ -324,8 +327,9 @@ struct PipelineState {
   __device__ __forceinline__ PipelineState operator++(int) { return {iteration++}; }
 };
 
-// The shared memory of a CTA. Its members return addresses of buffers and mbarriers: addresses of 32 bits in the shared window,
-// as TMA, wgmma and mbarriers take them. Pointers to arrays of a C++ struct would have 64 bits, and take more instructions.
+// The shared memory of a CTA. Its members return addresses of buffers and mbarriers: addresses of 32 bits in the shared
+// window, as TMA, wgmma and mbarriers take them. Pointers to arrays of a C++ struct would have 64 bits, and take more
+// instructions.
 struct SharedStorage {
   unsigned base, barriers;   // the addresses of the buffers, and of the mbarriers
 
@@ -334,11 +338,13 @@ struct SharedStorage {
   __device__ __forceinline__ unsigned passed(int stage) const { return base + (kPassedOffset + stage * kPassedBytes); }
   __device__ __forceinline__ unsigned gradient() const { return base; }
 
-  // streamed_full: a streamed tile has landed, and the tile that the CTA holds with the first. streamed_empty: every warp that reads tiles has read it.
+  // streamed_full: a streamed tile has landed, and the tile that the CTA holds with the first. streamed_empty: every
+  // warp that reads tiles has read it.
   __device__ __forceinline__ unsigned streamed_full(int stage) const { return barriers + stage * 16; }
   __device__ __forceinline__ unsigned streamed_empty(int stage) const { return barriers + 8 + stage * 16; }
 
-  // passed_full: the fragments of the other CTA have landed. passed_empty: each warp of the other CTA that reads them has read what this one has passed.
+  // passed_full: the fragments of the other CTA have landed. passed_empty: each warp of the other CTA that reads them
+  // has read what this one has passed.
   __device__ __forceinline__ unsigned passed_full(int stage) const { return barriers + kStages * 16 + stage * 16; }
   __device__ __forceinline__ unsigned passed_empty(int stage) const { return barriers + kStages * 16 + 8 + stage * 16; }
 
@@ -362,8 +368,8 @@ struct SharedStorage {
   }
 };
 
-// Lane 0 arrives at a barrier for its warp. Precondition: all lanes have finished their accesses, which a warp-wide instruction
-// ensures, such as __syncwarp or the wait for a wgmma.
+// Lane 0 arrives at a barrier for its warp. Precondition: all lanes have finished their accesses, which a warp-wide
+// instruction ensures, such as __syncwarp or the wait for a wgmma.
 __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
@@ -378,8 +384,8 @@ __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, u
   }
 }
 
-// Issues the wgmmas of product = A * B^T for 64 rows of A and kRowsB rows of B, both in shared memory (SS). Both tiles are
-// K-major: their columns are the reduction dimension. A panel of A has kRowsA rows.
+// Issues the wgmmas of product = A * B^T for 64 rows of A and kRowsB rows of B, both in shared memory (SS). Both tiles
+// are K-major: their columns are the reduction dimension. A panel of A has kRowsA rows.
 template <int kDepth, int kPanel, int kRowsA, int kRowsB>
 __device__ __forceinline__ void issue_wgmma_ss(float (&product)[kRowsB / 2], unsigned a_tile, unsigned b_tile) {
   constexpr int kSwizzle = kPanel * kElementBytes;
@@ -396,8 +402,8 @@ __device__ __forceinline__ void issue_wgmma_ss(float (&product)[kRowsB / 2], uns
   wgmma_commit();
 }
 
-// Issues the wgmmas of product += A * B with the fragments of A in registers and B in shared memory (RS). B is MN-major: its
-// kDepth rows are the reduction dimension.
+// Issues the wgmmas of product += A * B with the fragments of A in registers and B in shared memory (RS). B is
+// MN-major: its kDepth rows are the reduction dimension.
 template <int kColumns, int kPanel, int kDepth>
 __device__ __forceinline__ void issue_wgmma_rs(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
                                                unsigned b_tile) {
@@ -419,8 +425,9 @@ __device__ __forceinline__ void await_product(float (&product)[kCount]) {
   order_registers(product);
 }
 
-// Multiplies a warp's 16 rows by a factor, rounds them and stores them. They go through shared memory, where they are the
-// first of the kPanelRows rows of each panel of columns, in the layout that TMA swizzles. TMA clips rows beyond the last one.
+// Multiplies a warp's 16 rows by a factor, rounds them and stores them. They go through shared memory, where they are
+// the first of the kPanelRows rows of each panel of columns, in the layout that TMA swizzles. TMA clips rows beyond the
+// last one.
 template <int kColumns, int kPanel, int kPanelRows>
 __device__ __forceinline__ void store_rows(const float (&values)[kColumns / 2], float factor, unsigned tile,
                                            const TensorMap& map, int first_row, int head, int batch, int first_column) {
@@ -446,21 +453,22 @@ __device__ __forceinline__ void store_rows(const float (&values)[kColumns / 2], 
 }
 
 // The coordinates of a lane's fragment of a wgmma accumulator with kColumns columns; the fragment itself is an array of
-// kElements floats. Of each group of 8 columns it has four elements, two adjacent columns in each of two rows that are 8 apart
-// (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"). Its first element is in row lane / 4 of the warp's 16 rows and
-// in column lane % 4 * 2. Coordinates are relative to that element.
+// kElements floats. Of each group of 8 columns it has four elements, two adjacent columns in each of two rows that are
+// 8 apart (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"). Its first element is in row lane / 4 of the
+// warp's 16 rows and in column lane % 4 * 2. Coordinates are relative to that element.
 template <int kColumns>
 struct Fragment {
   static constexpr int kRows = 2;                // rows that have elements
   static constexpr int kPairs = kColumns / 8;    // pairs of adjacent elements in each of these rows
   static constexpr int kElements = kRows * kPairs * 2;
 
-  // The row of element n, as an index of the fragment's rows and as a coordinate, and its column.
+  // Element n is in the fragment's row row_index(n), of 0 <= r < kRows. Its coordinates are row(n) and column(n).
   static __device__ constexpr int row_index(int n) { return n / 2 % 2; }
   static __device__ constexpr int row(int n) { return row_offset(row_index(n)); }
   static __device__ constexpr int column(int n) { return n / 4 * 8 + n % 2; }
 
-  // The coordinate of the fragment's row r, and the first element of pair j of this row.
+  // row_offset is the coordinate of the fragment's row r, and pair is the index of the first of the two elements of
+  // pair j of that row.
   static __device__ constexpr int row_offset(int r) { return r * 8; }
   static __device__ constexpr int pair(int r, int j) { return j * 4 + r * 2; }
 };
@@ -469,8 +477,8 @@ using Scores = Fragment<kTileK>;
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, and the lane's first query and first key. The last two count from the
-// beginning of the sequence, but from that of the tile along the axis on which the mainloop visits tiles.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. `query` is a position
+// in the sequence. `key` is relative to the key tile, since the mainloop iterates over key tiles.
 struct Position {
   int batch, head, query, key;
 };
@@ -483,7 +491,8 @@ __device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDqArguments
 // A work tile: kTileQ queries of one head of one batch.
 struct WorkTile { int first_query, head, batch; };
 
-// The key tiles that a query tile visits. Those from full_begin to full_end need no mask.
+// The key tiles that are visited for a query tile: the first one is `begin`, and their number is `count`. Each is a
+// step of the mainloop. Those from full_begin to full_end need no mask.
 struct KeyTiles {
   int begin, count, full_begin, full_end;
 
@@ -491,6 +500,7 @@ struct KeyTiles {
   __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
 };
 
+// Returns the key tiles of a work tile.
 __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const BackwardDqArguments& arguments) {
   const int q_first = work.first_query;
   const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;
@@ -518,12 +528,12 @@ __device__ __forceinline__ void pass_fragments(const unsigned (&fragments)[kTile
   }
 }
 
-// Loads the fragments that the other CTA has passed, and releases their stage. Exactly one of the warpgroups that load them
-// announces the bytes of the stage's next phase.
+// Loads the fragments that the other CTA has passed, and releases their stage. Exactly one of the warpgroups that load
+// them announces the bytes of the stage's next phase.
 __device__ __forceinline__ void load_passed(unsigned (&fragments)[kTileK / 16][4], bool announces,
                                             const SharedStorage& storage, PipelineState<kPassedStages> state) {
   mbarrier_wait(storage.passed_full(state.stage()), state.phase());
-  if (announces && threadIdx.x % 128 == 0) mbarrier_expect_bytes(storage.passed_full(state.stage()), kPassedBytes);
+  if (announces && threadIdx.x % 128 == 0) mbarrier_arrive_expect_bytes(storage.passed_full(state.stage()), kPassedBytes);
   const uint4* const slot = storage.pointer<uint4>(storage.passed(state.stage())) + threadIdx.x % 128;
 #pragma unroll
   for (int i = 0; i < kTileK / 16; ++i) {
@@ -556,7 +566,7 @@ __device__ __forceinline__ void producer(const WorkTile& work, const SharedStora
     const bool first = state.iteration == 0;
     const unsigned full = storage.streamed_full(state.stage());
     mbarrier_wait(storage.streamed_empty(state.stage()), state.phase() ^ 1);
-    mbarrier_expect_bytes(full, kStreamedBytes + (first ? kResidentBytes : 0));
+    mbarrier_arrive_expect_bytes(full, kStreamedBytes + (first ? kResidentBytes : 0));
     load_rows<kTileK, kHeadDimPadded, kPanel>(storage.streamed(state.stage()), key_map, full, tiles.first_key(state.iteration),
                                               head_kv, work.batch);
     if (first) {
@@ -587,9 +597,9 @@ __device__ __forceinline__ bool has_large_lse(const float2 (&rows)[Scores::kRows
   return __any_sync(0xffffffffu, large);
 }
 
-// Recomputes P in place of the products Q * K^T. Scores that fail `kTests` have a P of 0. With kAll, P is
-// 1 wherever its exponent is positive, or below 0 by no more than the rounding error of a large LSE.
-template <Tests kTests>
+// Recomputes P in place of the products Q * K^T. P of masked-out scores is 0. No P exceeds 1: with kMaskAndBounds, an
+// exponent counts as 0 if it is positive, or negative by no more than the rounding error of a large LSE.
+template <Masking kMasking>
 __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
                                             const float2 (&rows)[Scores::kRows], const Position& position,
                                             int first_key, const BackwardDqArguments& arguments) {
@@ -598,10 +608,10 @@ __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
     const int q = position.query + Scores::row(n), k = first_key + position.key + Scores::column(n);
     const float lse = rows[Scores::row_index(n)].x;
     float exponent = fmaf(scores[n], kScoreToLog2, -lse);
-    if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
+    if (kMasking == Masking::kMaskAndBounds && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
     const float probability = exp2_approx(exponent);
-    const bool allowed = kTests == Tests::kNone ||
-        (kTests == Tests::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
+    const bool allowed = kMasking == Masking::kNone ||
+        (kMasking == Masking::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
     scores[n] = allowed ? probability : 0.0f;
   }
 }
@@ -653,11 +663,11 @@ __device__ __forceinline__ void compute_p(const WorkTile& work, const SharedStor
     const int first_key = tiles.first_key(state.iteration);
     await_product<0>(scores);
     if (first_key + kTileK > arguments.len_k || large_lse) {
-      recompute_p<Tests::kAll>(scores, rows, position, first_key, arguments);
+      recompute_p<Masking::kMaskAndBounds>(scores, rows, position, first_key, arguments);
     } else if (!tiles.full(state.iteration)) {
-      recompute_p<Tests::kMask>(scores, rows, position, first_key, arguments);
+      recompute_p<Masking::kMask>(scores, rows, position, first_key, arguments);
     } else {
-      recompute_p<Tests::kNone>(scores, rows, position, first_key, arguments);
+      recompute_p<Masking::kNone>(scores, rows, position, first_key, arguments);
     }
     release(storage.streamed_empty(state.stage()));
     pack_scores(fragments, scores);
@@ -665,7 +675,8 @@ __device__ __forceinline__ void compute_p(const WorkTile& work, const SharedStor
   }
 }
 
-// The score warpgroup of the second CTA: computes dP, dS from it and from P of the other CTA, and passes dS to that CTA.
+// The score warpgroup of the second CTA: computes dP, dS from it and from P of the other CTA, and passes dS to that
+// CTA.
 __device__ __forceinline__ void compute_ds(const WorkTile& work, const SharedStorage& storage,
                                            const BackwardDqArguments& arguments) {
   const KeyTiles tiles = key_tiles_of(work, arguments);
@@ -713,7 +724,7 @@ struct Gradient {
         first, factor, rows_of_warp + column * kTileQ * kElementBytes, map, first_row, head, batch, column);
     store_rows<kSecondColumns, kPanel, kTileQ>(
         second, factor, rows_of_warp + next * kTileQ * kElementBytes, map, first_row, head, batch, next);
-    if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // before the block ends and its shared memory is freed
+    if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // before the CTA ends and its shared memory is freed
   }
 };
 
@@ -726,8 +737,8 @@ __device__ __forceinline__ void zero_empty_rows(float (&d_queries)[kCount], cons
   }
 }
 
-// The other warpgroups of the first CTA: accumulate one half of the columns of dQ = dS * K each. Q, which dQ overlays in shared
-// memory, has been read: dS of the last iteration follows from P.
+// The other warpgroups of the first CTA: accumulate one half of the columns of dQ = dS * K each. Q, which dQ overlays
+// in shared memory, has been read: dS of the last iteration follows from P.
 __device__ __forceinline__ void accumulate(const WorkTile& work, int half, const SharedStorage& storage,
                                            const BackwardDqArguments& arguments) {
   Gradient gradient;
@@ -753,12 +764,12 @@ attention_backward_dq_bf16_d512_causal_f8fefaed(const __grid_constant__ Backward
   const SharedStorage storage = {shared, shared + kBarrierOffset};
   if (threadIdx.x == 0) {
     storage.init_barriers();
-    for (int stage = 0; stage < kPassedStages; ++stage) mbarrier_expect_bytes(storage.passed_full(stage), kPassedBytes);
+    for (int stage = 0; stage < kPassedStages; ++stage) mbarrier_arrive_expect_bytes(storage.passed_full(stage), kPassedBytes);
   }
   __syncwarp();
   cluster_sync();
 
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // shows the compiler that a warp has one value
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // uniform: a warp has one value
   if (warpgroup == 3) {
     registers_decrease<32>();
     if (threadIdx.x / 32 % 4 == 0 && elect_one()) producer(work, storage, arguments);

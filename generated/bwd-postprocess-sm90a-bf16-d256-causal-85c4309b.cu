@@ -10,7 +10,7 @@
 // FLOPs    256 * batch * heads_q * len_q
 // HBM      1536 * batch * heads_q * len_q bytes, at least
 //
-// Grid: one block per (query tile, query head, batch). Reproduce with
+// Grid: one CTA per (query tile, query head, batch). Reproduce with
 //   flashgen show --pass backward --kernel postprocess --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":256,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.0625,"score":null,"value_dim":256,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16
@@ -25,7 +25,7 @@ struct BackwardPostprocessArguments {
   Element* dq;
   Strides dq_strides;
   int len_q;
-  int rows;   // len_q, rounded up to whole tiles
+  int rows;   // len_q, rounded up to whole tiles (seqlen_q_rounded of FlashAttention)
 };
 
 // ---- The plan -------------------------------------------------------------------------------------------------------
@@ -72,8 +72,8 @@ __device__ __forceinline__ int accum_index(int row, int column) {
   return ((warp * kGradientRowTiles + i) * kGradientColumnTiles + j) * 128 + accum_offset(lane, element);
 }
 
-// Converts a query tile of the accumulator to dQ, with the softmax scale as a factor. Rows whose scores are all masked are
-// 0, whatever K holds.
+// Converts a query tile of the accumulator to dQ, with the softmax scale as a factor. Rows whose scores are all masked
+// are 0, whatever K holds.
 extern "C" __global__ void __launch_bounds__(kThreads)
 attention_backward_postprocess_bf16_d256_causal_85c4309b(const __grid_constant__ BackwardPostprocessArguments arguments) {
   constexpr int kChunks = kDim / 8;

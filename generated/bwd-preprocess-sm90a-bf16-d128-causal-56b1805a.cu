@@ -9,7 +9,7 @@
 // FLOPs    256 * batch * heads_q * len_q
 // HBM      524 * batch * heads_q * len_q bytes, at least
 //
-// Grid: one block per (group of rows, query head, batch). Reproduce with
+// Grid: one CTA per (group of rows, query head, batch). Reproduce with
 //   flashgen show --pass backward --kernel preprocess --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":128,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.08838834764831843,"score":null,"value_dim":128,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16
@@ -24,14 +24,15 @@ struct BackwardPreprocessArguments {
   const float* lse;
   const float* d_lse;   // gradient of the LSE, or null
   float* lse_and_d;
-  unsigned* dq_tile_state;   // (batch, heads_q, rows / tile): 0 until a CTA adds to the dQ tile; accumulate_dq explains the states
+  // (batch, heads_q, rows / tile): 0 until a CTA adds to the dQ tile; accumulate_dq explains the states
+  unsigned* dq_tile_state;
   unsigned* dq_added;   // (batch, heads): work tiles whose dQ has been added; 0 before a launch
   unsigned* dq_next;   // (1): the next group of dQ rows to convert; 0 before a launch
   Strides o_strides;
   Strides d_o_strides;
   int heads_q;
   int len_q;
-  int rows;   // len_q, rounded up to whole tiles
+  int rows;   // len_q, rounded up to whole tiles (seqlen_q_rounded of FlashAttention)
 };
 
 // ---- The plan -------------------------------------------------------------------------------------------------------
@@ -39,12 +40,12 @@ struct BackwardPreprocessArguments {
 constexpr int kValueDim = 128;
 constexpr int kTileQ = 64;   // queries of a dQ tile
 constexpr int kThreads = 256;
-constexpr int kRows = 64;            // per block
+constexpr int kRows = 64;            // per CTA
 constexpr int kLanes = 16;           // per row, with 8 elements each
 constexpr int kRowsAtOnce = kThreads / kLanes;
 constexpr float kLog2E = 1.44269504f;
 constexpr float kNoLse = 3.40282347e+38f;   // marks a row whose scores are all masked: it makes every P of the row 0
-static_assert(kLanes * 8 >= kValueDim && kRows % kRowsAtOnce == 0, "a block covers all elements of its rows");
+static_assert(kLanes * 8 >= kValueDim && kRows % kRowsAtOnce == 0, "a CTA covers all elements of its rows");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@
 // FLOPs    1024 * batch * heads_q * len_q
 // HBM      2060 * batch * heads_q * len_q bytes, at least
 //
-// Grid: one block per (group of rows, query head, batch). Reproduce with
+// Grid: one CTA per (group of rows, query head, batch). Reproduce with
 //   flashgen show --pass backward --kernel preprocess --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":512,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.044194173824159216,"score":null,"value_dim":512,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16
@@ -28,19 +28,19 @@ struct BackwardPreprocessArguments {
   Strides d_o_strides;
   int heads_q;
   int len_q;
-  int rows;   // len_q, rounded up to whole tiles
+  int rows;   // len_q, rounded up to whole tiles (seqlen_q_rounded of FlashAttention)
 };
 
 // ---- The plan -------------------------------------------------------------------------------------------------------
 
 constexpr int kValueDim = 512;
 constexpr int kThreads = 256;
-constexpr int kRows = 64;            // per block
+constexpr int kRows = 64;            // per CTA
 constexpr int kLanes = 32;           // per row, each with 8 of every kLanes * 8 elements
 constexpr int kRowsAtOnce = kThreads / kLanes;
 constexpr float kLog2E = 1.44269504f;
 constexpr float kNoLse = 3.40282347e+38f;   // marks a row whose scores are all masked: it makes every P of the row 0
-static_assert(kLanes * 16 >= kValueDim && kRows % kRowsAtOnce == 0, "a block covers all elements of its rows");
+static_assert(kLanes * 16 >= kValueDim && kRows % kRowsAtOnce == 0, "a CTA covers all elements of its rows");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@
 // dropout  0
 // dims     head 256, value 256; bfloat16, accumulated in float32; heads_q a multiple of heads_kv
 // target   sm_90a, family hopper
-// plan     16 rows x 16 keys, 4 warps that share the keys, 3 stages of K and V each, 1 block(s) per multiprocessor, 204800 bytes of shared memory
+// plan     16 rows x 16 keys, 4 warps that share the keys, 3 stages of K and V each, 1 CTA(s) per multiprocessor, 204800 bytes of shared memory
 // method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): row_max is the paper's running maximum m, which may lag; sum is its row sum l
 //          split-KV over warps and CTAs; the last CTA to arrive combines partial outputs (Dao et al. 2023, Flash-Decoding)
 // FLOPs    1024 * batch * heads_q * len_q * len_k * (share of tiles visited)
@@ -59,13 +59,14 @@ constexpr int kKeyTiles = kTileK / 8;    // 8-column mma tiles of scores
 constexpr int kValueTiles = kValueDimPadded / 8;
 constexpr float kScale = 0.0625f;
 constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): exp(x) is computed as exp2(x * log2(e))
-constexpr float kMaxFoldedRowMax = 11629080.0f;   // its product with kScoreToLog2 is below 2^24
+// Row maxima below this are folded into the FMA of the exponent: their products with kScoreToLog2 are below 2^24.
+constexpr float kMaxFoldedRowMax = 11629080.0f;
 constexpr float kRescaleThreshold = 8.0f;      // in log2: by how much a row maximum may lag
 
 constexpr int kElementBytes = sizeof(Element);
 constexpr int kPartialColumns = kValueDimPadded + 8;   // floats per row; the padding avoids bank conflicts
 
-// Shared memory of a block, 204800 bytes, by offset:
+// Shared memory of a CTA, 204800 bytes, by offset:
 //        0  Q, 8192 bytes
 //     8192  stages of warps (K, V), 12 x 16384 bytes; those of a warp side by side
 //        0  partial O of warps, 4 x 16896 bytes, overlays Q
@@ -187,10 +188,10 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// A lane's fragment of an accumulator of kRowTiles x kColumnTiles tiles, each the 16 x 8 result of one mma. Of each tile it
-// holds four elements, two adjacent columns in each of two rows that are 8 apart (PTX ISA, "Matrix Fragments for mma.m16n8k16
-// with floating point type"). Its first element is in row lane / 4 and column lane % 4 * 2 of the accumulator. Coordinates
-// are relative to that element.
+// A lane's fragment of an accumulator of kRowTiles x kColumnTiles tiles, each the 16 x 8 result of one mma. Of each
+// tile it holds four elements, two adjacent columns in each of two rows that are 8 apart (PTX ISA, "Matrix Fragments
+// for mma.m16n8k16 with floating point type"). Its first element is in row lane / 4 and column lane % 4 * 2 of the
+// accumulator. Coordinates are relative to that element.
 template <int kRowTiles, int kColumnTiles>
 struct Fragment {
   static constexpr int kRows = kRowTiles * 2;     // rows that have elements
@@ -201,12 +202,13 @@ struct Fragment {
   __device__ __forceinline__ float& operator[](int n) { return tiles[n / 4 / kColumnTiles][n / 4 % kColumnTiles][n % 4]; }
   __device__ __forceinline__ float operator[](int n) const { return tiles[n / 4 / kColumnTiles][n / 4 % kColumnTiles][n % 4]; }
 
-  // The row of element n, as an index of the fragment's rows and as a coordinate, and its column.
+  // Element n is in the fragment's row row_index(n), of 0 <= r < kRows. Its coordinates are row(n) and column(n).
   static __device__ constexpr int row_index(int n) { return n / 4 / kColumnTiles * 2 + n / 2 % 2; }
   static __device__ constexpr int row(int n) { return row_offset(row_index(n)); }
   static __device__ constexpr int column(int n) { return n / 4 % kColumnTiles * 8 + n % 2; }
 
-  // The coordinate of the fragment's row r, and the first element of pair j of this row.
+  // row_offset is the coordinate of the fragment's row r, and pair is the index of the first of the two elements of
+  // pair j of that row.
   static __device__ constexpr int row_offset(int r) { return r * 8; }
   static __device__ constexpr int pair(int r, int j) { return (r / 2 * kColumnTiles + j) * 4 + r % 2 * 2; }
 };
@@ -237,8 +239,8 @@ __device__ __forceinline__ bool mask_mod(int q, int k, const DecodeArguments& ar
   return x1 & (x0 - 4096 <= k) & x1;
 }
 
-// A work tile: a tile of rows and a split of its keys. A row is a query of one of the `packed` query heads from `head` on.
-// Rows are numbered by query, and within a query by head.
+// A work tile: a tile of rows and a split of its keys. A row is a query of one of the `packed` query heads from `head`
+// on. Rows are numbered by query, and within a query by head.
 struct WorkTile {
   int first_query, last_query, head, batch;
   int offset;   // of the tile's first row within its query
@@ -247,13 +249,14 @@ struct WorkTile {
   long long slot;   // output tile, over all heads and batches: selects the arrival counter and partial outputs
 };
 
-// Returns the KV head of a query head, head / heads_per_kv. A product with 2^31 / heads_per_kv, rounded up, is exact and,
-// unlike a division, leaves the result and the addresses computed from it in uniform registers.
+// Returns the KV head of a query head, head / heads_per_kv. A product with 2^31 / heads_per_kv, rounded up, is exact
+// and, unlike a division, leaves the result and the addresses computed from it in uniform registers.
 __device__ __forceinline__ int kv_head_of(int head, const DecodeArguments& arguments) {
   return __umulhi(2 * head + 1, arguments.kv_reciprocal);
 }
 
-// The key tiles that a query tile visits. Those from full_begin to full_end need no mask.
+// The key tiles that are visited for a query tile: the first one is `begin`, and their number is `count`. Each is a
+// step of the mainloop. Those from full_begin to full_end need no mask.
 struct KeyTiles {
   int begin, count, full_begin, full_end;
 
@@ -261,6 +264,7 @@ struct KeyTiles {
   __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
 };
 
+// Returns the key tiles of a work tile.
 __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const DecodeArguments& arguments) {
   const int q_first = work.first_query;
   const int q_last = work.last_query;
@@ -302,7 +306,7 @@ __device__ __forceinline__ Row row_at(int row, const WorkTile& work, const Decod
   return {work.first_query + index / arguments.packed, work.head + index % arguments.packed};
 }
 
-// Returns the indices of this lane's scores. Rows behind the last have the indices of the last.
+// Returns the indices of this lane's scores. Rows beyond the last have the indices of the last.
 __device__ __forceinline__ Position position_of(const WorkTile& work, const DecodeArguments& arguments) {
   const int lane = threadIdx.x % 32;
   Position position = {work.batch, lane % 4 * 2};
@@ -317,8 +321,8 @@ __device__ __forceinline__ Position position_of(const WorkTile& work, const Deco
 
 // ---- Loads and products ---------------------------------------------------------------------------------------------
 
-// Returns the swizzle's period in 16-byte chunks. The chunks of each period of a row are permuted by the row's number, so
-// that the 8 rows that ldmatrix reads at once are in different banks.
+// Returns the swizzle's period in 16-byte chunks. The chunks of each period of a row are permuted by the row's number,
+// so that the 8 rows that ldmatrix reads at once are in different banks.
 template <int kChunks>
 __device__ constexpr int swizzle_span() { return kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2; }
 
@@ -330,7 +334,8 @@ __device__ constexpr unsigned tile_offset(int row, int chunk) {
 }
 
 // Returns the address that this lane passes to ldmatrix for the 16 x 16 block at (row, chunk), multiples of 16 and 2.
-// ldmatrix reads four 8 x 8 matrices: lane l addresses row l % 8 of matrix l / 8, at (lane_row, lane_chunk) of the block.
+// ldmatrix reads four 8 x 8 matrices: lane l addresses row l % 8 of matrix l / 8, at (lane_row, lane_chunk) of the
+// block.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int chunk, int lane_row, int lane_chunk) {
   constexpr int kSpan = swizzle_span<kChunks>();
@@ -338,23 +343,23 @@ __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int ch
   return tile + row * kChunks * 16 + (corner ^ chunk % kSpan * 16) + chunk / kSpan * kSpan * 16;
 }
 
-// Returns the address for ldmatrix to read a block as operand A of an mma, or as a transposed operand B: its matrices in the
-// order upper left, lower left, upper right, lower right.
+// Returns the address for ldmatrix to read a block as operand A of an mma, or as a transposed operand B: its matrices
+// in the order upper left, lower left, upper right, lower right.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_by_columns(unsigned tile, int row, int chunk) {
   const int lane = threadIdx.x % 32;
   return block_address<kChunks>(tile, row, chunk, lane % 16, lane / 16);
 }
 
-// Returns the address for ldmatrix to read a block as operands B of two mmas: its matrices in the order upper left, upper
-// right, lower left, lower right.
+// Returns the address for ldmatrix to read a block as operands B of two mmas: its matrices in the order upper left,
+// upper right, lower left, lower right.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_by_rows(unsigned tile, int row, int chunk) {
   const int lane = threadIdx.x % 32;
   return block_address<kChunks>(tile, row, chunk, lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
-// Starts loading rows first_row, ... of a matrix of row_count rows into a tile. Rows behind the last are 0.
+// Starts loading rows first_row, ... of a matrix of row_count rows into a tile. Rows beyond the last are 0.
 template <int kRows, int kColumns, int kColumnsPadded>
 __device__ __forceinline__ void load_tile(unsigned tile, const Element* matrix, long long row_stride, int first_row,
                                           int row_count) {
@@ -460,16 +465,16 @@ __device__ __forceinline__ void apply_mask(Scores& scores, const Position& posit
   }
 }
 
-// Sets the scores of keys behind the last one to -inf: the tile has `left` keys. Only the last tile of a sequence may have such
-// keys, so they are not a part of the mask.
-__device__ __forceinline__ void apply_seqlen_mask(Scores& scores, const Position& position, int left) {
+// Sets the scores of keys beyond the last one to -inf: the tile has `keys_left` keys. Only the last tile of a sequence
+// may have such keys, so they are not a part of the mask.
+__device__ __forceinline__ void apply_seqlen_mask(Scores& scores, const Position& position, int keys_left) {
 #pragma unroll
   for (int n = 0; n < Scores::kElements; ++n) {
-    if (Scores::column(n) >= left - position.key) scores[n] = minus_infinity();
+    if (Scores::column(n) >= keys_left - position.key) scores[n] = minus_infinity();
   }
 }
 
-// Turns a step's tile of products into scores.
+// Turns a tile of Q * K^T into scores: applies score_mod and the mask, and masks keys beyond the last one.
 __device__ __forceinline__ void apply_mods(Scores& scores, const Position& position,
                                            const KeyTiles& tiles, int step, int first_key, const DecodeArguments& arguments) {
   apply_score(scores, position, first_key, arguments);
@@ -477,17 +482,18 @@ __device__ __forceinline__ void apply_mods(Scores& scores, const Position& posit
   if (first_key + kTileK > arguments.len_k) apply_seqlen_mask(scores, position, arguments.len_k - first_key);
 }
 
-// The running state of a row: the row maximum m, which may lag, and this lane's part of the row sum l of 2^(s - m).
+// The running state of a row: the row maximum m, which may lag, and this lane's part of the row sum l of the
+// probabilities exp(s - m), which are computed as 2^((s - m) * kScoreToLog2).
 struct RowState {
   float row_max = minus_infinity(), sum = 0.0f;
 
-  // The offset that folds the row maximum into the fused multiply-add of an exponent. It can be used if the row maximum is
-  // finite, as the row has seen a key, and the rounding error of the product is below 1.
+  // The offset that folds the row maximum into the fused multiply-add of an exponent. It is usable if the row has seen
+  // a key, so that its maximum is finite, and if the product is below 2^24, where its rounding error is below 1.
   __device__ __forceinline__ float offset() const { return -row_max * kScoreToLog2; }
-  __device__ __forceinline__ bool has_offset() const { return fabsf(row_max) < kMaxFoldedRowMax; }
+  __device__ __forceinline__ bool offset_is_usable() const { return fabsf(row_max) < kMaxFoldedRowMax; }
 
-  // Raises the row maximum, rescales the sum and returns the factor that rescales the output. A row without a key has nothing
-  // to rescale, and -inf - -inf would be NaN.
+  // Raises the row maximum, rescales the sum and returns the factor that rescales the output. A row without a key has
+  // nothing to rescale, and -inf - -inf would be NaN.
   __device__ __forceinline__ float update_row_max(float maximum) {
     const float old = row_max;
     row_max = fmaxf(old, maximum);
@@ -497,8 +503,8 @@ struct RowState {
   }
 };
 
-// Subtracts the row maximum from each score. This is for row maxima that cannot be used as offsets: it avoids the rounding
-// error of row_max * kScoreToLog2, at the cost of one more operation per score.
+// Subtracts the row maximum from each score. This is for row maxima that cannot be used as offsets: it avoids the
+// rounding error of row_max * kScoreToLog2, at the cost of one more operation per score.
 __device__ __forceinline__ void subtract_row_max(Scores& scores, const RowState (&rows)[Scores::kRows]) {
 #pragma unroll
   for (int n = 0; n < Scores::kElements; ++n) {
@@ -507,9 +513,9 @@ __device__ __forceinline__ void subtract_row_max(Scores& scores, const RowState 
   }
 }
 
-// Turns a tile of scores into probabilities 2^(s - m) and adds them to the row sums. The row maxima are raised, and output
-// and sums rescaled, only if the scores of some row of the warp exceed its maximum by kRescaleThreshold. `steady` is whether
-// all row maxima of the warp can be used as offsets; while they cannot, every tile rescales.
+// Turns a tile of scores into probabilities 2^(s - m) and adds them to the row sums. The row maxima are raised, and
+// output and sums rescaled, only if the scores of some row of the warp exceed its maximum by kRescaleThreshold.
+// `steady` is whether all row maxima of the warp can be used as offsets; while they cannot, every tile rescales.
 __device__ __forceinline__ void online_softmax(Scores& scores, Output& output, RowState (&rows)[Scores::kRows], bool& steady) {
   float maximum[Scores::kRows];
   bool outgrown = false;
@@ -529,7 +535,7 @@ __device__ __forceinline__ void online_softmax(Scores& scores, Output& output, R
 #pragma unroll
     for (int r = 0; r < Scores::kRows; ++r) {
       const float shrink = rows[r].update_row_max(maximum[r]);
-      all = all && rows[r].has_offset();
+      all = all && rows[r].offset_is_usable();
 #pragma unroll
       for (int j = 0; j < Output::kPairs; ++j) {
         output[Output::pair(r, j)] *= shrink;
@@ -554,7 +560,8 @@ __device__ __forceinline__ void online_softmax(Scores& scores, Output& output, R
 
 // ---- Partial outputs, mainloop and epilogue -------------------------------------------------------------------------
 
-// The partial outputs of the warps in shared memory, not divided by their row sums, and (row maximum, row sum) of each row.
+// The partial outputs of the warps in shared memory, not divided by their row sums, and (row maximum, row sum) of each
+// row.
 __device__ __forceinline__ float* warp_outputs() { return reinterpret_cast<float*>(shared_memory); }
 __device__ __forceinline__ float2* warp_states() { return reinterpret_cast<float2*>(shared_memory + kStatesOffset); }
 
@@ -582,8 +589,8 @@ __device__ __forceinline__ Value load_partial(const Value* partial) { return kFr
 
 constexpr int kPartialsAtOnce = 16;   // loads in flight; each takes as long as a round trip to the L2
 
-// Combines `count` partial outputs of four columns of a row. The order is fixed, so the result does not depend on the order
-// in which CTAs arrive.
+// Combines `count` partial outputs of four columns of a row. The order is fixed, so the result does not depend on the
+// order in which CTAs arrive.
 template <bool kFromWarps>
 __device__ __forceinline__ RowState combine_partials(float4& output, const float* outputs, const float2* states, int count) {
   constexpr int kStep = kTileQ * (kFromWarps ? kPartialColumns : kValueDim);
@@ -641,9 +648,9 @@ __device__ __forceinline__ void store_split_partial(const WorkTile& work, const 
   }
 }
 
-// Whether this CTA is the last to arrive of those with a split of the tile. It then sees the partial outputs of all splits:
-// one thread's acquire-release is enough, as barriers order the CTA's writes before it and its reads after it (PTX ISA,
-// causality order).
+// Whether this CTA is the last to arrive of those with a split of the tile. It then sees the partial outputs of all
+// splits: one thread's acquire-release is enough, as barriers order the CTA's writes before it and its reads after it
+// (PTX ISA, causality order).
 __device__ __forceinline__ bool arrives_last(unsigned* arrivals, int splits) {
   __syncthreads();
   const bool last = threadIdx.x == 0 && atomic_inc_acq_rel(arrivals, splits - 1) + 1 == splits;
@@ -661,8 +668,8 @@ __device__ __forceinline__ void compute_step(Output& output, RowState (&rows)[Sc
   multiply_registers<kValueDimPadded / 8>(output, scores, stage + kKeyBytes);
 }
 
-// Computes the partial outputs of the CTA's warps and stores them to shared memory. Each warp runs its own mainloop, over
-// every kWarps-th tile of the split's keys.
+// Computes the partial outputs of the CTA's warps and stores them to shared memory. Each warp runs its own mainloop,
+// over every kWarps-th tile of the split's keys.
 __device__ __forceinline__ void compute_warp_partials(const WorkTile& work, const DecodeArguments& arguments) {
   const Position position = position_of(work, arguments);
   const int head_kv = kv_head_of(work.head, arguments);
@@ -696,7 +703,8 @@ __device__ __forceinline__ void compute_warp_partials(const WorkTile& work, cons
   for (int iteration = 0, step = begin; step < end; ++iteration, step += kWarps) {
     const int first_key = tiles.first_key(step);
     const unsigned stage = stages + iteration % kStages * kStageBytes;
-    // The tile of this step has arrived, and every lane has read that of the previous step, whose stage is loaded again.
+    // The tile of this step has arrived, and every lane has read that of the previous step, whose stage is loaded
+    // again.
     copy_async_wait<kStages - 2>();
     __syncwarp();
     load_stage(iteration + kStages - 1);
@@ -735,8 +743,8 @@ __device__ __forceinline__ void store_output(const WorkTile& work, const DecodeA
   }
 }
 
-// The epilogue: stores the output of a tile with one split. Otherwise stores the CTA's partial output, and the last CTA to
-// arrive combines those of all splits.
+// The epilogue: stores the output of a tile with one split. Otherwise stores the CTA's partial output, and the last CTA
+// to arrive combines those of all splits.
 __device__ __forceinline__ void epilogue(const WorkTile& work, const DecodeArguments& arguments) {
   if (arguments.splits == 1) return store_output<true>(work, arguments);
   store_split_partial(work, arguments);

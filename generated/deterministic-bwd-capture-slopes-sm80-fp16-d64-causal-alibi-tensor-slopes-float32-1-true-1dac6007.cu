@@ -9,7 +9,7 @@
 // FLOPs    none
 // HBM      68 * elements of slopes bytes, at least
 //
-// Grid: one block per 256 elements of the array. Reproduce with
+// Grid: one CTA per 256 elements of the array. Reproduce with
 //   flashgen show --pass backward --kernel d_slopes --deterministic --target sm_80 '{"dropout":0.0,"dtype":"float16","head_dim":64,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.125,"score":{"expression":["Add","score",["Mul",["Load",{"capture":"slopes","dtype":"float32","grad":true,"ndim":1},"h"],["Sub","k","q"]]],"name":"alibi(Tensor('"'"'slopes'"'"', '"'"'float32'"'"', ndim=1, grad=True))"},"value_dim":64,"version":1}'
 
 using Element = unsigned short;   // the bits of a float16

@@ -1,16 +1,16 @@
 // flashgen: attention backward, dq, fp16-d64-causal-alibi-tensor-slopes-float32-1-true-1dac6007
-// Computes dQ; a block iterates over the keys of a query tile.
+// Computes dQ; a CTA iterates over the keys of a query tile.
 //
 // mask     causal()
 // score    alibi(Tensor('slopes', 'float32', ndim=1, grad=True)); scale 0.125
 // dropout  0
 // dims     head 64, value 64; float16, accumulated in float32
 // target   sm_80, family ampere
-// plan     128 queries x 64 keys, 4 warps, 2 stage(s) of K and V, 2 block(s) per multiprocessor, 65536 bytes of shared memory
+// plan     128 queries x 64 keys, 4 warps, 2 stage(s) of K and V, 2 CTA(s) per multiprocessor, 65536 bytes of shared memory
 // FLOPs    384 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      392 * batch * heads_q * len_q + 256 * batch * heads_kv * len_k bytes, at least
 //
-// Grid: one block per (query tile, query head, batch). Reproduce with
+// Grid: one CTA per (query tile, query head, batch). Reproduce with
 //   flashgen show --pass backward --kernel dq --deterministic --target sm_80 '{"dropout":0.0,"dtype":"float16","head_dim":64,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.125,"score":{"expression":["Add","score",["Mul",["Load",{"capture":"slopes","dtype":"float32","grad":true,"ndim":1},"h"],["Sub","k","q"]]],"name":"alibi(Tensor('"'"'slopes'"'"', '"'"'float32'"'"', ndim=1, grad=True))"},"value_dim":64,"version":1}'
 
 using Element = unsigned short;   // the bits of a float16
@@ -36,7 +36,7 @@ struct BackwardDqArguments {
   int heads_q;
   int len_q;
   int len_k;
-  int rows;   // len_q, rounded up to whole tiles
+  int rows;   // len_q, rounded up to whole tiles (seqlen_q_rounded of FlashAttention)
   unsigned kv_reciprocal;   // 2^31 / (query heads per KV head), rounded up
   int slopes_size[1];
 };
@@ -62,17 +62,17 @@ constexpr float kScale = 0.125f;
 constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): exp(x) is computed as exp2(x * log2(e))
 constexpr float kNoLse = 3.40282347e+38f;     // marks a row whose scores are all masked
 constexpr float kLargeLse = 4096.0f;     // to the base 2; the rounding of larger ones is visible in P
-constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of an LSE and the products that it is compared with
+constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of LSEs and of scores in log2
 
-// The tests that the scores of a tile need.
+// The masking that the scores of a tile need.
 //   kNone: none, since all scores are allowed.
 //   kMask: the mask.
-//   kAll: all tests, since the tile extends beyond the sequence or an LSE is large.
-enum class Tests { kNone, kMask, kAll };
+//   kMaskAndBounds: the mask, the ends of the sequences, and the correction of exponents for large LSEs.
+enum class Masking { kNone, kMask, kMaskAndBounds };
 
 constexpr int kElementBytes = sizeof(Element);
 
-// Shared memory of a block, 65536 bytes, by offset:
+// Shared memory of a CTA, 65536 bytes, by offset:
 //        0  Q, 16384 bytes
 //    16384  dO, 16384 bytes
 //    32768  K, 2 x 8192 bytes
@@ -162,10 +162,10 @@ __device__ __forceinline__ long long wide_product(int a, int b) {
 
 #endif
 
-// A lane's fragment of an accumulator of kRowTiles x kColumnTiles tiles, each the 16 x 8 result of one mma. Of each tile it
-// holds four elements, two adjacent columns in each of two rows that are 8 apart (PTX ISA, "Matrix Fragments for mma.m16n8k16
-// with floating point type"). Its first element is in row lane / 4 and column lane % 4 * 2 of the accumulator. Coordinates
-// are relative to that element.
+// A lane's fragment of an accumulator of kRowTiles x kColumnTiles tiles, each the 16 x 8 result of one mma. Of each
+// tile it holds four elements, two adjacent columns in each of two rows that are 8 apart (PTX ISA, "Matrix Fragments
+// for mma.m16n8k16 with floating point type"). Its first element is in row lane / 4 and column lane % 4 * 2 of the
+// accumulator. Coordinates are relative to that element.
 template <int kRowTiles, int kColumnTiles>
 struct Fragment {
   static constexpr int kRows = kRowTiles * 2;     // rows that have elements
@@ -176,12 +176,13 @@ struct Fragment {
   __device__ __forceinline__ float& operator[](int n) { return tiles[n / 4 / kColumnTiles][n / 4 % kColumnTiles][n % 4]; }
   __device__ __forceinline__ float operator[](int n) const { return tiles[n / 4 / kColumnTiles][n / 4 % kColumnTiles][n % 4]; }
 
-  // The row of element n, as an index of the fragment's rows and as a coordinate, and its column.
+  // Element n is in the fragment's row row_index(n), of 0 <= r < kRows. Its coordinates are row(n) and column(n).
   static __device__ constexpr int row_index(int n) { return n / 4 / kColumnTiles * 2 + n / 2 % 2; }
   static __device__ constexpr int row(int n) { return row_offset(row_index(n)); }
   static __device__ constexpr int column(int n) { return n / 4 % kColumnTiles * 8 + n % 2; }
 
-  // The coordinate of the fragment's row r, and the first element of pair j of this row.
+  // row_offset is the coordinate of the fragment's row r, and pair is the index of the first of the two elements of
+  // pair j of that row.
   static __device__ constexpr int row_offset(int r) { return r * 8; }
   static __device__ constexpr int pair(int r, int j) { return (r / 2 * kColumnTiles + j) * 4 + r % 2 * 2; }
 };
@@ -191,8 +192,8 @@ using Gradient = Fragment<kRowTiles, kHeadTiles>;   // of dQ
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, and the lane's first query and first key. The last two count from the
-// beginning of the sequence, but from that of the tile along the axis on which the mainloop visits tiles.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. `query` is a position
+// in the sequence. `key` is relative to the key tile, since the mainloop iterates over key tiles.
 struct Position {
   int batch, head, query, key;
 };
@@ -220,13 +221,14 @@ struct WorkTile {
   int first_query, head, batch;
 };
 
-// Returns the KV head of a query head, head / heads_per_kv. A product with 2^31 / heads_per_kv, rounded up, is exact and,
-// unlike a division, leaves the result and the addresses computed from it in uniform registers.
+// Returns the KV head of a query head, head / heads_per_kv. A product with 2^31 / heads_per_kv, rounded up, is exact
+// and, unlike a division, leaves the result and the addresses computed from it in uniform registers.
 __device__ __forceinline__ int kv_head_of(int head, const BackwardDqArguments& arguments) {
   return __umulhi(2 * head + 1, arguments.kv_reciprocal);
 }
 
-// The key tiles that a query tile visits. Those from full_begin to full_end need no mask.
+// The key tiles that are visited for a query tile: the first one is `begin`, and their number is `count`. Each is a
+// step of the mainloop. Those from full_begin to full_end need no mask.
 struct KeyTiles {
   int begin, count, full_begin, full_end;
 
@@ -234,6 +236,7 @@ struct KeyTiles {
   __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
 };
 
+// Returns the key tiles of a work tile.
 __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const BackwardDqArguments& arguments) {
   const int q_first = work.first_query;
   const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;
@@ -249,8 +252,8 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const Bac
 
 // ---- Loads and products ---------------------------------------------------------------------------------------------
 
-// Returns the swizzle's period in 16-byte chunks. The chunks of each period of a row are permuted by the row's number, so
-// that the 8 rows that ldmatrix reads at once are in different banks.
+// Returns the swizzle's period in 16-byte chunks. The chunks of each period of a row are permuted by the row's number,
+// so that the 8 rows that ldmatrix reads at once are in different banks.
 template <int kChunks>
 __device__ constexpr int swizzle_span() { return kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2; }
 
@@ -262,7 +265,8 @@ __device__ constexpr unsigned tile_offset(int row, int chunk) {
 }
 
 // Returns the address that this lane passes to ldmatrix for the 16 x 16 block at (row, chunk), multiples of 16 and 2.
-// ldmatrix reads four 8 x 8 matrices: lane l addresses row l % 8 of matrix l / 8, at (lane_row, lane_chunk) of the block.
+// ldmatrix reads four 8 x 8 matrices: lane l addresses row l % 8 of matrix l / 8, at (lane_row, lane_chunk) of the
+// block.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int chunk, int lane_row, int lane_chunk) {
   constexpr int kSpan = swizzle_span<kChunks>();
@@ -270,23 +274,23 @@ __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int ch
   return tile + row * kChunks * 16 + (corner ^ chunk % kSpan * 16) + chunk / kSpan * kSpan * 16;
 }
 
-// Returns the address for ldmatrix to read a block as operand A of an mma, or as a transposed operand B: its matrices in the
-// order upper left, lower left, upper right, lower right.
+// Returns the address for ldmatrix to read a block as operand A of an mma, or as a transposed operand B: its matrices
+// in the order upper left, lower left, upper right, lower right.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_by_columns(unsigned tile, int row, int chunk) {
   const int lane = threadIdx.x % 32;
   return block_address<kChunks>(tile, row, chunk, lane % 16, lane / 16);
 }
 
-// Returns the address for ldmatrix to read a block as operands B of two mmas: its matrices in the order upper left, upper
-// right, lower left, lower right.
+// Returns the address for ldmatrix to read a block as operands B of two mmas: its matrices in the order upper left,
+// upper right, lower left, lower right.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_by_rows(unsigned tile, int row, int chunk) {
   const int lane = threadIdx.x % 32;
   return block_address<kChunks>(tile, row, chunk, lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
-// Starts loading rows first_row, ... of a matrix of row_count rows into a tile. Rows behind the last are 0.
+// Starts loading rows first_row, ... of a matrix of row_count rows into a tile. Rows beyond the last are 0.
 template <int kRows, int kColumns, int kColumnsPadded>
 __device__ __forceinline__ void load_tile(unsigned tile, const Element* matrix, long long row_stride, int first_row,
                                           int row_count) {
@@ -359,7 +363,8 @@ __device__ __forceinline__ void multiply_registers(Fragment<kRowTiles, kWidthTil
   }
 }
 
-// Stores a warp's accumulators times a factor, rounded, to (first_row, first_chunk) of a tile with kChunks chunks per row.
+// Stores a warp's accumulators times a factor, rounded, to (first_row, first_chunk) of a tile with kChunks chunks per
+// row.
 template <int kChunks, class Values>
 __device__ __forceinline__ void store_rounded(const Values& values, float factor, unsigned char* tile, int first_row,
                                               int first_chunk) {
@@ -399,9 +404,9 @@ __device__ __forceinline__ bool has_large_lse(const float2 (&rows)[Scores::kRows
 
 // Recomputes P and dS in place. The products Q * K^T become P, and dP becomes dS = P * (dP - D) with D = rowsum(dO *
 // O).
-// Scores that fail `kTests` have a P and a dS of 0. If an LSE may be large, P is 1 wherever it differs from 1 by no
-// more than the rounding of the LSE.
-template <Tests kTests>
+// P and dS of masked-out scores are 0. If an LSE may be large, P is 1 wherever it differs from 1 by no more than the
+// rounding of the LSE.
+template <Masking kMasking>
 __device__ __forceinline__ void recompute_p_and_ds(Scores& probabilities,
                                                    Scores& d_scores,
                                                    const float2 (&rows)[Scores::kRows],
@@ -414,11 +419,11 @@ __device__ __forceinline__ void recompute_p_and_ds(Scores& probabilities,
     const float score = score_mod(product * kScale, position.head, q, k, arguments);
     const float lse = rows[Scores::row_index(n)].x;
     float exponent = fmaf(score, kScoreToLog2, -lse);
-    if (kTests == Tests::kAll && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
+    if (kMasking == Masking::kMaskAndBounds && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
     const float probability = exp2_approx(exponent);
     float d_score = probability * (d_scores[n] - (rows[Scores::row_index(n)].y));
-    const bool attended = kTests == Tests::kNone ||
-        (kTests == Tests::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
+    const bool attended = kMasking == Masking::kNone ||
+        (kMasking == Masking::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
     d_score = attended ? d_score : 0.0f;
     probabilities[n] = attended ? probability : 0.0f;
     d_scores[n] = d_score;
@@ -454,7 +459,8 @@ __device__ __forceinline__ void clear_empty_rows(Gradient& d_queries, const floa
   }
 }
 
-// The epilogue: stores dQ through shared memory. The rows of a warp overwrite its own rows of Q, which no other warp reads.
+// The epilogue: stores dQ through shared memory. The rows of a warp overwrite its own rows of Q, which no other warp
+// reads.
 __device__ __forceinline__ void epilogue(Gradient& d_queries, const float2 (&rows)[Gradient::kRows], const WorkTile& work,
                                          int warp_row, int part, const BackwardDqArguments& arguments) {
   clear_empty_rows(d_queries, rows);
@@ -526,11 +532,11 @@ attention_backward_dq_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac600
     multiply_by_transpose<kHeadDimPadded>(probabilities, q_rows, key_rows);
     multiply_by_transpose<kValueDimPadded>(d_scores, d_o_rows, value_rows);
     if (first_key + kTileK > arguments.len_k || large_lse) {
-      recompute_p_and_ds<Tests::kAll>(probabilities, d_scores, rows, position, first_key, arguments);
+      recompute_p_and_ds<Masking::kMaskAndBounds>(probabilities, d_scores, rows, position, first_key, arguments);
     } else if (!tiles.full(step)) {
-      recompute_p_and_ds<Tests::kMask>(probabilities, d_scores, rows, position, first_key, arguments);
+      recompute_p_and_ds<Masking::kMask>(probabilities, d_scores, rows, position, first_key, arguments);
     } else {
-      recompute_p_and_ds<Tests::kNone>(probabilities, d_scores, rows, position, first_key, arguments);
+      recompute_p_and_ds<Masking::kNone>(probabilities, d_scores, rows, position, first_key, arguments);
     }
     multiply_registers<kHeadDimPadded / 8>(d_queries, d_scores, keys);
   }

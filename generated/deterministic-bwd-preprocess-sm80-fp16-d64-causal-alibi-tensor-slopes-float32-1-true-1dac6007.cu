@@ -9,7 +9,7 @@
 // FLOPs    128 * batch * heads_q * len_q
 // HBM      268 * batch * heads_q * len_q bytes, at least
 //
-// Grid: one block per (group of rows, query head, batch). Reproduce with
+// Grid: one CTA per (group of rows, query head, batch). Reproduce with
 //   flashgen show --pass backward --kernel preprocess --deterministic --target sm_80 '{"dropout":0.0,"dtype":"float16","head_dim":64,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.125,"score":{"expression":["Add","score",["Mul",["Load",{"capture":"slopes","dtype":"float32","grad":true,"ndim":1},"h"],["Sub","k","q"]]],"name":"alibi(Tensor('"'"'slopes'"'"', '"'"'float32'"'"', ndim=1, grad=True))"},"value_dim":64,"version":1}'
 
 using Element = unsigned short;   // the bits of a float16
@@ -28,19 +28,19 @@ struct BackwardPreprocessArguments {
   Strides d_o_strides;
   int heads_q;
   int len_q;
-  int rows;   // len_q, rounded up to whole tiles
+  int rows;   // len_q, rounded up to whole tiles (seqlen_q_rounded of FlashAttention)
 };
 
 // ---- The plan -------------------------------------------------------------------------------------------------------
 
 constexpr int kValueDim = 64;
 constexpr int kThreads = 256;
-constexpr int kRows = 64;            // per block
+constexpr int kRows = 64;            // per CTA
 constexpr int kLanes = 8;           // per row, with 8 elements each
 constexpr int kRowsAtOnce = kThreads / kLanes;
 constexpr float kLog2E = 1.44269504f;
 constexpr float kNoLse = 3.40282347e+38f;   // marks a row whose scores are all masked: it makes every P of the row 0
-static_assert(kLanes * 8 >= kValueDim && kRows % kRowsAtOnce == 0, "a block covers all elements of its rows");
+static_assert(kLanes * 8 >= kValueDim && kRows % kRowsAtOnce == 0, "a CTA covers all elements of its rows");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
 

@@ -5,12 +5,12 @@
 // dropout  0.1
 // dims     head 64, value 64; float16, accumulated in float32; heads_q a multiple of heads_kv
 // target   sm_80, family ampere
-// plan     128 queries x 64 keys, 4 warps, 2 stage(s) of K and V, 2 block(s) per multiprocessor, 49152 bytes of shared memory
+// plan     128 queries x 64 keys, 4 warps, 2 stage(s) of K and V, 2 CTA(s) per multiprocessor, 49152 bytes of shared memory
 // method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): row_max is the paper's running maximum m, which may lag; sum is its row sum l
 // FLOPs    256 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      260 * batch * heads_q * len_q + 256 * batch * heads_kv * len_k bytes, at least
 //
-// Grid: one block per (query tile, query head, batch), along x, y and z. Reproduce with
+// Grid: one CTA per (query tile, query head, batch), along x, y and z. Reproduce with
 //   flashgen show --target sm_80 '{"dropout":0.1,"dtype":"float16","head_dim":64,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.125,"score":null,"value_dim":64,"version":1}'
 
 using Element = unsigned short;   // the bits of a float16
@@ -55,13 +55,14 @@ constexpr int kRowTiles = kRowsPerWarp / 16;   // a warp's 16-row mma tiles
 constexpr int kKeyTiles = kTileK / 8;          // 8-column mma tiles of scores
 constexpr int kValueTiles = kValueDimPadded / 8;
 constexpr float kScoreToLog2 = 0.180336878f;   // scale * log2(e): exp(x) is computed as exp2(x * log2(e))
-constexpr float kMaxFoldedRowMax = 93032640.0f;   // its product with kScoreToLog2 is below 2^24
+// Row maxima below this are folded into the FMA of the exponent: their products with kScoreToLog2 are below 2^24.
+constexpr float kMaxFoldedRowMax = 93032640.0f;
 constexpr unsigned kKeepThreshold = 230;   // a probability is kept where its random byte is below
 constexpr float kRescaleThreshold = 8.0f;      // in log2: by how much a row maximum may lag
 
 constexpr int kElementBytes = sizeof(Element);
 
-// Shared memory of a block, 49152 bytes, by offset:
+// Shared memory of a CTA, 49152 bytes, by offset:
 //        0  Q, 16384 bytes
 //    16384  K, 2 x 8192 bytes
 //    32768  V, 2 x 8192 bytes
@@ -190,10 +191,10 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// A lane's fragment of an accumulator of kRowTiles x kColumnTiles tiles, each the 16 x 8 result of one mma. Of each tile it
-// holds four elements, two adjacent columns in each of two rows that are 8 apart (PTX ISA, "Matrix Fragments for mma.m16n8k16
-// with floating point type"). Its first element is in row lane / 4 and column lane % 4 * 2 of the accumulator. Coordinates
-// are relative to that element.
+// A lane's fragment of an accumulator of kRowTiles x kColumnTiles tiles, each the 16 x 8 result of one mma. Of each
+// tile it holds four elements, two adjacent columns in each of two rows that are 8 apart (PTX ISA, "Matrix Fragments
+// for mma.m16n8k16 with floating point type"). Its first element is in row lane / 4 and column lane % 4 * 2 of the
+// accumulator. Coordinates are relative to that element.
 template <int kRowTiles, int kColumnTiles>
 struct Fragment {
   static constexpr int kRows = kRowTiles * 2;     // rows that have elements
@@ -204,12 +205,13 @@ struct Fragment {
   __device__ __forceinline__ float& operator[](int n) { return tiles[n / 4 / kColumnTiles][n / 4 % kColumnTiles][n % 4]; }
   __device__ __forceinline__ float operator[](int n) const { return tiles[n / 4 / kColumnTiles][n / 4 % kColumnTiles][n % 4]; }
 
-  // The row of element n, as an index of the fragment's rows and as a coordinate, and its column.
+  // Element n is in the fragment's row row_index(n), of 0 <= r < kRows. Its coordinates are row(n) and column(n).
   static __device__ constexpr int row_index(int n) { return n / 4 / kColumnTiles * 2 + n / 2 % 2; }
   static __device__ constexpr int row(int n) { return row_offset(row_index(n)); }
   static __device__ constexpr int column(int n) { return n / 4 % kColumnTiles * 8 + n % 2; }
 
-  // The coordinate of the fragment's row r, and the first element of pair j of this row.
+  // row_offset is the coordinate of the fragment's row r, and pair is the index of the first of the two elements of
+  // pair j of that row.
   static __device__ constexpr int row_offset(int r) { return r * 8; }
   static __device__ constexpr int pair(int r, int j) { return (r / 2 * kColumnTiles + j) * 4 + r % 2 * 2; }
 };
@@ -219,8 +221,8 @@ using Output = Fragment<kRowTiles, kValueTiles>;
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, and the lane's first query and first key. The last two count from the
-// beginning of the sequence, but from that of the tile along the axis on which the mainloop visits tiles.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. `query` is a position
+// in the sequence. `key` is relative to the key tile, since the mainloop iterates over key tiles.
 struct Position {
   int batch, head, query, key;
 };
@@ -235,13 +237,14 @@ struct WorkTile {
   int first_query, head, batch;
 };
 
-// Returns the KV head of a query head, head / heads_per_kv. A product with 2^31 / heads_per_kv, rounded up, is exact and,
-// unlike a division, leaves the result and the addresses computed from it in uniform registers.
+// Returns the KV head of a query head, head / heads_per_kv. A product with 2^31 / heads_per_kv, rounded up, is exact
+// and, unlike a division, leaves the result and the addresses computed from it in uniform registers.
 __device__ __forceinline__ int kv_head_of(int head, const ForwardArguments& arguments) {
   return __umulhi(2 * head + 1, arguments.kv_reciprocal);
 }
 
-// The key tiles that a query tile visits. Those from full_begin to full_end need no mask.
+// The key tiles that are visited for a query tile: the first one is `begin`, and their number is `count`. Each is a
+// step of the mainloop. Those from full_begin to full_end need no mask.
 struct KeyTiles {
   int begin, count, full_begin, full_end;
 
@@ -249,6 +252,7 @@ struct KeyTiles {
   __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
 };
 
+// Returns the key tiles of a work tile.
 __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const ForwardArguments& arguments) {
   const int q_first = work.first_query;
   const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;
@@ -264,8 +268,8 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const For
 
 // ---- Loads and products ---------------------------------------------------------------------------------------------
 
-// Returns the swizzle's period in 16-byte chunks. The chunks of each period of a row are permuted by the row's number, so
-// that the 8 rows that ldmatrix reads at once are in different banks.
+// Returns the swizzle's period in 16-byte chunks. The chunks of each period of a row are permuted by the row's number,
+// so that the 8 rows that ldmatrix reads at once are in different banks.
 template <int kChunks>
 __device__ constexpr int swizzle_span() { return kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2; }
 
@@ -277,7 +281,8 @@ __device__ constexpr unsigned tile_offset(int row, int chunk) {
 }
 
 // Returns the address that this lane passes to ldmatrix for the 16 x 16 block at (row, chunk), multiples of 16 and 2.
-// ldmatrix reads four 8 x 8 matrices: lane l addresses row l % 8 of matrix l / 8, at (lane_row, lane_chunk) of the block.
+// ldmatrix reads four 8 x 8 matrices: lane l addresses row l % 8 of matrix l / 8, at (lane_row, lane_chunk) of the
+// block.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int chunk, int lane_row, int lane_chunk) {
   constexpr int kSpan = swizzle_span<kChunks>();
@@ -285,23 +290,23 @@ __device__ __forceinline__ unsigned block_address(unsigned tile, int row, int ch
   return tile + row * kChunks * 16 + (corner ^ chunk % kSpan * 16) + chunk / kSpan * kSpan * 16;
 }
 
-// Returns the address for ldmatrix to read a block as operand A of an mma, or as a transposed operand B: its matrices in the
-// order upper left, lower left, upper right, lower right.
+// Returns the address for ldmatrix to read a block as operand A of an mma, or as a transposed operand B: its matrices
+// in the order upper left, lower left, upper right, lower right.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_by_columns(unsigned tile, int row, int chunk) {
   const int lane = threadIdx.x % 32;
   return block_address<kChunks>(tile, row, chunk, lane % 16, lane / 16);
 }
 
-// Returns the address for ldmatrix to read a block as operands B of two mmas: its matrices in the order upper left, upper
-// right, lower left, lower right.
+// Returns the address for ldmatrix to read a block as operands B of two mmas: its matrices in the order upper left,
+// upper right, lower left, lower right.
 template <int kChunks>
 __device__ __forceinline__ unsigned block_by_rows(unsigned tile, int row, int chunk) {
   const int lane = threadIdx.x % 32;
   return block_address<kChunks>(tile, row, chunk, lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
-// Starts loading rows first_row, ... of a matrix of row_count rows into a tile. Rows behind the last are 0.
+// Starts loading rows first_row, ... of a matrix of row_count rows into a tile. Rows beyond the last are 0.
 template <int kRows, int kColumns, int kColumnsPadded>
 __device__ __forceinline__ void load_tile(unsigned tile, const Element* matrix, long long row_stride, int first_row,
                                           int row_count) {
@@ -386,33 +391,35 @@ __device__ __forceinline__ void apply_mask(Scores& scores, const Position& posit
   }
 }
 
-// Sets the scores of keys behind the last one to -inf: the tile has `left` keys. Only the last tile of a sequence may have such
-// keys, so they are not a part of the mask.
-__device__ __forceinline__ void apply_seqlen_mask(Scores& scores, const Position& position, int left) {
+// Sets the scores of keys beyond the last one to -inf: the tile has `keys_left` keys. Only the last tile of a sequence
+// may have such keys, so they are not a part of the mask.
+__device__ __forceinline__ void apply_seqlen_mask(Scores& scores, const Position& position, int keys_left) {
 #pragma unroll
   for (int n = 0; n < Scores::kElements; ++n) {
-    if (Scores::column(n) >= left - position.key) scores[n] = minus_infinity();
+    if (Scores::column(n) >= keys_left - position.key) scores[n] = minus_infinity();
   }
 }
 
-// Turns a step's tile of products into scores.
+// Turns a tile of Q * K^T into scores: applies the mask, and masks keys beyond the last one.
 __device__ __forceinline__ void apply_mods(Scores& scores, const Position& position,
                                            const KeyTiles& tiles, int step, int first_key, const ForwardArguments& arguments) {
   if (!tiles.full(step)) apply_mask(scores, position, first_key, arguments);
   if (first_key + kTileK > arguments.len_k) apply_seqlen_mask(scores, position, arguments.len_k - first_key);
 }
 
-// The running state of a row: the row maximum m, which may lag, and this lane's part of the row sum l of 2^(s - m).
+// The running state of a row: the row maximum m, which may lag, and this lane's part of the row sum l of the
+// probabilities exp(scale * (s - m)), which are computed as 2^((s - m) * kScoreToLog2). s and m are scores before the
+// scale.
 struct RowState {
   float row_max = minus_infinity(), sum = 0.0f;
 
-  // The offset that folds the row maximum into the fused multiply-add of an exponent. It can be used if the row maximum is
-  // finite, as the row has seen a key, and the rounding error of the product is below 1.
+  // The offset that folds the row maximum into the fused multiply-add of an exponent. It is usable if the row has seen
+  // a key, so that its maximum is finite, and if the product is below 2^24, where its rounding error is below 1.
   __device__ __forceinline__ float offset() const { return -row_max * kScoreToLog2; }
-  __device__ __forceinline__ bool has_offset() const { return fabsf(row_max) < kMaxFoldedRowMax; }
+  __device__ __forceinline__ bool offset_is_usable() const { return fabsf(row_max) < kMaxFoldedRowMax; }
 
-  // Raises the row maximum, rescales the sum and returns the factor that rescales the output. A row without a key has nothing
-  // to rescale, and -inf - -inf would be NaN.
+  // Raises the row maximum, rescales the sum and returns the factor that rescales the output. A row without a key has
+  // nothing to rescale, and -inf - -inf would be NaN.
   __device__ __forceinline__ float update_row_max(float maximum) {
     const float old = row_max;
     row_max = fmaxf(old, maximum);
@@ -422,8 +429,8 @@ struct RowState {
   }
 };
 
-// Subtracts the row maximum from each score. This is for row maxima that cannot be used as offsets: it avoids the rounding
-// error of row_max * kScoreToLog2, at the cost of one more operation per score.
+// Subtracts the row maximum from each score. This is for row maxima that cannot be used as offsets: it avoids the
+// rounding error of row_max * kScoreToLog2, at the cost of one more operation per score.
 __device__ __forceinline__ void subtract_row_max(Scores& scores, const RowState (&rows)[Scores::kRows]) {
 #pragma unroll
   for (int n = 0; n < Scores::kElements; ++n) {
@@ -432,9 +439,9 @@ __device__ __forceinline__ void subtract_row_max(Scores& scores, const RowState 
   }
 }
 
-// Turns a tile of scores into probabilities 2^(s - m) and adds them to the row sums. The row maxima are raised, and output
-// and sums rescaled, only if the scores of some row of the warp exceed its maximum by kRescaleThreshold. `steady` is whether
-// all row maxima of the warp can be used as offsets; while they cannot, every tile rescales.
+// Turns a tile of scores into probabilities 2^(s - m) and adds them to the row sums. The row maxima are raised, and
+// output and sums rescaled, only if the scores of some row of the warp exceed its maximum by kRescaleThreshold.
+// `steady` is whether all row maxima of the warp can be used as offsets; while they cannot, every tile rescales.
 __device__ __forceinline__ void online_softmax(Scores& scores, Output& output, RowState (&rows)[Scores::kRows], bool& steady) {
   float maximum[Scores::kRows];
   bool outgrown = false;
@@ -454,7 +461,7 @@ __device__ __forceinline__ void online_softmax(Scores& scores, Output& output, R
 #pragma unroll
     for (int r = 0; r < Scores::kRows; ++r) {
       const float shrink = rows[r].update_row_max(maximum[r]);
-      all = all && rows[r].has_offset();
+      all = all && rows[r].offset_is_usable();
 #pragma unroll
       for (int j = 0; j < Output::kPairs; ++j) {
         output[Output::pair(r, j)] *= shrink;
@@ -482,8 +489,8 @@ __device__ __forceinline__ uint2 seed_of(const ForwardArguments& arguments) {
   return arguments.seed ? __ldg(arguments.seed) : make_uint2(arguments.seed_low, arguments.seed_high);
 }
 
-// Returns which scores of a lane's fragment are dropped in the block of 16 queries x 32 keys that a query and a key are in:
-// bit n for element n of the block. One call of philox serves the 16 elements.
+// Returns which scores of a lane's fragment are dropped in the block of 16 queries x 32 keys that a query and a key are
+// in: bit n for element n of the block. One call of philox serves the 16 elements.
 __device__ __forceinline__ unsigned dropped_in_block(uint2 seed, int batch, int head, int query, int key, unsigned lane,
                                                      const ForwardArguments& arguments) {
   const uint4 counter = make_uint4(batch << 16 | head, key / 32, arguments.offset,
@@ -523,8 +530,8 @@ __device__ __forceinline__ void store_rows(Element* matrix, long long row_stride
   }
 }
 
-// Divides this warp's rows of the output by the row sums, rounds them and stores them to shared memory. A row that attends
-// to no key is 0, whatever V holds.
+// Divides this warp's rows of the output by the row sums, rounds them and stores them to shared memory. A row that
+// attends to no key is 0, whatever V holds.
 __device__ __forceinline__ void store_output_to_shared(const Output& output, RowState (&rows)[Output::kRows],
                                                        int warp_row) {
   const int lane = threadIdx.x % 32;
@@ -568,8 +575,8 @@ __device__ __forceinline__ void epilogue(const Output& output, RowState (&rows)[
                                                        shared_memory, warp_row);
 }
 
-// Computes the output of a work tile: the mainloop over the tiles of K and V, and the epilogue. All warps share the tiles of
-// K and V, and each computes its own rows of the output.
+// Computes the output of a work tile: the mainloop over the tiles of K and V, and the epilogue. All warps share the
+// tiles of K and V, and each computes its own rows of the output.
 __device__ __forceinline__ void compute_work_tile(const WorkTile& work, const ForwardArguments& arguments) {
   const int warp_row = threadIdx.x / 32 * kRowsPerWarp, lane = threadIdx.x % 32;
   const Position position = {work.batch, work.head, work.first_query + warp_row + lane / 4, lane % 4 * 2};

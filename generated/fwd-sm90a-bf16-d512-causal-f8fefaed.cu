@@ -11,7 +11,7 @@
 // FLOPs    2048 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      2052 * batch * heads_q * len_q + 2048 * batch * heads_kv * len_k bytes, at least
 //
-// Grid: persistent, one block per multiprocessor; work tiles are (query tile, query head, batch). Reproduce with
+// Grid: persistent, one CTA per multiprocessor; work tiles are (query tile, query head, batch). Reproduce with
 //   flashgen show --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":512,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.044194173824159216,"score":null,"value_dim":512,"version":1}'
 
 using Element = unsigned short;   // the bits of a bfloat16
@@ -26,11 +26,11 @@ struct ForwardArguments {
   TensorMap v_map;
   TensorMap o_map;
   float* lse;   // (batch, heads_q, len_q), or null
-  unsigned* next_tile;   // fetched work tiles: 0 before and after a launch; null if each CTA has one
+  unsigned* next_tile;   // counts fetched work tiles: 0 before and after a launch; null if each CTA has one work tile
   int tiles;   // query tiles of all heads and batches
   int tiles_q;   // query tiles of each head
   int heads;   // query heads of all batch entries
-  int section;   // heads that are scheduled together: their K and V stay in L2
+  int section;   // heads whose tiles are interleaved, so few that their K and V stay in L2
   int heads_q;
   int len_q;
   int len_k;
@@ -53,24 +53,27 @@ constexpr int kTileK = 64;   // keys per step
 constexpr int kStages = 1;   // of the pipelines of K and V tiles in shared memory
 constexpr int kPassedStages = 2;   // of the pipeline of P tiles between consumer warpgroups
 constexpr float kScoreToLog2 = 0.063758716f;   // scale * log2(e): exp(x) is computed as exp2(x * log2(e))
-constexpr float kMaxFoldedRowMax = 263136048.0f;   // its product with kScoreToLog2 is below 2^24
-constexpr float kRescaleThreshold = 8.0f;   // in log2: by how much a row maximum may lag
+// Row maxima below this are folded into the FMA of the exponent: their products with kScoreToLog2 are below 2^24.
+constexpr float kMaxFoldedRowMax = 263136048.0f;
+// The rescaling threshold, in log2: a row's row_max may be less than the true maximum by this much.
+constexpr float kRescaleThreshold = 8.0f;
 
-// A tile is panels of columns, one after the other, as wide as the TMA swizzle, which exchanges 16-byte chunks of a row.
+// A tile in shared memory is stored in panels, blocks of columns as wide as the TMA swizzle: the first kHeadPanel
+// columns of all rows, then the next ones. Within a row of a panel, the swizzle permutes chunks of 16 bytes.
 constexpr int kHeadPanel = 64;    // columns of Q and K
 constexpr int kValuePanel = 64;   // columns of V and the output
 constexpr int kPassedPanel = 64;   // columns of P
 constexpr int kElementBytes = sizeof(Element);
-// Shared memory of a block, 215128 bytes, by offset:
+// Shared memory of a CTA, 215128 bytes, by offset:
 //        0  rows of warpgroups (Q, then O), 1 x 65536 bytes
 //    65536  K, 1 x 65536 bytes
 //   131072  V, 1 x 65536 bytes
 //   196608  P of a step (P, factors of the output), 2 x 9216 bytes
 //   215040  mbarriers, 80 bytes
 //   215120  tile number, 8 bytes
-constexpr int kQueryBytes = 64 * kHeadDimPadded * kElementBytes;
-constexpr int kOutputBytes = 64 * kValueDimPadded * kElementBytes;
-constexpr int kRowsBytes = kQueryBytes > kOutputBytes ? kQueryBytes : kOutputBytes;
+constexpr int kWarpgroupQueryBytes = 64 * kHeadDimPadded * kElementBytes;
+constexpr int kWarpgroupOutputBytes = 64 * kValueDimPadded * kElementBytes;
+constexpr int kRowsBytes = kWarpgroupQueryBytes > kWarpgroupOutputBytes ? kWarpgroupQueryBytes : kWarpgroupOutputBytes;
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kPBytes = 64 * kTileK * kElementBytes;
@@ -134,8 +137,8 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
-// Arrives at the barrier's current phase, which in addition waits for copies of so many bytes.
-__device__ __forceinline__ void mbarrier_expect_bytes(unsigned barrier, unsigned bytes) {
+// Arrives at the barrier's current phase, and adds `bytes` to the bytes of copies that the phase waits for.
+__device__ __forceinline__ void mbarrier_arrive_expect_bytes(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 
@@ -170,6 +173,7 @@ __device__ __forceinline__ unsigned opaque(unsigned value) {
 }
 
 // Keeps the compiler from moving uses of these registers across this point, since wgmmas access them asynchronously.
+// CUTLASS calls this warpgroup_fence_operand.
 template <int kCount>
 __device__ __forceinline__ void order_registers(float (&registers)[kCount]) {
 #pragma unroll
@@ -376,21 +380,22 @@ __device__ __forceinline__ float quad_sum(float x) {
 }
 
 // The coordinates of a lane's fragment of a wgmma accumulator with kColumns columns; the fragment itself is an array of
-// kElements floats. Of each group of 8 columns it has four elements, two adjacent columns in each of two rows that are 8 apart
-// (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"). Its first element is in row lane / 4 of the warp's 16 rows and
-// in column lane % 4 * 2. Coordinates are relative to that element.
+// kElements floats. Of each group of 8 columns it has four elements, two adjacent columns in each of two rows that are
+// 8 apart (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"). Its first element is in row lane / 4 of the
+// warp's 16 rows and in column lane % 4 * 2. Coordinates are relative to that element.
 template <int kColumns>
 struct Fragment {
   static constexpr int kRows = 2;                // rows that have elements
   static constexpr int kPairs = kColumns / 8;    // pairs of adjacent elements in each of these rows
   static constexpr int kElements = kRows * kPairs * 2;
 
-  // The row of element n, as an index of the fragment's rows and as a coordinate, and its column.
+  // Element n is in the fragment's row row_index(n), of 0 <= r < kRows. Its coordinates are row(n) and column(n).
   static __device__ constexpr int row_index(int n) { return n / 2 % 2; }
   static __device__ constexpr int row(int n) { return row_offset(row_index(n)); }
   static __device__ constexpr int column(int n) { return n / 4 * 8 + n % 2; }
 
-  // The coordinate of the fragment's row r, and the first element of pair j of this row.
+  // row_offset is the coordinate of the fragment's row r, and pair is the index of the first of the two elements of
+  // pair j of that row.
   static __device__ constexpr int row_offset(int r) { return r * 8; }
   static __device__ constexpr int pair(int r, int j) { return j * 4 + r * 2; }
 };
@@ -398,16 +403,17 @@ struct Fragment {
 using Scores = Fragment<kTileK>;
 using Output = Fragment<kOutputColumns>;
 
-// A position in a pipeline, whose iterations use its stages in shared memory in turn. CUTLASS's class of this name holds a stage
-// and a phase. This one counts iterations, so that one register serves pipelines with different numbers of stages.
+// A position in a pipeline, whose iterations use its stages in shared memory in turn. CUTLASS's class of this name
+// holds a stage and a phase. This one counts iterations, so that one register serves pipelines with different numbers
+// of stages.
 template <int kNumStages>
 struct PipelineState {
   int iteration;
 
   __device__ __forceinline__ int stage() const { return iteration % kNumStages; }
 
-  // The parity of the phase of the stage's full barrier that the consumer waits for. The producer waits for the other parity of
-  // the empty barrier, that of the previous phase.
+  // The parity of the phase of the stage's full barrier that the consumer waits for. The producer waits for the other
+  // parity of the empty barrier, that of the previous phase.
   __device__ __forceinline__ unsigned phase() const { return iteration / kNumStages & 1; }
 
   __device__ __forceinline__ PipelineState operator+(int count) const { return {iteration + count}; }
@@ -415,8 +421,9 @@ struct PipelineState {
   __device__ __forceinline__ PipelineState operator++(int) { return {iteration++}; }
 };
 
-// The shared memory of a CTA. Its members return addresses of buffers and mbarriers: addresses of 32 bits in the shared window,
-// as TMA, wgmma and mbarriers take them. Pointers to arrays of a C++ struct would have 64 bits, and take more instructions.
+// The shared memory of a CTA. Its members return addresses of buffers and mbarriers: addresses of 32 bits in the shared
+// window, as TMA, wgmma and mbarriers take them. Pointers to arrays of a C++ struct would have 64 bits, and take more
+// instructions.
 struct SharedStorage {
   unsigned base, barriers;   // the addresses of the buffers, and of the mbarriers
 
@@ -431,13 +438,15 @@ struct SharedStorage {
   __device__ __forceinline__ unsigned queries_full() const { return barriers; }
   __device__ __forceinline__ unsigned queries_empty() const { return barriers + 8; }
 
-  // keys_full: a tile of K has landed. keys_empty: every warp of the first warpgroup has read it. values_full, values_empty: the same for V, which both warpgroups read.
+  // keys_full, values_full: a tile of K, or V, has landed. keys_empty: every warp of the first warpgroup has read K.
+  // values_empty: every warp of both warpgroups has read V.
   __device__ __forceinline__ unsigned keys_full(int stage) const { return barriers + 16 + stage * 32; }
   __device__ __forceinline__ unsigned keys_empty(int stage) const { return barriers + 24 + stage * 32; }
   __device__ __forceinline__ unsigned values_full(int stage) const { return barriers + 32 + stage * 32; }
   __device__ __forceinline__ unsigned values_empty(int stage) const { return barriers + 40 + stage * 32; }
 
-  // passed_full: each warp of the first warpgroup has written its rows of P, or its row states. passed_empty: each warp of the second one has read them.
+  // passed_full: each warp of the first warpgroup has written its rows of P, or its row states. passed_empty: each warp
+  // of the second one has read them.
   __device__ __forceinline__ unsigned passed_full(int stage) const { return barriers + kStages * 32 + 16 + stage * 16; }
   __device__ __forceinline__ unsigned passed_empty(int stage) const { return barriers + kStages * 32 + 24 + stage * 16; }
 
@@ -468,8 +477,8 @@ struct SharedStorage {
   }
 };
 
-// Lane 0 arrives at a barrier for its warp. Precondition: all lanes have finished their accesses, which a warp-wide instruction
-// ensures, such as __syncwarp or the wait for a wgmma.
+// Lane 0 arrives at a barrier for its warp. Precondition: all lanes have finished their accesses, which a warp-wide
+// instruction ensures, such as __syncwarp or the wait for a wgmma.
 __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
@@ -489,14 +498,16 @@ template <int kColumns, int kPanel>
 __device__ __forceinline__ void load_stage(unsigned tile, const TensorMap& map, unsigned empty, unsigned full,
                                            PipelineState<kStages> state, int first_key, int head, int batch) {
   mbarrier_wait(empty, state.phase() ^ 1);
-  mbarrier_expect_bytes(full, kTileK * kColumns * kElementBytes);
+  mbarrier_arrive_expect_bytes(full, kTileK * kColumns * kElementBytes);
   load_rows<kTileK, kColumns, kPanel>(tile, map, full, first_key, head, batch);
 }
 
-// Rounds a warp's 16 rows of the output and stores them if they `exist`. They go through shared memory, where a panel of
-// columns holds the warpgroup's 64 rows in the layout that TMA swizzles. TMA clips rows beyond the last query.
+// Rounds a warp's 16 rows of the output and stores them from row first_row of the tensor on, if the rows exist
+// (`has_rows`). They go through shared memory, where a panel of columns holds the warpgroup's 64 rows in the layout
+// that TMA swizzles. TMA clips rows beyond the last query. Lane 0 alone issues the stores: only its first_row and
+// has_rows count.
 __device__ __forceinline__ void store_rows(const float (&output)[kOutputColumns / 2], unsigned tile,
-                                           const TensorMap& map, bool exist, int query, int head, int batch, int first_column) {
+                                           const TensorMap& map, bool has_rows, int first_row, int head, int batch, int first_column) {
   constexpr int kChunks = kValuePanel / 8;   // 16-byte chunks of a panel's row
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;   // of the warpgroup's
   const int row = warp_row + lane % 16, swizzle = row / (8 / kChunks) % kChunks;
@@ -509,11 +520,11 @@ __device__ __forceinline__ void store_rows(const float (&output)[kOutputColumns 
   }
   fence_async_shared();
   __syncwarp();
-  if (lane == 0 && exist) {
+  if (lane == 0 && has_rows) {
 #pragma unroll
     for (int column = 0; column < kOutputColumns; column += kValuePanel) {
       const unsigned source = tile + (column * 64 + warp_row * kValuePanel) * kElementBytes;
-      tma_store_4d(map, source, first_column + column, query, head, batch);
+      tma_store_4d(map, source, first_column + column, first_row, head, batch);
     }
     bulk_commit();
     bulk_wait_read<0>();
@@ -537,7 +548,8 @@ __device__ __forceinline__ void issue_qk_wgmma(float (&scores)[kTileK / 2], unsi
   wgmma_commit();
 }
 
-// Issues the wgmmas of output += P * V; `values` is the shared memory address of V, whose rows are the reduction dimension.
+// Issues the wgmmas of output += P * V; `values` is the shared memory address of V, whose rows are the reduction
+// dimension.
 __device__ __forceinline__ void issue_pv_wgmma(float (&output)[kOutputColumns / 2],
                                                const unsigned (&probabilities)[kTileK / 16][4], unsigned values) {
   constexpr int kSwizzle = kValuePanel * kElementBytes;
@@ -566,17 +578,19 @@ __device__ __forceinline__ void rescale(float (&output)[kOutputColumns / 2], con
 
 // ---- The softmax ----------------------------------------------------------------------------------------------------
 
-// The running state of a row: the row maximum m, which may lag, and this lane's part of the row sum l of 2^(s - m).
+// The running state of a row: the row maximum m, which may lag, and this lane's part of the row sum l of the
+// probabilities exp(scale * (s - m)), which are computed as 2^((s - m) * kScoreToLog2). s and m are scores before the
+// scale.
 struct RowState {
   float row_max = minus_infinity(), sum = 0.0f;
 
-  // The offset that folds the row maximum into the fused multiply-add of an exponent. It can be used if the row maximum is
-  // finite, as the row has seen a key, and the rounding error of the product is below 1.
+  // The offset that folds the row maximum into the fused multiply-add of an exponent. It is usable if the row has seen
+  // a key, so that its maximum is finite, and if the product is below 2^24, where its rounding error is below 1.
   __device__ __forceinline__ float offset() const { return -row_max * kScoreToLog2; }
-  __device__ __forceinline__ bool has_offset() const { return fabsf(row_max) < kMaxFoldedRowMax; }
+  __device__ __forceinline__ bool offset_is_usable() const { return fabsf(row_max) < kMaxFoldedRowMax; }
 
-  // Raises the row maximum, rescales the sum and returns the factor that rescales the output. A row without a key has nothing
-  // to rescale, and -inf - -inf would be NaN.
+  // Raises the row maximum, rescales the sum and returns the factor that rescales the output. A row without a key has
+  // nothing to rescale, and -inf - -inf would be NaN.
   __device__ __forceinline__ float update_row_max(float maximum) {
     const float old = row_max;
     row_max = fmaxf(old, maximum);
@@ -597,8 +611,8 @@ __device__ __forceinline__ float row_maximum(const float (&scores)[Scores::kElem
   return quad_max(fmaxf(even, odd));
 }
 
-// Subtracts the row maximum from each score. This is for row maxima that cannot be used as offsets: it avoids the rounding
-// error of row_max * kScoreToLog2, at the cost of one more operation per score.
+// Subtracts the row maximum from each score. This is for row maxima that cannot be used as offsets: it avoids the
+// rounding error of row_max * kScoreToLog2, at the cost of one more operation per score.
 __device__ __forceinline__ void subtract_row_max(float (&scores)[Scores::kElements], const RowState (&rows)[Scores::kRows]) {
 #pragma unroll
   for (int n = 0; n < Scores::kElements; ++n) {
@@ -616,11 +630,12 @@ __device__ __forceinline__ void round_probabilities(unsigned (&operand)[kTileK /
   }
 }
 
-// Turns a tile of scores into probabilities 2^(s - m) and adds them to the row sums. Row maxima change only if some row of
-// the warp exceeds its own by kRescaleThreshold: then the result is true, and the output must be multiplied by `shrink`.
-// This runs beside P * V, as no other warpgroup has scores whose products could run beside it.
-__device__ __forceinline__ bool softmax(float (&scores)[Scores::kElements], RowState (&rows)[Scores::kRows],
-                                        float (&shrink)[Scores::kRows]) {
+// Turns a tile of scores into probabilities and adds them to the row sums. Rescaling is lazy: row maxima change only if
+// a score of some row of the warp exceeds the row's maximum by kRescaleThreshold. Then the result is true, and the
+// output must be multiplied by `shrink`. This runs beside P * V, as no other warpgroup has scores whose products could
+// run beside it.
+__device__ __forceinline__ bool online_softmax(float (&scores)[Scores::kElements], RowState (&rows)[Scores::kRows],
+                                               float (&shrink)[Scores::kRows]) {
   float maximum[Scores::kRows];
   bool outgrown = false;
 #pragma unroll
@@ -633,7 +648,7 @@ __device__ __forceinline__ bool softmax(float (&scores)[Scores::kElements], RowS
 #pragma unroll
     for (int r = 0; r < Scores::kRows; ++r) shrink[r] = rows[r].update_row_max(maximum[r]);
   }
-  const bool by_offsets = __all_sync(0xffffffffu, rows[0].has_offset() && rows[1].has_offset());
+  const bool by_offsets = __all_sync(0xffffffffu, rows[0].offset_is_usable() && rows[1].offset_is_usable());
   if (!by_offsets) subtract_row_max(scores, rows);
 #pragma unroll
   for (int r = 0; r < Scores::kRows; ++r) {
@@ -650,8 +665,8 @@ __device__ __forceinline__ bool softmax(float (&scores)[Scores::kElements], RowS
   return outgrown;
 }
 
-// Passes P of a step to the other warpgroup, in the layout in which wgmma reads its operand A, and the factors of a lane's
-// two rows by which it multiplies its columns of the output before.
+// Passes P of a step to the other warpgroup, in the layout in which wgmma reads its operand A, and the factors of a
+// lane's two rows by which it multiplies its columns of the output before.
 __device__ __forceinline__ void pass_probabilities(const unsigned (&probabilities)[kTileK / 16][4], float2 factors,
                                                    const SharedStorage& storage, PipelineState<kPassedStages> state) {
   constexpr int kChunks = kPassedPanel / 8;   // 16-byte chunks of a panel's row
@@ -700,8 +715,8 @@ __device__ __forceinline__ void issue_passed_pv_wgmma(float (&output)[kOutputCol
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, and the lane's first query and first key. The last two count from the
-// beginning of the sequence, but from that of the tile along the axis on which the mainloop visits tiles.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. `query` is a position
+// in the sequence. `key` is relative to the key tile, since the mainloop iterates over key tiles.
 struct Position {
   int batch, head, query, key;
 };
@@ -714,10 +729,11 @@ __device__ __forceinline__ bool mask_mod(int q, int k, const ForwardArguments& a
 // A work tile: queries of one head of one batch.
 struct WorkTile { int first_query, head, batch; };
 
-// Returns the work tile of an index, which counts sections, then query tiles, then the heads of a section: consecutive work
-// tiles belong to different heads of a section, whose K and V stay in the L2.
-// Later queries attend to more keys, so tiles are taken from last to first. The first tile may begin before the first
-// query, by whole warpgroups.
+// Returns the work tile of an index. `section` heads are scheduled together, so few that their K and V stay in the L2:
+// the index counts sections, then query tiles, then the heads of a section. Later queries attend to more keys, so tiles
+// are taken from last to first. Tiles are aligned to the last query, up to whole warpgroups, so that the work tiles
+// with most keys are full. The first_query of the first tile may be negative: its warpgroups before query 0 compute
+// nothing.
 __device__ __forceinline__ WorkTile work_tile_at(int index, const ForwardArguments& arguments) {
   const int section_tiles = arguments.section * arguments.tiles_q;
   const int first_head = index / section_tiles * arguments.section, rest = index % section_tiles;
@@ -728,7 +744,8 @@ __device__ __forceinline__ WorkTile work_tile_at(int index, const ForwardArgumen
   return {first_query, head % arguments.heads_q, head / arguments.heads_q};
 }
 
-// The key tiles that a query tile visits. Those from full_begin to full_end need no mask.
+// The key tiles that are visited for a query tile: the first one is `begin`, and their number is `count`. Each is a
+// step of the mainloop. Those from full_begin to full_end need no mask.
 struct KeyTiles {
   int begin, count, full_begin, full_end;
 
@@ -736,6 +753,7 @@ struct KeyTiles {
   __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
 };
 
+// Returns the key tiles of a work tile.
 __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const ForwardArguments& arguments) {
   const int q_first = work.first_query;
   const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;
@@ -751,8 +769,8 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const For
 
 // ---- The producer ---------------------------------------------------------------------------------------------------
 
-// The producer: loads Q of each work tile, and K and V of each step once their stage is empty, K one step ahead. The first
-// tile index is the block's own; then it fetches the next one that no other block has taken.
+// The producer: loads Q of each work tile, and K and V of each step once their stage is empty, K one step ahead. The
+// first tile index is the CTA's own; then it fetches the next one that no other CTA has taken.
 __device__ __forceinline__ void producer(const SharedStorage& storage, const ForwardArguments& arguments) {
   int index = blockIdx.x;
   PipelineState<kStages> first_state = {0};   // of the first step of the work tile
@@ -778,7 +796,7 @@ __device__ __forceinline__ void producer(const SharedStorage& storage, const For
     if (tiles.count > 0) load_keys(0);
     mbarrier_wait(storage.queries_empty(), queries_empty_phase);
     storage.tile_index() = index;
-    mbarrier_expect_bytes(storage.queries_full(), tiles.count > 0 ? kRowGroups * kQueryBytes : 0);
+    mbarrier_arrive_expect_bytes(storage.queries_full(), tiles.count > 0 ? kRowGroups * kWarpgroupQueryBytes : 0);
     for (int group = 0; group < kRowGroups && tiles.count > 0; ++group) {
       load_rows<64, kHeadDimPadded, kHeadPanel>(storage.queries(group), arguments.q_map, storage.queries_full(),
                                                 work.first_query + group * kPartQ, work.head, work.batch);
@@ -809,25 +827,25 @@ __device__ __forceinline__ void apply_mask(float (&scores)[Scores::kElements], c
   }
 }
 
-// Sets the scores of keys behind the last one to -inf: the tile has `left` keys. Only the last tile of a sequence may have such
-// keys, so they are not a part of the mask.
-__device__ __forceinline__ void apply_seqlen_mask(float (&scores)[Scores::kElements], const Position& position, int left) {
+// Sets the scores of keys beyond the last one to -inf: the tile has `keys_left` keys. Only the last tile of a sequence
+// may have such keys, so they are not a part of the mask.
+__device__ __forceinline__ void apply_seqlen_mask(float (&scores)[Scores::kElements], const Position& position, int keys_left) {
 #pragma unroll
   for (int n = 0; n < Scores::kElements; ++n) {
-    if (Scores::column(n) >= left - position.key) scores[n] = minus_infinity();
+    if (Scores::column(n) >= keys_left - position.key) scores[n] = minus_infinity();
   }
 }
 
-// Turns a step's tile of products into scores.
+// Turns a tile of Q * K^T into scores: applies the mask, and masks keys beyond the last one.
 __device__ __forceinline__ void apply_mods(float (&scores)[Scores::kElements], const Position& position,
                                            const KeyTiles& tiles, int step, int first_key, const ForwardArguments& arguments) {
   if (!tiles.full(step)) apply_mask(scores, position, first_key, arguments);
-  if (const int left = arguments.len_k - first_key; left < kTileK) apply_seqlen_mask(scores, position, left);
+  if (const int keys_left = arguments.len_k - first_key; keys_left < kTileK) apply_seqlen_mask(scores, position, keys_left);
 }
 
-// The epilogue: divides by the row sums, stores this warp's 16 rows of the output and, to the base e, the log-sum-exp of
-// this lane's two rows. A row that attends to no key is 0, whatever V holds, and its log-sum-exp is -inf.
-// The warpgroup has the kOutputColumns columns of the output from first_column on. The first one stores the log-sum-exp.
+// The epilogue: divides by the row sums, stores this warp's 16 rows of the output and, to the base e, the log-sum-exp
+// of this lane's two rows. A row that attends to no key is 0, whatever V holds, and its log-sum-exp is -inf. The
+// warpgroup has the kOutputColumns columns of the output from first_column on. The first one stores the log-sum-exp.
 __device__ __forceinline__ void epilogue(float (&output)[kOutputColumns / 2], RowState (&rows)[2], unsigned tile,
                                          const Position& position, int first_column, const ForwardArguments& arguments) {
   float normalise[2];
@@ -853,8 +871,9 @@ __device__ __forceinline__ void epilogue(float (&output)[kOutputColumns / 2], Ro
   }
 }
 
-// The first consumer warpgroup: computes the scores of 64 rows, and the first columns of their output. Q * K^T of the next step
-// and P * V of this one run on the tensor cores beside the softmax and P * V of the other warpgroup, to which it passes P.
+// The first consumer warpgroup: computes the scores of 64 rows, and the first columns of their output. Q * K^T of the
+// next step and P * V of this one run on the tensor cores beside the softmax and P * V of the other warpgroup, to which
+// it passes P.
 __device__ __forceinline__ void score_consumer(const SharedStorage& storage, const ForwardArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
   const unsigned queries = storage.queries(0);
@@ -862,7 +881,7 @@ __device__ __forceinline__ void score_consumer(const SharedStorage& storage, con
   PipelineState<kPassedStages> passed = {0};   // of P, and of the row states of each work tile
   for (unsigned queries_phase = 0;; queries_phase ^= 1) {
     mbarrier_wait(storage.queries_full(), queries_phase);
-    const int index = __shfl_sync(0xffffffffu, storage.tile_index(), 0);   // shows the compiler that a warp has one index
+    const int index = __shfl_sync(0xffffffffu, storage.tile_index(), 0);   // uniform: a warp has one index
     if (index >= arguments.tiles) break;
     const WorkTile work = work_tile_at(index, arguments);
     const KeyTiles tiles = key_tiles_of(work, arguments);
@@ -879,7 +898,7 @@ __device__ __forceinline__ void score_consumer(const SharedStorage& storage, con
       await_product<0>(scores);
       release(storage.keys_empty(state.stage()));
       apply_mods(scores, position, tiles, first, tiles.first_key(first), arguments);
-      softmax(scores, rows, shrink);
+      online_softmax(scores, rows, shrink);
       round_probabilities(probabilities, scores);
       pass_probabilities(probabilities, make_float2(1.0f, 1.0f), storage, passed++);
       for (int step = first + 1; step < last; ++step, ++state) {
@@ -890,7 +909,7 @@ __device__ __forceinline__ void score_consumer(const SharedStorage& storage, con
         await_product<1>(scores);
         release(storage.keys_empty((state + 1).stage()));
         apply_mods(scores, position, tiles, step, tiles.first_key(step), arguments);
-        const bool outgrown = softmax(scores, rows, shrink);
+        const bool outgrown = online_softmax(scores, rows, shrink);
         await_product<0>(output);
         release(storage.values_empty(state.stage()));
         if (outgrown) rescale(output, shrink);
@@ -917,7 +936,7 @@ __device__ __forceinline__ void value_consumer(const SharedStorage& storage, con
   PipelineState<kPassedStages> passed = {0};   // of P, and of the row states of each work tile
   for (unsigned queries_phase = 0;; queries_phase ^= 1) {
     mbarrier_wait(storage.queries_full(), queries_phase);
-    const int index = __shfl_sync(0xffffffffu, storage.tile_index(), 0);   // shows the compiler that a warp has one index
+    const int index = __shfl_sync(0xffffffffu, storage.tile_index(), 0);   // uniform: a warp has one index
     if (index >= arguments.tiles) break;
     const WorkTile work = work_tile_at(index, arguments);
     const int steps = key_tiles_of(work, arguments).count;
@@ -954,7 +973,7 @@ attention_forward_bf16_d512_causal_f8fefaed(const __grid_constant__ ForwardArgum
   if (threadIdx.x == 0) storage.init_barriers();
   __syncthreads();
 
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // shows the compiler that a warp has one value
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // uniform: a warp has one value
   if (warpgroup == kConsumers) {
     registers_decrease<24>();
     if (threadIdx.x / 32 % 4 == 0 && elect_one()) producer(storage, arguments);

@@ -11,7 +11,7 @@
 // FLOPs    256 * batch * heads_q * len_q * len_k * (share of tiles visited)
 // HBM      260 * batch * heads_q * len_q + 256 * batch * heads_kv * len_k bytes, at least
 //
-// Grid: persistent, one block per multiprocessor; work tiles are (query tile, query head, batch). Reproduce with
+// Grid: persistent, one CTA per multiprocessor; work tiles are (query tile, query head, batch). Reproduce with
 //   flashgen show --target sm_90a '{"dropout":0.0,"dtype":"float16","head_dim":64,"layout":"bhsd","mask":{"expression":["And",["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],["Equal",["Load",{"capture":"ids","dtype":"int32","grad":false,"ndim":1},"q"],["Load",{"capture":"ids","dtype":"int32","grad":false,"ndim":1},"k"]]],"name":"causal() & document('"'"'ids'"'"')"},"scale":0.125,"score":null,"value_dim":64,"version":1}'
 
 using Element = unsigned short;   // the bits of a float16
@@ -30,7 +30,7 @@ struct ForwardArguments {
   TensorMap v_map;
   TensorMap o_map;
   float* lse;   // (batch, heads_q, len_q), or null
-  unsigned* next_tile;   // fetched work tiles: 0 before and after a launch; null if each CTA has one
+  unsigned* next_tile;   // counts fetched work tiles: 0 before and after a launch; null if each CTA has one work tile
   const int* tile_counts;
   const long long* tile_offsets;
   const int* tile_entries;
@@ -40,7 +40,7 @@ struct ForwardArguments {
   int tiles;   // query tiles of all heads and batches
   int tiles_q;   // query tiles of each head
   int heads;   // query heads of all batch entries
-  int section;   // heads that are scheduled together: their K and V stay in L2
+  int section;   // heads whose tiles are interleaved, so few that their K and V stay in L2
   int heads_q;
   int len_q;
   int len_k;
@@ -61,22 +61,26 @@ constexpr int kTileQ = kConsumers * kPartQ;
 constexpr int kTileK = 128;   // keys per step
 constexpr int kStages = 2;   // of the pipelines of K and V tiles in shared memory
 constexpr float kScoreToLog2 = 0.180336878f;   // scale * log2(e): exp(x) is computed as exp2(x * log2(e))
-constexpr float kMaxFoldedRowMax = 93032640.0f;   // its product with kScoreToLog2 is below 2^24
-constexpr float kMaxLaneSum = 256.0f;   // the row maximum may lag while a lane's sum of a tile is at most this
+// Row maxima below this are folded into the FMA of the exponent: their products with kScoreToLog2 are below 2^24.
+constexpr float kMaxFoldedRowMax = 93032640.0f;
+// The rescaling threshold: row_max may be less than the true maximum while a lane's sum of P over one tile is at most
+// this.
+constexpr float kMaxLaneSum = 256.0f;
 
-// A tile is panels of columns, one after the other, as wide as the TMA swizzle, which exchanges 16-byte chunks of a row.
+// A tile in shared memory is stored in panels, blocks of columns as wide as the TMA swizzle: the first kHeadPanel
+// columns of all rows, then the next ones. Within a row of a panel, the swizzle permutes chunks of 16 bytes.
 constexpr int kHeadPanel = 64;    // columns of Q and K
 constexpr int kValuePanel = 64;   // columns of V and the output
 constexpr int kElementBytes = sizeof(Element);
-// Shared memory of a block, 98392 bytes, by offset:
+// Shared memory of a CTA, 98392 bytes, by offset:
 //        0  rows of warpgroups (Q, O), 2 x 16384 bytes
 //    32768  K, 2 x 16384 bytes
 //    65536  V, 2 x 16384 bytes
 //    98304  mbarriers, 80 bytes
 //    98384  tile number, 8 bytes
-constexpr int kQueryBytes = 64 * kHeadDimPadded * kElementBytes;
-constexpr int kOutputBytes = 64 * kValueDimPadded * kElementBytes;
-constexpr int kRowsBytes = kQueryBytes + kOutputBytes;
+constexpr int kWarpgroupQueryBytes = 64 * kHeadDimPadded * kElementBytes;
+constexpr int kWarpgroupOutputBytes = 64 * kValueDimPadded * kElementBytes;
+constexpr int kRowsBytes = kWarpgroupQueryBytes + kWarpgroupOutputBytes;
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kBarrierBytes = (2 + 4 * kStages) * 8;
@@ -136,8 +140,8 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
-// Arrives at the barrier's current phase, which in addition waits for copies of so many bytes.
-__device__ __forceinline__ void mbarrier_expect_bytes(unsigned barrier, unsigned bytes) {
+// Arrives at the barrier's current phase, and adds `bytes` to the bytes of copies that the phase waits for.
+__device__ __forceinline__ void mbarrier_arrive_expect_bytes(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 
@@ -170,6 +174,7 @@ __device__ __forceinline__ void named_barrier_sync(unsigned id, unsigned threads
 }
 
 // Keeps the compiler from moving uses of these registers across this point, since wgmmas access them asynchronously.
+// CUTLASS calls this warpgroup_fence_operand.
 template <int kCount>
 __device__ __forceinline__ void order_registers(float (&registers)[kCount]) {
 #pragma unroll
@@ -327,21 +332,22 @@ __device__ __forceinline__ float quad_sum(float x) {
 }
 
 // The coordinates of a lane's fragment of a wgmma accumulator with kColumns columns; the fragment itself is an array of
-// kElements floats. Of each group of 8 columns it has four elements, two adjacent columns in each of two rows that are 8 apart
-// (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"). Its first element is in row lane / 4 of the warp's 16 rows and
-// in column lane % 4 * 2. Coordinates are relative to that element.
+// kElements floats. Of each group of 8 columns it has four elements, two adjacent columns in each of two rows that are
+// 8 apart (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"). Its first element is in row lane / 4 of the
+// warp's 16 rows and in column lane % 4 * 2. Coordinates are relative to that element.
 template <int kColumns>
 struct Fragment {
   static constexpr int kRows = 2;                // rows that have elements
   static constexpr int kPairs = kColumns / 8;    // pairs of adjacent elements in each of these rows
   static constexpr int kElements = kRows * kPairs * 2;
 
-  // The row of element n, as an index of the fragment's rows and as a coordinate, and its column.
+  // Element n is in the fragment's row row_index(n), of 0 <= r < kRows. Its coordinates are row(n) and column(n).
   static __device__ constexpr int row_index(int n) { return n / 2 % 2; }
   static __device__ constexpr int row(int n) { return row_offset(row_index(n)); }
   static __device__ constexpr int column(int n) { return n / 4 * 8 + n % 2; }
 
-  // The coordinate of the fragment's row r, and the first element of pair j of this row.
+  // row_offset is the coordinate of the fragment's row r, and pair is the index of the first of the two elements of
+  // pair j of that row.
   static __device__ constexpr int row_offset(int r) { return r * 8; }
   static __device__ constexpr int pair(int r, int j) { return j * 4 + r * 2; }
 };
@@ -349,16 +355,17 @@ struct Fragment {
 using Scores = Fragment<kTileK>;
 using Output = Fragment<kValueDimPadded>;
 
-// A position in a pipeline, whose iterations use its stages in shared memory in turn. CUTLASS's class of this name holds a stage
-// and a phase. This one counts iterations, so that one register serves pipelines with different numbers of stages.
+// A position in a pipeline, whose iterations use its stages in shared memory in turn. CUTLASS's class of this name
+// holds a stage and a phase. This one counts iterations, so that one register serves pipelines with different numbers
+// of stages.
 template <int kNumStages>
 struct PipelineState {
   int iteration;
 
   __device__ __forceinline__ int stage() const { return iteration % kNumStages; }
 
-  // The parity of the phase of the stage's full barrier that the consumer waits for. The producer waits for the other parity of
-  // the empty barrier, that of the previous phase.
+  // The parity of the phase of the stage's full barrier that the consumer waits for. The producer waits for the other
+  // parity of the empty barrier, that of the previous phase.
   __device__ __forceinline__ unsigned phase() const { return iteration / kNumStages & 1; }
 
   __device__ __forceinline__ PipelineState operator+(int count) const { return {iteration + count}; }
@@ -366,13 +373,14 @@ struct PipelineState {
   __device__ __forceinline__ PipelineState operator++(int) { return {iteration++}; }
 };
 
-// The shared memory of a CTA. Its members return addresses of buffers and mbarriers: addresses of 32 bits in the shared window,
-// as TMA, wgmma and mbarriers take them. Pointers to arrays of a C++ struct would have 64 bits, and take more instructions.
+// The shared memory of a CTA. Its members return addresses of buffers and mbarriers: addresses of 32 bits in the shared
+// window, as TMA, wgmma and mbarriers take them. Pointers to arrays of a C++ struct would have 64 bits, and take more
+// instructions.
 struct SharedStorage {
   unsigned base, barriers;   // the addresses of the buffers, and of the mbarriers
 
   __device__ __forceinline__ unsigned queries(int warpgroup) const { return base + warpgroup * kRowsBytes; }
-  __device__ __forceinline__ unsigned output(int warpgroup) const { return base + (warpgroup * kRowsBytes + kQueryBytes); }
+  __device__ __forceinline__ unsigned output(int warpgroup) const { return base + (warpgroup * kRowsBytes + kWarpgroupQueryBytes); }
   __device__ __forceinline__ unsigned keys(int stage) const { return base + (kKeyOffset + stage * kKeyBytes); }
   __device__ __forceinline__ unsigned values(int stage) const { return base + (kValueOffset + stage * kValueBytes); }
 
@@ -380,7 +388,7 @@ struct SharedStorage {
   __device__ __forceinline__ unsigned queries_full() const { return barriers; }
   __device__ __forceinline__ unsigned queries_empty() const { return barriers + 8; }
 
-  // keys_full: a tile of K has landed. keys_empty: every consumer warp has read it. The same for V.
+  // keys_full, values_full: a tile of K, or V, has landed. keys_empty, values_empty: every consumer warp has read it.
   __device__ __forceinline__ unsigned keys_full(int stage) const { return barriers + 16 + stage * 32; }
   __device__ __forceinline__ unsigned keys_empty(int stage) const { return barriers + 24 + stage * 32; }
   __device__ __forceinline__ unsigned values_full(int stage) const { return barriers + 32 + stage * 32; }
@@ -403,14 +411,14 @@ struct SharedStorage {
   }
 };
 
-// Lane 0 arrives at a barrier for its warp. Precondition: all lanes have finished their accesses, which a warp-wide instruction
-// ensures, such as __syncwarp or the wait for a wgmma.
+// Lane 0 arrives at a barrier for its warp. Precondition: all lanes have finished their accesses, which a warp-wide
+// instruction ensures, such as __syncwarp or the wait for a wgmma.
 __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
-// The warpgroups start the products of a step one after the other (ping-pong scheduling): a warpgroup waits until the one
-// before it has started.
+// The warpgroups start the products of a step one after the other (ping-pong scheduling): a warpgroup waits until the
+// one before it has started.
 __device__ __forceinline__ void ping_pong_wait(int warpgroup) { named_barrier_sync(1 + warpgroup, 256); }
 
 // Lets the next warpgroup start, or the first one in the next step if there is one.
@@ -434,14 +442,16 @@ template <int kColumns, int kPanel>
 __device__ __forceinline__ void load_stage(unsigned tile, const TensorMap& map, unsigned empty, unsigned full,
                                            PipelineState<kStages> state, int first_key, int head, int batch) {
   mbarrier_wait(empty, state.phase() ^ 1);
-  mbarrier_expect_bytes(full, kTileK * kColumns * kElementBytes);
+  mbarrier_arrive_expect_bytes(full, kTileK * kColumns * kElementBytes);
   load_rows<kTileK, kColumns, kPanel>(tile, map, full, first_key, head, batch);
 }
 
-// Rounds a warp's 16 rows of the output and stores them if they `exist`. They go through shared memory, where a panel of
-// columns holds the warpgroup's 64 rows in the layout that TMA swizzles. TMA clips rows beyond the last query.
+// Rounds a warp's 16 rows of the output and stores them from row first_row of the tensor on, if the rows exist
+// (`has_rows`). They go through shared memory, where a panel of columns holds the warpgroup's 64 rows in the layout
+// that TMA swizzles. TMA clips rows beyond the last query. Lane 0 alone issues the stores: only its first_row and
+// has_rows count.
 __device__ __forceinline__ void store_rows(const float (&output)[kValueDimPadded / 2], unsigned tile,
-                                           const TensorMap& map, bool exist, int query, int head, int batch) {
+                                           const TensorMap& map, bool has_rows, int first_row, int head, int batch) {
   constexpr int kChunks = kValuePanel / 8;   // 16-byte chunks of a panel's row
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;   // of the warpgroup's
   const int row = warp_row + lane % 16, swizzle = row / (8 / kChunks) % kChunks;
@@ -454,11 +464,11 @@ __device__ __forceinline__ void store_rows(const float (&output)[kValueDimPadded
   }
   fence_async_shared();
   __syncwarp();
-  if (lane == 0 && exist) {
+  if (lane == 0 && has_rows) {
 #pragma unroll
     for (int column = 0; column < kValueDimPadded; column += kValuePanel) {
       const unsigned source = tile + (column * 64 + warp_row * kValuePanel) * kElementBytes;
-      tma_store_4d(map, source, column, query, head, batch);
+      tma_store_4d(map, source, column, first_row, head, batch);
     }
     bulk_commit();
   }
@@ -480,7 +490,8 @@ __device__ __forceinline__ void issue_qk_wgmma(float (&scores)[kTileK / 2], unsi
   wgmma_commit();
 }
 
-// Issues the wgmmas of output += P * V; `values` is the shared memory address of V, whose rows are the reduction dimension.
+// Issues the wgmmas of output += P * V; `values` is the shared memory address of V, whose rows are the reduction
+// dimension.
 __device__ __forceinline__ void issue_pv_wgmma(float (&output)[kValueDimPadded / 2],
                                                const unsigned (&probabilities)[kTileK / 16][4], unsigned values) {
   constexpr int kSwizzle = kValuePanel * kElementBytes;
@@ -509,17 +520,19 @@ __device__ __forceinline__ void rescale(float (&output)[kValueDimPadded / 2], co
 
 // ---- The softmax ----------------------------------------------------------------------------------------------------
 
-// The running state of a row: the row maximum m, which may lag, and this lane's part of the row sum l of 2^(s - m).
+// The running state of a row: the row maximum m, which may lag, and this lane's part of the row sum l of the
+// probabilities exp(scale * (s - m)), which are computed as 2^((s - m) * kScoreToLog2). s and m are scores before the
+// scale.
 struct RowState {
   float row_max = minus_infinity(), sum = 0.0f;
 
-  // The offset that folds the row maximum into the fused multiply-add of an exponent. It can be used if the row maximum is
-  // finite, as the row has seen a key, and the rounding error of the product is below 1.
+  // The offset that folds the row maximum into the fused multiply-add of an exponent. It is usable if the row has seen
+  // a key, so that its maximum is finite, and if the product is below 2^24, where its rounding error is below 1.
   __device__ __forceinline__ float offset() const { return -row_max * kScoreToLog2; }
-  __device__ __forceinline__ bool has_offset() const { return fabsf(row_max) < kMaxFoldedRowMax; }
+  __device__ __forceinline__ bool offset_is_usable() const { return fabsf(row_max) < kMaxFoldedRowMax; }
 
-  // Raises the row maximum, rescales the sum and returns the factor that rescales the output. A row without a key has nothing
-  // to rescale, and -inf - -inf would be NaN.
+  // Raises the row maximum, rescales the sum and returns the factor that rescales the output. A row without a key has
+  // nothing to rescale, and -inf - -inf would be NaN.
   __device__ __forceinline__ float update_row_max(float maximum) {
     const float old = row_max;
     row_max = fmaxf(old, maximum);
@@ -540,8 +553,8 @@ __device__ __forceinline__ float row_maximum(const float (&scores)[Scores::kElem
   return quad_max(fmaxf(even, odd));
 }
 
-// Subtracts the row maximum from each score. This is for row maxima that cannot be used as offsets: it avoids the rounding
-// error of row_max * kScoreToLog2, at the cost of one more operation per score.
+// Subtracts the row maximum from each score. This is for row maxima that cannot be used as offsets: it avoids the
+// rounding error of row_max * kScoreToLog2, at the cost of one more operation per score.
 __device__ __forceinline__ void subtract_row_max(float (&scores)[Scores::kElements], const RowState (&rows)[Scores::kRows]) {
 #pragma unroll
   for (int n = 0; n < Scores::kElements; ++n) {
@@ -550,9 +563,9 @@ __device__ __forceinline__ void subtract_row_max(float (&scores)[Scores::kElemen
   }
 }
 
-// Computes the probabilities 2^(s - m) of a tile of scores, rounded to the input's type, as the operand of P * V, 16 keys at a
-// time. `sums` receives this lane's part of their row sums. Returns whether the sum of a row
-// exceeds kMaxLaneSum: its maximum lags too far, and the probabilities must be computed again.
+// Computes the probabilities of a tile of scores, rounded to the input's type, as the operand of P * V, 16 keys at a
+// time. `sums` receives this lane's part of their row sums. Returns whether the sum of a row exceeds kMaxLaneSum: its
+// maximum lags too far, and the probabilities must be computed again.
 __device__ __forceinline__ bool compute_p(unsigned (&probabilities)[kTileK / 16][4], float (&sums)[2],
                                           const float (&scores)[Scores::kElements], const float (&offsets)[2]) {
   float even[2] = {}, odd[2] = {};   // two independent chains per row
@@ -570,27 +583,29 @@ __device__ __forceinline__ bool compute_p(unsigned (&probabilities)[kTileK / 16]
   return fmaxf(sums[0], sums[1]) > kMaxLaneSum;
 }
 
-// Raises the row maxima to those of this tile's scores, and rescales output and row sums. Returns whether the maxima are steady:
-// all rows of the warp have offsets, and no maximum grew so much that the next one is likely to grow, too.
+// Raises the row maxima to those of this tile's scores, and rescales output and row sums. Returns whether the maxima
+// are steady: all rows of the warp have usable offsets, and no maximum grew by more than a factor kMaxLaneSum of P. A
+// maximum that grew so much is likely to grow again in the next tile.
 __device__ __forceinline__ bool update_row_maxima(RowState (&rows)[Scores::kRows], float (&output)[Output::kElements],
                                                   const float (&scores)[Scores::kElements]) {
   float shrink[Scores::kRows];
   bool steady = true;
 #pragma unroll
   for (int r = 0; r < Scores::kRows; ++r) {
-    const bool had_one = rows[r].row_max != minus_infinity();
+    const bool had_key = rows[r].row_max != minus_infinity();
     shrink[r] = rows[r].update_row_max(row_maximum(scores, r));
-    steady &= rows[r].has_offset() && !(had_one && shrink[r] < 1.0f / kMaxLaneSum);
+    steady &= rows[r].offset_is_usable() && !(had_key && shrink[r] < 1.0f / kMaxLaneSum);
   }
   rescale(output, shrink);
   return __all_sync(0xffffffffu, steady);
 }
 
-// Turns scores into probabilities. While row maxima are `steady`, those of earlier tiles are tried first: the row sums show
-// whether they are large enough, and they nearly always are. The first step of a work tile has none to try.
-__device__ __forceinline__ void softmax(unsigned (&probabilities)[kTileK / 16][4], float (&output)[Output::kElements],
-                                        RowState (&rows)[Scores::kRows], bool& steady,
-                                        float (&scores)[Scores::kElements]) {
+// Turns scores into probabilities, with lazy rescaling: while row maxima are `steady`, P is computed with the maxima of
+// earlier tiles. Only if a lane's sum then exceeds kMaxLaneSum, which is rare, are the maxima raised and P computed
+// again. In the first step of a work tile `steady` is false.
+__device__ __forceinline__ void online_softmax(unsigned (&probabilities)[kTileK / 16][4], float (&output)[Output::kElements],
+                                               RowState (&rows)[Scores::kRows], bool& steady,
+                                               float (&scores)[Scores::kElements]) {
   float sums[2], offsets[2] = {rows[0].offset(), rows[1].offset()};
   if (!steady || __any_sync(0xffffffffu, compute_p(probabilities, sums, scores, offsets))) {
     steady = update_row_maxima(rows, output, scores);
@@ -605,8 +620,8 @@ __device__ __forceinline__ void softmax(unsigned (&probabilities)[kTileK / 16][4
 
 // ---- The variant ----------------------------------------------------------------------------------------------------
 
-// The position of a lane's scores: batch, query head, and the lane's first query and first key. The last two count from the
-// beginning of the sequence, but from that of the tile along the axis on which the mainloop visits tiles.
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. `query` is a position
+// in the sequence. `key` is relative to the key tile, since the mainloop iterates over key tiles.
 struct Position {
   int batch, head, query, key;
 };
@@ -627,8 +642,8 @@ __device__ __forceinline__ bool mask_mod(int q, int k, const ForwardArguments& a
 // A work tile: queries of one head of one batch.
 struct WorkTile { int first_query, head, batch; };
 
-// Returns the work tile of an index, which counts sections, then query tiles, then the heads of a section: consecutive work
-// tiles belong to different heads of a section, whose K and V stay in the L2.
+// Returns the work tile of an index. `section` heads are scheduled together, so few that their K and V stay in the L2:
+// the index counts sections, then query tiles, then the heads of a section.
 __device__ __forceinline__ WorkTile work_tile_at(int index, const ForwardArguments& arguments) {
   const int section_tiles = arguments.section * arguments.tiles_q;
   const int first_head = index / section_tiles * arguments.section, rest = index % section_tiles;
@@ -638,7 +653,8 @@ __device__ __forceinline__ WorkTile work_tile_at(int index, const ForwardArgumen
   return {first_query, head % arguments.heads_q, head / arguments.heads_q};
 }
 
-// The key tiles that a query tile visits, from `list_key_tiles`. An entry is tile << 1, plus 1 if it needs no mask.
+// The key tiles that are visited for a query tile, from `list_key_tiles`. Each is a step of the mainloop. An entry is
+// tile << 1, plus 1 if it needs no mask.
 struct KeyTiles {
   const int* entries;
   int count;
@@ -647,6 +663,7 @@ struct KeyTiles {
   __device__ __forceinline__ bool full(int step) const { return __ldg(entries + step) & 1; }
 };
 
+// Returns the key tiles of a work tile.
 __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const ForwardArguments& arguments) {
   const long long list = work.batch * arguments.list_strides.batch + work.head * arguments.list_strides.head +
                          work.first_query / kTileQ;
@@ -655,8 +672,8 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const For
 
 // ---- The producer ---------------------------------------------------------------------------------------------------
 
-// The producer: loads Q of each work tile, and K and V of each step once their stage is empty, K one step ahead. The first
-// tile index is the block's own; then it fetches the next one that no other block has taken.
+// The producer: loads Q of each work tile, and K and V of each step once their stage is empty, K one step ahead. The
+// first tile index is the CTA's own; then it fetches the next one that no other CTA has taken.
 __device__ __forceinline__ void producer(const SharedStorage& storage, const ForwardArguments& arguments) {
   int index = blockIdx.x;
   PipelineState<kStages> first_state = {0};   // of the first step of the work tile
@@ -682,7 +699,7 @@ __device__ __forceinline__ void producer(const SharedStorage& storage, const For
     if (tiles.count > 0) load_keys(0);
     mbarrier_wait(storage.queries_empty(), queries_empty_phase);
     storage.tile_index() = index;
-    mbarrier_expect_bytes(storage.queries_full(), tiles.count > 0 ? kConsumers * kQueryBytes : 0);
+    mbarrier_arrive_expect_bytes(storage.queries_full(), tiles.count > 0 ? kConsumers * kWarpgroupQueryBytes : 0);
     for (int group = 0; group < kConsumers && tiles.count > 0; ++group) {
       load_rows<64, kHeadDimPadded, kHeadPanel>(storage.queries(group), arguments.q_map, storage.queries_full(),
                                                 work.first_query + group * kPartQ, work.head, work.batch);
@@ -713,24 +730,24 @@ __device__ __forceinline__ void apply_mask(float (&scores)[Scores::kElements], c
   }
 }
 
-// Sets the scores of keys behind the last one to -inf: the tile has `left` keys. Only the last tile of a sequence may have such
-// keys, so they are not a part of the mask.
-__device__ __forceinline__ void apply_seqlen_mask(float (&scores)[Scores::kElements], const Position& position, int left) {
+// Sets the scores of keys beyond the last one to -inf: the tile has `keys_left` keys. Only the last tile of a sequence
+// may have such keys, so they are not a part of the mask.
+__device__ __forceinline__ void apply_seqlen_mask(float (&scores)[Scores::kElements], const Position& position, int keys_left) {
 #pragma unroll
   for (int n = 0; n < Scores::kElements; ++n) {
-    if (Scores::column(n) >= left - position.key) scores[n] = minus_infinity();
+    if (Scores::column(n) >= keys_left - position.key) scores[n] = minus_infinity();
   }
 }
 
-// Turns a step's tile of products into scores.
+// Turns a tile of Q * K^T into scores: applies the mask, and masks keys beyond the last one.
 __device__ __forceinline__ void apply_mods(float (&scores)[Scores::kElements], const Position& position,
                                            const KeyTiles& tiles, int step, int first_key, const ForwardArguments& arguments) {
   if (!tiles.full(step)) apply_mask(scores, position, first_key, arguments);
-  if (const int left = arguments.len_k - first_key; left < kTileK) apply_seqlen_mask(scores, position, left);
+  if (const int keys_left = arguments.len_k - first_key; keys_left < kTileK) apply_seqlen_mask(scores, position, keys_left);
 }
 
-// The epilogue: divides by the row sums, stores this warp's 16 rows of the output and, to the base e, the log-sum-exp of
-// this lane's two rows. A row that attends to no key is 0, whatever V holds, and its log-sum-exp is -inf.
+// The epilogue: divides by the row sums, stores this warp's 16 rows of the output and, to the base e, the log-sum-exp
+// of this lane's two rows. A row that attends to no key is 0, whatever V holds, and its log-sum-exp is -inf.
 __device__ __forceinline__ void epilogue(float (&output)[kValueDimPadded / 2], RowState (&rows)[2], unsigned tile,
                                          const Position& position, const ForwardArguments& arguments) {
   float normalise[2];
@@ -758,8 +775,8 @@ __device__ __forceinline__ void epilogue(float (&output)[kValueDimPadded / 2], R
   }
 }
 
-// A consumer warpgroup: computes 64 rows of each work tile. Q * K^T of the next step and P * V of this one run on the tensor
-// cores one after the other, beside the softmax of another warpgroup; ping-pong barriers order their starts.
+// A consumer warpgroup: computes 64 rows of each work tile. Q * K^T of the next step and P * V of this one run on the
+// tensor cores one after the other, beside the softmax of another warpgroup; ping-pong barriers order their starts.
 __device__ __forceinline__ void consumer(int warpgroup, const SharedStorage& storage,
                                          const ForwardArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16;
@@ -767,7 +784,7 @@ __device__ __forceinline__ void consumer(int warpgroup, const SharedStorage& sto
   PipelineState<kStages> state = {0};   // of K and V, through all work tiles
   for (unsigned queries_phase = 0;; queries_phase ^= 1) {
     mbarrier_wait(storage.queries_full(), queries_phase);
-    const int index = __shfl_sync(0xffffffffu, storage.tile_index(), 0);   // shows the compiler that a warp has one index
+    const int index = __shfl_sync(0xffffffffu, storage.tile_index(), 0);   // uniform: a warp has one index
     if (index >= arguments.tiles) break;
     const WorkTile work = work_tile_at(index, arguments);
     const KeyTiles tiles = key_tiles_of(work, arguments);
@@ -786,7 +803,7 @@ __device__ __forceinline__ void consumer(int warpgroup, const SharedStorage& sto
       release(storage.keys_empty(state.stage()));
       if (first + 1 == last) release(storage.queries_empty());
       apply_mods(scores, position, tiles, first, tiles.first_key(first), arguments);
-      softmax(probabilities, output, rows, steady, scores);
+      online_softmax(probabilities, output, rows, steady, scores);
       for (int step = first + 1; step < last; ++step, ++state) {
         mbarrier_wait(storage.keys_full((state + 1).stage()), (state + 1).phase());
         ping_pong_wait(warpgroup);
@@ -800,7 +817,7 @@ __device__ __forceinline__ void consumer(int warpgroup, const SharedStorage& sto
         apply_mods(scores, position, tiles, step, tiles.first_key(step), arguments);
         await_product<0>(output);
         release(storage.values_empty(state.stage()));
-        softmax(probabilities, output, rows, steady, scores);
+        online_softmax(probabilities, output, rows, steady, scores);
       }
       mbarrier_wait(storage.values_full(state.stage()), state.phase());
       issue_pv_wgmma(output, probabilities, storage.values(state.stage()));
@@ -812,7 +829,7 @@ __device__ __forceinline__ void consumer(int warpgroup, const SharedStorage& sto
     }
     epilogue(output, rows, storage.output(warpgroup), position, arguments);
   }
-  if (lane == 0) bulk_wait_read<0>();   // before the block ends and its shared memory is freed
+  if (lane == 0) bulk_wait_read<0>();   // before the CTA ends and its shared memory is freed
 }
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
@@ -824,7 +841,7 @@ attention_forward_fp16_d64_causal_and_document_ids_41b70eec(const __grid_constan
   if (threadIdx.x == 0) storage.init_barriers();
   __syncthreads();
 
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // shows the compiler that a warp has one value
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // uniform: a warp has one value
   if (warpgroup == kConsumers) {
     registers_decrease<24>();
     if (threadIdx.x / 32 % 4 == 0 && elect_one()) producer(storage, arguments);

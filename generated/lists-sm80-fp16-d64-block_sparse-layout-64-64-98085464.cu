@@ -3,7 +3,7 @@
 // mask     block_sparse('layout', 64, 64)
 // tiles    128 queries x 32 keys
 //
-// Grid: (query tiles, 1, 1). A block writes one list. Each of its warps classifies 8 key tiles at a time.
+// Grid: (query tiles, 1, 1). A CTA writes one list. Each of its warps classifies 8 key tiles at a time.
 // Interval arithmetic evaluates the mask over a whole tile. If the result is undecided, the warp evaluates the
 // elements.
 
@@ -160,9 +160,9 @@ __device__ __forceinline__ Classes classify(int q_tile, int first_tile, int end_
   return classes;
 }
 
-// Writes a list: counts[list] key tiles in ascending order, from entries[offsets[list]] on. An entry is tile << 1, plus 1
-// if the tile is full. If `spacing` is not 0, lists begin at its multiples and the kernel writes the offsets. If
-// `entries` is null, the kernel only counts. One block per multiprocessor suffices, and more would make the registers
+// Writes a list: counts[list] key tiles in ascending order, from entries[offsets[list]] on. An entry is tile << 1, plus
+// 1 if the tile is full. If `spacing` is not 0, lists begin at its multiples and the kernel writes the offsets. If
+// `entries` is null, the kernel only counts. One CTA per multiprocessor suffices, and more would make the registers
 // spill.
 extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
 list_key_tiles_fp16_d64_block_sparse_layout_64_64_98085464(const __grid_constant__ ListArguments arguments) {

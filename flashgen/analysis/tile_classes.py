@@ -18,11 +18,9 @@ from flashgen.language.evaluate import evaluate
 
 __all__ = ["EMPTY", "FULL", "PARTIAL", "TileMap", "depends_on", "tile_map"]
 
-# Limits of a map, of the tiles that are classified by intervals at once, and of the elements that are evaluated at once
-# (about 100 MB).
-_MAX_TILES = 2**30
-_TILES_AT_ONCE = 2**17
-_ELEMENTS_AT_ONCE = 2**20
+_MAX_TILES = 2**30  # of a map
+_TILES_AT_ONCE = 2**17  # classified by intervals
+_ELEMENTS_AT_ONCE = 2**20  # evaluated, which takes about 100 MB
 
 Array = np.ndarray[Any, Any]
 
@@ -105,9 +103,10 @@ def tile_map(
     """Returns the class of each tile of a mask.
 
     If the mask has a closed form (`key_range`), the classes are those of its range, with the last row of a tile limited
-    to len_q - 1. Otherwise they are exact: intervals decide where they can, and the elements of the other tiles are
-    evaluated, in memory for a fixed number of elements. A tile that exceeds len_k is never FULL, since its last keys do
-    not exist. A tile that exceeds len_q may be FULL, since its last rows are never written.
+    to len_q - 1. They may be PARTIAL where all or no elements are kept. Otherwise the classes are exact: intervals
+    decide where they can, and the elements of the other tiles are evaluated, a limited number at a time. A tile that
+    exceeds len_k is never FULL, since its last keys do not exist. A tile that exceeds len_q may be FULL, since its last
+    rows are never written.
 
     Args:
         mask_expression: A boolean expression of the language.
@@ -119,26 +118,28 @@ def tile_map(
         captures: An array or number for each capture, by name.
 
     Raises:
-        ArgumentError: A size is not a positive integer, a length exceeds the limit of calls, there are more than 2**30
-            tiles, or a capture is missing or has the wrong number of dimensions.
+        ArgumentError: A size is not an integer; a tile size, the batch or the heads are less than 1; a length is
+            negative; a size exceeds the limit of calls; there are more than 2**30 tiles; or a capture is missing or has
+            the wrong number of dimensions.
     """
-    rows, columns = _checked_tile(tile, len_q, len_k, batch, heads)
-    span = _Span(rows, columns, len_q, len_k)
+    rows, columns = _check_sizes(tile, len_q, len_k, batch, heads)
+    grid = _TileGrid(rows, columns, len_q, len_k)
     tile_range = key_range(mask_expression)
     if tile_range is not None:
         batch = batch if tile_range.depends_on(ops.BATCH) else 1
-        _check_size(span, batch)
-        classes = _classes_of_range(tile_range, span, captures or {}, batch)[:, None]
+        _check_num_tiles(grid, batch)
+        classes = _classes_of_range(tile_range, grid, captures or {}, batch)[:, None]
     else:
         batch = batch if depends_on(mask_expression, ops.BATCH) else 1
         heads = heads if depends_on(mask_expression, ops.HEAD) else 1
-        _check_size(span, batch * heads)
-        classes = np.empty((batch, heads, span.tiles_q, span.tiles_k), np.int8)
-        _fill_classes(mask_expression, span, captures or {}, classes)
+        _check_num_tiles(grid, batch * heads)
+        classes = np.empty((batch, heads, grid.tiles_q, grid.tiles_k), np.int8)
+        _fill_classes(mask_expression, grid, captures or {}, classes)
     return TileMap((rows, columns), classes, len_q, len_k)
 
 
-def _checked_tile(tile: tuple[int, int], len_q: int, len_k: int, batch: int, heads: int) -> tuple[int, int]:
+def _check_sizes(tile: tuple[int, int], len_q: int, len_k: int, batch: int, heads: int) -> tuple[int, int]:
+    """Returns the rows and columns of a tile. Raises ArgumentError for sizes that `tile_map` does not take."""
     rows, columns = tile
     for name, value, minimum in (
         ("tile rows", rows, 1), ("tile columns", columns, 1), ("len_q", len_q, 0), ("len_k", len_k, 0),
@@ -153,18 +154,18 @@ def _checked_tile(tile: tuple[int, int], len_q: int, len_k: int, batch: int, hea
     return int(rows), int(columns)
 
 
-def _check_size(span: _Span, maps: int) -> None:
+def _check_num_tiles(grid: _TileGrid, maps: int) -> None:
     """Raises ArgumentError for a map with more tiles than are stored."""
-    if maps * span.tiles_q * span.tiles_k > _MAX_TILES:
+    if maps * grid.tiles_q * grid.tiles_k > _MAX_TILES:
         of = f"{maps} x " if maps > 1 else ""
         raise ArgumentError(
-            f"len_q={span.len_q}, len_k={span.len_k}: a map of {of}{span.tiles_q} x {span.tiles_k} tiles has more "
+            f"len_q={grid.len_q}, len_k={grid.len_k}: a map of {of}{grid.tiles_q} x {grid.tiles_k} tiles has more "
             f"than {_MAX_TILES} tiles; give shorter lengths"
         )
 
 
 @dataclass(frozen=True)
-class _Span:
+class _TileGrid:
     """The tiles of len_q × len_k scores."""
 
     rows: int
@@ -181,70 +182,78 @@ class _Span:
         return -(-self.len_k // self.columns)
 
     def queries(self, tiles: Array) -> tuple[Array, Array]:
-        """Returns the first and last query of tiles, both included, from their numbers."""
+        """Returns the first and last query of tiles, both included, from their indices."""
         return tiles * self.rows, np.minimum((tiles + 1) * self.rows, self.len_q) - 1
 
     def keys(self, tiles: Array) -> tuple[Array, Array]:
-        """Returns the first and last key of tiles, both included, from their numbers."""
+        """Returns the first and last key of tiles, both included, from their indices."""
         return tiles * self.columns, np.minimum((tiles + 1) * self.columns, self.len_k) - 1
 
     def values(self) -> dict[sympy.Basic, Any]:
+        """Returns the values of the symbols that masks have for the lengths."""
         return {ops.LEN_Q: np.int64(self.len_q), ops.LEN_K: np.int64(self.len_k)}
 
 
-def _classes_of_range(tile_range: TileRange, span: _Span, captures: Mapping[str, Any], batch: int) -> Array:
+def _classes_of_range(tile_range: TileRange, grid: _TileGrid, captures: Mapping[str, Any], batch: int) -> Array:
     """Returns the classes, of shape (batch, tiles_q, tiles_k)."""
-    first, last = span.queries(np.arange(span.tiles_q))
-    sequences = np.arange(batch)[:, None]
-    bounds = evaluate_range(tile_range, first, last, span.len_q, span.len_k, captures, sequences)
+    first, last = grid.queries(np.arange(grid.tiles_q))
+    batches = np.arange(batch)[:, None]
+    bounds = evaluate_range(tile_range, first, last, grid.len_q, grid.len_k, captures, batches)
     begin, end, full_begin, full_end = (bound[..., None] for bound in bounds)
-    low = np.arange(span.tiles_k) * span.columns
-    high = low + span.columns
+    low = np.arange(grid.tiles_k) * grid.columns
+    high = low + grid.columns
     visited = (low < end) & (high > begin) & (begin < end)
     full = visited & (low >= full_begin) & (high <= full_end)
     return np.where(full, np.int8(FULL), np.where(visited, np.int8(PARTIAL), np.int8(EMPTY)))
 
 
-def _fill_classes(mask: sympy.Basic, span: _Span, captures: Mapping[str, Any], classes: Array) -> None:
-    """Fills `classes`, a few rows of tiles at a time."""
+def _fill_classes(mask: sympy.Basic, grid: _TileGrid, captures: Mapping[str, Any], classes: Array) -> None:
+    """Fills `classes`, a few rows of tiles at a time: by intervals, then PARTIAL tiles by their elements."""
     if not classes.size:
         return
-    step = max(1, _TILES_AT_ONCE // (classes.size // span.tiles_q))
-    for first in range(0, span.tiles_q, step):
+    step = max(1, _TILES_AT_ONCE // (classes.size // grid.tiles_q))
+    for first in range(0, grid.tiles_q, step):
         part = classes[:, :, first : first + step]
-        part[...] = _classify_by_intervals(mask, span, captures, np.arange(first, first + part.shape[2]), part.shape)
+        part[...] = _classify_by_intervals(mask, grid, captures, np.arange(first, first + part.shape[2]), part.shape)
         unknown = np.argwhere(part == PARTIAL)
         unknown[:, 2] += first
-        at_once = max(1, _ELEMENTS_AT_ONCE // (span.rows * span.columns))
+        at_once = max(1, _ELEMENTS_AT_ONCE // (grid.rows * grid.columns))
         for chunk in (unknown[start : start + at_once] for start in range(0, len(unknown), at_once)):
-            classes[tuple(chunk.T)] = _classify_by_elements(mask, span, captures, chunk)
-    if span.len_k % span.columns:
+            classes[tuple(chunk.T)] = _classify_by_elements(mask, grid, captures, chunk)
+    if grid.len_k % grid.columns:
         last = classes[..., -1]
         last[last == FULL] = PARTIAL
 
 
 def _classify_by_intervals(
-    mask: sympy.Basic, span: _Span, captures: Mapping[str, Any], tiles_q: Array, shape: tuple[int, ...]
+    mask: sympy.Basic, grid: _TileGrid, captures: Mapping[str, Any], tiles_q: Array, shape: tuple[int, ...]
 ) -> Array:
+    """Classifies rows of tiles by intervals of indices. A tile that they cannot decide is PARTIAL.
+
+    tiles_q: the indices of the rows. shape: that of the result, (batch, heads, len(tiles_q), tiles_k).
+    """
+
     def along(axis: int, size: int) -> Array:
+        """Returns the indices of an axis of the result, for broadcasting."""
         return np.arange(size).reshape([-1 if axis == own else 1 for own in range(4)])
 
-    queries = tuple(bound[:, None] for bound in span.queries(tiles_q))
-    boxes = {symbol: (value, value) for symbol, value in span.values().items()}
-    boxes |= {ops.QUERY: queries, ops.KEY: span.keys(np.arange(span.tiles_k))}
-    boxes |= {symbol: (along(axis, shape[axis]),) * 2 for axis, symbol in enumerate((ops.BATCH, ops.HEAD))}
-    return np.broadcast_to(classify(mask, boxes, captures), shape)
+    queries = tuple(bound[:, None] for bound in grid.queries(tiles_q))
+    intervals = {symbol: (value, value) for symbol, value in grid.values().items()}
+    intervals |= {ops.QUERY: queries, ops.KEY: grid.keys(np.arange(grid.tiles_k))}
+    # Each batch and head index is its own lower and upper bound.
+    intervals |= {symbol: (along(axis, shape[axis]),) * 2 for axis, symbol in enumerate((ops.BATCH, ops.HEAD))}
+    return np.broadcast_to(classify(mask, intervals, captures), shape)
 
 
-def _classify_by_elements(mask: sympy.Basic, span: _Span, captures: Mapping[str, Any], tiles: Array) -> Array:
+def _classify_by_elements(mask: sympy.Basic, grid: _TileGrid, captures: Mapping[str, Any], tiles: Array) -> Array:
     """Classifies tiles of shape (n, 4) by their elements. Rows and columns beyond the lengths repeat the last one."""
     batch, head, tile_q, tile_k = (column[:, None, None] for column in tiles.T)
-    (first_q, last_q), (first_k, last_k) = span.queries(tile_q), span.keys(tile_k)
-    values = span.values() | {
+    (first_q, last_q), (first_k, last_k) = grid.queries(tile_q), grid.keys(tile_k)
+    values = grid.values() | {
         ops.BATCH: batch,
         ops.HEAD: head,
-        ops.QUERY: np.minimum(first_q + np.arange(span.rows)[:, None], last_q),
-        ops.KEY: np.minimum(first_k + np.arange(span.columns), last_k),
+        ops.QUERY: np.minimum(first_q + np.arange(grid.rows)[:, None], last_q),
+        ops.KEY: np.minimum(first_k + np.arange(grid.columns), last_k),
     }
     # A mask that does not read k (or q) gives fewer elements than the tile has, with the same result.
     holds = evaluate(mask, values, captures)

@@ -64,7 +64,7 @@ def append_kv(
     engine: Engine = Emulator() if emulate else Gpu()
     arrays = appended_arrays(k_new, v_new, k, v) | {"page_table": page_table, "seqused_k": seqused_k}
     library = engine.library(k_new, "k_new")
-    if library is engine.copied:
+    if library is engine.host_library:
         raise ArgumentError("append_kv writes in place: give arrays of the GPU, or emulate=True for NumPy arrays")
     for name in _written(arrays):
         check_writable(name, arrays[name])
@@ -75,7 +75,7 @@ def append_kv(
         return
     runner, launch = prepared.launch
     place = Place(library.stream(k_new), prepared.device)
-    with nullcontext() if engine.is_current(place.device) else engine.on(place.device):
+    with nullcontext() if engine.is_current(place.device) else engine.device_context(place.device):
         runner.launch(launch, engine.bind(arrays), {}, place)
 
 
@@ -134,7 +134,7 @@ def _prepare(engine: Engine, arrays: dict[str, Any]) -> _Prepared:
     views = {name: engine.library(array, name).view(array, name) for name, array in arrays.items()}
     _check(views)
     device = views["k"].device or 0
-    with engine.on(device):
+    with engine.device_context(device):
         return _Prepared(device, AliasCheck(views, _written(views), str), _prepare_launch(engine, views))
 
 

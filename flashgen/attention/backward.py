@@ -29,7 +29,7 @@ from flashgen.codegen.arguments import capture_gradient, member_name, summed_gra
 from flashgen.codegen.family import HeadSplit
 from flashgen.codegen.stages import Kernels
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.engines import Engine, Numbers, Operands, Place
+from flashgen.launch.engines import Engine, Operands, Place, ScalarArguments
 from flashgen.launch.memory import Memory
 from flashgen.runtime.arrays import JAX, Library, View, give_back
 
@@ -94,7 +94,7 @@ class BackwardPass(Pass[_Prepared]):
         return gradient_argument(name)
 
     def _run(
-        self, prepared: _Prepared, call: Call, stream: int, operands: Operands, numbers: Numbers
+        self, prepared: _Prepared, call: Call, stream: int, operands: Operands, numbers: ScalarArguments
     ) -> Mapping[str, Any]:
         place = Place(stream, prepared.device)
         results = call.results or self._make_results(prepared.makers, call.wanted)
@@ -102,7 +102,7 @@ class BackwardPass(Pass[_Prepared]):
             self.engine.clear(results[name], place)
         if prepared.stages:
             lists = self._lists(prepared, call, operands, numbers, place) if self.listers else NO_LISTS
-            self.engine.add(self._pointers(results), operands)
+            self.engine.add_operands(self._pointers(results), operands)
             self.stages.launch(prepared.stages, operands, numbers, place, lists)
         if call.results or not prepared.of_jax:
             return results
@@ -112,7 +112,7 @@ class BackwardPass(Pass[_Prepared]):
         return not (self.listers or prepared.zeroed or self._differentiated)
 
     def _lists(
-        self, prepared: _Prepared, call: Call, operands: Operands, numbers: Numbers, place: Place
+        self, prepared: _Prepared, call: Call, operands: Operands, numbers: ScalarArguments, place: Place
     ) -> Mapping[str, Operands]:
         """Returns the lists that the call was given, or creates those of its mask."""
         assert self.listers, "only a pass that reads lists has any"

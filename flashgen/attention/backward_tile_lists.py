@@ -11,7 +11,7 @@ from flashgen.attention.tile_lists import ListsLaunch, TileLister, TileLists
 from flashgen.codegen.stages import Kernels
 from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.engines import Engine, Numbers, Operands, Place
+from flashgen.launch.engines import Engine, Operands, Place, ScalarArguments
 from flashgen.runtime.arrays import Library, View
 
 _LISTS_OF = {"dkdv": "keys", "dq": "queries"}  # by the role of the kernel that reads them
@@ -63,7 +63,7 @@ class BackwardListers:
         prepared: Mapping[str, ListsLaunch],
         problem: Problem,
         operands: Operands,
-        numbers: Numbers,
+        numbers: ScalarArguments,
         place: Place,
     ) -> Mapping[str, Operands]:
         """Returns the lists by the roles of the kernels that read them, created on the call's stream."""

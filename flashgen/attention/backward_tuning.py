@@ -69,7 +69,7 @@ class _Trials:
         results = forward(call)
         shape = bench.problem().output_shape(self.spec)
         random = np.random.default_rng(0).standard_normal(shape, dtype=np.float32).astype(numpy_dtype(self.spec.dtype))
-        self.inputs = {**bench.inputs, "o": results["o"], "lse": results["lse"], "d_o": bench.engine.bring(random)}
+        self.inputs = {**bench.inputs, "o": results["o"], "lse": results["lse"], "d_o": bench.engine.to_device(random)}
         self._learned = tuple(capture.name for capture in differentiated(self.spec))
         bench.synchronize()
 

@@ -27,7 +27,7 @@ from flashgen.errors import ArgumentError
 from flashgen.language.layouts import BlockLayout
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.argument_writer import Addresses
-from flashgen.launch.engines import Engine, Gpu, Numbers, Operands
+from flashgen.launch.engines import Engine, Gpu, Operands, ScalarArguments
 from flashgen.runtime.arrays import Library, View
 from flashgen.runtime.caching import Cache
 
@@ -104,7 +104,7 @@ class Pass(Generic[AnyPrepared]):
             refuse_varlen(self.spec, "tile_lists", "leave them out, each call makes its own")
         q = call.inputs["q"]
         library = self.engine.library(q, "q")
-        if library is self.engine.copied:
+        if library is self.engine.host_library:
             return self._through_gpu(call)
         if self.listers and captures and any(isinstance(value, BlockLayout) for value in captures.values()):
             views = (library.view(q, "q"), library.view(call.inputs["k"], "k"))
@@ -130,10 +130,10 @@ class Pass(Generic[AnyPrepared]):
         operands = self.engine.operands(arrays, addresses)
         if self.engine.is_current(prepared.device):
             return self._run(prepared, call, library.stream(q), operands, numbers)
-        with self.engine.on(prepared.device):
+        with self.engine.device_context(prepared.device):
             return self._run(prepared, call, library.stream(q), operands, numbers)
 
-    def numbers(self, captures: Mapping[str, Any]) -> Numbers:
+    def numbers(self, captures: Mapping[str, Any]) -> ScalarArguments:
         """Returns the captured numbers as `launch_prepared` takes them; for specs without dropout.
 
         Raises ArgumentError if the captures do not fit the spec.
@@ -141,7 +141,7 @@ class Pass(Generic[AnyPrepared]):
         check_captures(self.spec, captures)
         return self._call_numbers(captures, None, 0)
 
-    def lookup(self, arrays: Mapping[str, Any], numbers: Numbers = _NO_NUMBERS) -> AnyPrepared | None:
+    def lookup(self, arrays: Mapping[str, Any], numbers: ScalarArguments = _NO_NUMBERS) -> AnyPrepared | None:
         """Returns the shared state of calls with arrays like these, for `launch_prepared`; None on a miss.
 
         Args:
@@ -195,7 +195,7 @@ class Pass(Generic[AnyPrepared]):
         call: Call,
         stream: int,
         addresses: Addresses,
-        numbers: Numbers = _NO_NUMBERS,
+        numbers: ScalarArguments = _NO_NUMBERS,
     ) -> Mapping[str, Any] | None:
         """Launches a call from cached state, and returns its results; None if another device is the current one.
 
@@ -229,7 +229,7 @@ class Pass(Generic[AnyPrepared]):
         raise NotImplementedError
 
     def _run(
-        self, prepared: AnyPrepared, call: Call, stream: int, operands: Operands, numbers: Numbers
+        self, prepared: AnyPrepared, call: Call, stream: int, operands: Operands, numbers: ScalarArguments
     ) -> Mapping[str, Any]:
         """Allocates the results that were not given, and launches.
 
@@ -264,8 +264,8 @@ class Pass(Generic[AnyPrepared]):
         results = {self._result_argument(name): array for name, array in call.results.items()}
         self._check_sharing_on_host({**call.inputs, **results}, call.captures, results)
         given = (call.inputs, call.captures, call.results)  # results too, so that elements not written keep their value
-        moved = [{name: self.engine.bring(array) for name, array in arrays.items()} for arrays in given]
-        seed = self.engine.bring(call.seed)
+        moved = [{name: self.engine.to_device(array) for name, array in arrays.items()} for arrays in given]
+        seed = self.engine.to_device(call.seed)
         on_gpu = call._replace(inputs=moved[0], captures=moved[1], results=moved[2], seed=seed)
         fetched = {}
         for name, array in self(on_gpu).items():

@@ -30,7 +30,7 @@ from flashgen.runtime.caching import Cache
 class ScheduledSizes:
     """The plan and the sizes that a schedule and a call must agree on.
 
-    columns: the number of CTAs that divide the keys of all sequences, for each group of heads.
+    num_ctas: the number of CTAs that divide the keys of all sequences, for each group of heads.
     """
 
     plan: DecodePlan
@@ -38,7 +38,7 @@ class ScheduledSizes:
     heads: int
     heads_kv: int
     len_q: int
-    columns: int
+    num_ctas: int
 
     def check(self, plan: DecodePlan, problem: Problem) -> None:
         """Raises ArgumentError if the plan or the sizes of a call differ."""
@@ -118,7 +118,9 @@ class Scheduler:
                 "decode_schedule is for keys in pages, whose lengths the device knows: declare page_size=..., or leave "
                 "it out, as splits follow from the sizes"
             )
-        refuse_varlen(self.spec, "decode_schedule", "leave it out, blocks share keys by their lengths")
+        refuse_varlen(
+            self.spec, "decode_schedule", "leave it out, the kernel splits keys by the lengths of the sequences"
+        )
         return forward_family(self.target).decode
 
     def make(
@@ -126,7 +128,7 @@ class Scheduler:
     ) -> DecodeSchedule:
         """Creates a schedule for these lengths. Raises ArgumentError if an argument does not fit."""
         decode, page_size = self._decode, self.spec.page_size or 1
-        seqused_k = self.engine.bring(seqused_k, "seqused_k")
+        seqused_k = self.engine.to_device(seqused_k, "seqused_k")
         library = self.engine.library(seqused_k, "seqused_k")
         lengths = library.view(seqused_k, "seqused_k")
         shape = tuple(page_table.shape)
@@ -141,7 +143,7 @@ class Scheduler:
         plan = self._choose_plan(decode, problem.heads_per_kv * len_q)
         problem = replace(problem, splits=num_splits(plan, self.spec, problem))
         sizes = ScheduledSizes(plan, problem.batch, heads, heads_kv, len_q, problem.splits)
-        with self.engine.on(device):
+        with self.engine.device_context(device):
             memory = library.empty((decode.schedule_size(self.spec, plan, problem),), "int32", device)
         schedule = DecodeSchedule(self, problem, sizes, memory, captures)
         self.fill(schedule, seqused_k, captures)
@@ -157,7 +159,7 @@ class Scheduler:
     def fill(self, schedule: DecodeSchedule, seqused_k: Any, captures: Mapping[str, Any]) -> None:
         """Launches the kernel that writes the schedule."""
         kernel, runner = self._get_runner(schedule.sizes.plan)
-        seqused_k = self.engine.bring(seqused_k, "seqused_k")
+        seqused_k = self.engine.to_device(seqused_k, "seqused_k")
         library = self.engine.library(seqused_k, "seqused_k")
         arrays = {"seqused_k": seqused_k}
         read = self._captures(kernel)
@@ -165,12 +167,12 @@ class Scheduler:
             if capture.name not in captures:
                 raise ArgumentError(f"capture {capture.name!r} is missing: which keys {self.spec.mask.name} needs")
             if capture.ndim:
-                arrays[member_name(capture)] = self.engine.bring(captures[capture.name], capture.name)
+                arrays[member_name(capture)] = self.engine.to_device(captures[capture.name], capture.name)
         views = {name: self.engine.library(array, name).view(array, name) for name, array in arrays.items()}
         device = self._check(views, library.view(schedule.memory, "decode_schedule"), schedule)
         numbers = {member_name(c): number(c, captures[c.name]) for c in read if not c.ndim}
         launch = self._launch(schedule, read, views)
-        with self.engine.on(device):
+        with self.engine.device_context(device):
             operands = self.engine.bind(arrays | {"schedule": schedule.memory})
             runner.launch(launch, operands, numbers, Place(library.stream(seqused_k), device))
 

@@ -20,7 +20,7 @@ from flashgen.attention.tile_lists import ListsLaunch
 from flashgen.attention.tuned_plans import TunedPlans, subscribe
 from flashgen.codegen.stages import Kernels
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.engines import Engine, Numbers, Operands, Place
+from flashgen.launch.engines import Engine, Operands, Place, ScalarArguments
 from flashgen.runtime.arrays import Library, View, give_back
 
 
@@ -73,11 +73,11 @@ class ForwardPass(Pass[_Prepared]):
         super().clear_cache()
 
     def _run(
-        self, prepared: _Prepared, call: Call, stream: int, operands: Operands, numbers: Numbers
+        self, prepared: _Prepared, call: Call, stream: int, operands: Operands, numbers: ScalarArguments
     ) -> Mapping[str, Any]:
         results = call.results or self._make_results(prepared.makers, call.wanted)
         if prepared.stages:
-            self.engine.add(results, operands)
+            self.engine.add_operands(results, operands)
             place = Place(stream, prepared.device)
             lists = self._lists(prepared, call, operands, numbers, place) if prepared.lists else NO_LISTS
             prepared.built.stages.launch(prepared.stages, operands, numbers, place, lists)
@@ -87,7 +87,7 @@ class ForwardPass(Pass[_Prepared]):
         return not prepared.lists
 
     def _lists(
-        self, prepared: _Prepared, call: Call, operands: Operands, numbers: Numbers, place: Place
+        self, prepared: _Prepared, call: Call, operands: Operands, numbers: ScalarArguments, place: Place
     ) -> Mapping[str, Operands]:
         """Returns the lists that the call was given, or creates those of its mask."""
         lister, lists = prepared.built.lister, prepared.lists

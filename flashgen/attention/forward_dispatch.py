@@ -77,13 +77,16 @@ class ForwardDispatch:
         self._kernels: KernelsByPlan[ForwardKernels] = KernelsByPlan()
 
     def clear_tuned(self) -> None:
-        """Looks for tuned plans on disk again."""
+        """Forgets which tuned plans were found, so that the next call looks on disk again."""
         self._kernels.clear_tuned()
 
-    def tuning_key(self, default: ForwardKernels, problem: Problem, device: int) -> tuple[Card, LengthClass]:
-        """Returns the kind of GPU and the class of call sizes under which a tuned plan is stored."""
-        card, lists = self._engine.card(device), default.lister is not None
-        plan, target = default.kernel.plan, default.kernel.target
+    def tuning_key(self, built: ForwardKernels, problem: Problem, device: int) -> tuple[Card, LengthClass]:
+        """Returns the kind of GPU and the class of call sizes under which a tuned plan is stored.
+
+        built: The kernels in whose place the tuned ones run.
+        """
+        card, lists = self._engine.card(device), built.lister is not None
+        plan, target = built.kernel.plan, built.kernel.target
         grouped = is_decode_plan(plan, target) and not lists  # lists are made before the number of KV heads is known
         return card, LengthClass.of(workload_of(problem, card), lists, grouped)
 
@@ -94,7 +97,7 @@ class ForwardDispatch:
 
     def choose(self, problem: Problem, device: int) -> ForwardKernels:
         """Returns the kernels for a call of these sizes, which has at least one score, on a device."""
-        built = self.untuned(problem, device)
+        built = self.decode_or_default(problem, device)
         if self.tuned:
             key = self.tuning_key(built, problem, device)
             tuned = self.tuned.for_kernel(built.kernel)
@@ -102,13 +105,16 @@ class ForwardDispatch:
             built = found or built
         return self._refined(built, problem, device) if self.by_sizes else built
 
-    def untuned(self, problem: Problem, device: int) -> ForwardKernels:
-        """Returns the kernels for such a call before tuned plans, packed heads and smaller tiles are considered."""
+    def decode_or_default(self, problem: Problem, device: int) -> ForwardKernels:
+        """Returns the decode kernels for calls of few queries over many keys, otherwise the default ones.
+
+        Tuned plans, packed heads and smaller tiles are not considered.
+        """
         plan = self.decode_plan(problem, device)
         if plan is None:
             return self.default
-        why_not = f"{{}} would split the keys and is not used, {self.default.kernel.name} is"
-        return self._available(plan, f"{show_command(plan, self._spec)} --what resources", why_not) or self.default
+        command = f"{show_command(plan, self._spec)} --what resources"
+        return self._available(plan, command, "split the keys", self.default) or self.default
 
     def decode_plan(self, problem: Problem, device: int) -> Plan | None:
         """Returns the decode plan if calls of these sizes take it."""
@@ -124,21 +130,27 @@ class ForwardDispatch:
         """
         if isinstance(num_splits, bool) or not isinstance(num_splits, int) or not 1 <= num_splits <= MAX_SPLITS:
             raise ArgumentError(f"num_splits={num_splits!r} must be an integer from 1 to {MAX_SPLITS}, or None")
-        refuse_varlen(self._spec, "num_splits", "leave it out, what a launch does follows from the lengths")
+        refuse_varlen(self._spec, "num_splits", "leave it out, the kernel splits keys by the sequences' lengths")
         if self._default_decodes:
             if self.default.kernel.plan.scheduled:
-                raise ArgumentError(f"num_splits={num_splits}: {self.default.kernel.plan} shares keys by their lengths")
+                raise ArgumentError(
+                    f"num_splits={num_splits}: {self.default.kernel.plan} splits keys by the lengths of the sequences"
+                )
             return self.default
-        return self._for_rows(problem, f"num_splits={num_splits}", "splits no keys")
+        return self._for_rows(problem, f"num_splits={num_splits}", "does not split keys")
 
     def for_schedule(self, problem: Problem, sizes: ScheduledSizes) -> ForwardKernels:
         """Returns the decode kernel for a call with a schedule: that of the given plan, or of the call's rows.
 
         Raises the errors of `for_splits`, and ArgumentError if the schedule was made for other sizes.
         """
-        refuse_varlen(self._spec, "decode_schedule", "leave it out, blocks share keys by their lengths")
-        given = not self.decodes and self._default_decodes and self.default.kernel.plan.scheduled
-        built = self.default if given else self._for_rows(problem, "decode_schedule", "takes none", scheduled=True)
+        refuse_varlen(self._spec, "decode_schedule", "leave it out, the kernel splits keys by the sequences' lengths")
+        is_given = not self.decodes and self._default_decodes and self.default.kernel.plan.scheduled
+        built = (
+            self.default
+            if is_given
+            else self._for_rows(problem, "decode_schedule", "takes no schedule", scheduled=True)
+        )
         sizes.check(built.kernel.plan, problem)
         return built
 
@@ -146,11 +158,15 @@ class ForwardDispatch:
     def _default_decodes(self) -> bool:
         return is_decode_plan(self.default.kernel.plan, self.default.kernel.target)
 
-    def _for_rows(self, problem: Problem, given: str, why: str, scheduled: bool = False) -> ForwardKernels:
-        """Returns the decode kernel for the number of query rows per KV head."""
+    def _for_rows(self, problem: Problem, argument: str, refusal: str, scheduled: bool = False) -> ForwardKernels:
+        """Returns the decode kernel for the number of query rows per KV head.
+
+        argument, refusal: For the error if calls take no decode kernels: the argument that needs one, and what the
+            kernel does instead.
+        """
         if not self.decodes:
             raise ArgumentError(
-                f"{given}: {self.default.kernel.name} {why}; compile without plan=... and "
+                f"{argument}: {self.default.kernel.name} {refusal}; compile without plan=... and "
                 "source=..., or with a plan of the decode kernel"
             )
         rows, target = problem.heads_per_kv * problem.len_q, self.default.kernel.target
@@ -169,18 +185,21 @@ class ForwardDispatch:
         of_default = kernel.plan == default_plan(self._spec, kernel.target)
         shown = show_command(plan, self._spec) + rules.show_option(plan, self._spec, kernel.target)
         command = f"{shown} --what resources" if of_default else "flashgen tune"
-        why_not = f"{{}} would fill the card better and is not used, {kernel.name} is"
-        return self._available(plan, command, why_not) or built
+        return self._available(plan, command, "fill the card better", built) or built
 
-    def _available(self, plan: Plan, command: str, why_not: str) -> ForwardKernels | None:
-        """Returns the kernels of a plan, or None after a warning, in which "{}" becomes the kernel's name."""
+    def _available(self, plan: Plan, command: str, advantage: str, otherwise: ForwardKernels) -> ForwardKernels | None:
+        """Returns the kernels of a plan, or None after a warning if one can be neither found nor compiled.
+
+        advantage: What they would do, for the warning. otherwise: The kernels that run in their place.
+        """
 
         def make() -> ForwardKernels | None:
             kernels = self._render(plan)
             try:
                 return self._build(kernels, command)
             except BuildError as error:
-                warn(_log, f"{why_not.format(kernels['forward'].name)}: {error}")
+                name, used = kernels["forward"].name, otherwise.kernel.name
+                warn(_log, f"{name} would {advantage} and is not used, {used} is: {error}")
                 return None
 
         return self._kernels.by_plan.get_or_make(plan, make)
@@ -205,5 +224,5 @@ def num_splits_of(kernel: RenderedKernel, spec: AttentionSpec, problem: Problem,
     if not splits_keys(kernel.plan):
         return 1
     if isinstance(splits, ScheduledSizes):
-        return splits.columns
+        return splits.num_ctas
     return splits or dispatch.num_splits(kernel.plan, spec, problem)

@@ -66,8 +66,10 @@ def merge_states(outs: Sequence[Any], lses: Sequence[Any], *, layout: str = "bhs
         raise ArgumentError(f"{len(outs)} outputs and {len(lses)} LSEs: give as many of each, 2 to {MAX_PARTIALS}")
     engine: Engine = Emulator() if emulate else Gpu()
     library = engine.library(outs[0], "outs[0]")
-    if library is engine.copied:
-        merged = merge_states([engine.bring(out) for out in outs], [engine.bring(lse) for lse in lses], layout=layout)
+    if library is engine.host_library:
+        merged = merge_states(
+            [engine.to_device(out) for out in outs], [engine.to_device(lse) for lse in lses], layout=layout
+        )
         return Merged(*(engine.fetch(array) for array in merged))
     names = [f"out{i}" for i in range(len(outs))] + [f"lse{i}" for i in range(len(lses))]
     arrays = dict(zip(names, [*outs, *lses], strict=True))
@@ -80,7 +82,7 @@ def merge_states(outs: Sequence[Any], lses: Sequence[Any], *, layout: str = "bhs
         "o": library.maker(first.shape, first.dtype, device)(),
         "lse": library.maker(BATCH_LAYOUTS[layout].lse_shape(first.shape), "float32", device)(),
     }
-    with engine.on(device):
+    with engine.device_context(device):
         place = Place(library.stream(outs[0]), device)
         _launch(engine, views["out0"], len(outs), layout, {**arrays, **results}, place)
     return Merged(**{"out" if name == "o" else name: array for name, array in give_back(library, results).items()})

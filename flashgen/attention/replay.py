@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flashgen.attention.stages import COUNTERS, PreparedStages
-from flashgen.launch.engines import Gpu, Numbers, Place
+from flashgen.launch.engines import Gpu, Place, ScalarArguments
 from flashgen.launch.memory import Block
 
 _NULL = ""  # the first position, which holds a null pointer for arrays that the call does not have
@@ -43,11 +43,11 @@ class Replay:
             for stage in stages.stages
         )
 
-    def __call__(self, addresses: Sequence[int], stream: int, numbers: Numbers) -> list[Any] | None:
+    def __call__(self, addresses: Sequence[int], stream: int, numbers: ScalarArguments) -> list[Any] | None:
         """Launches like `launch`; returns None if another device is the current one."""
         return self.launch(addresses, stream, numbers) if self._engine.is_current(self._place.device) else None
 
-    def launch(self, addresses: Sequence[int], stream: int, numbers: Numbers) -> list[Any]:
+    def launch(self, addresses: Sequence[int], stream: int, numbers: ScalarArguments) -> list[Any]:
         """Launches, and returns the results in the order of their makers. The arrays' device must be the current one.
 
         addresses: of the arrays, which the caller keeps alive. numbers: by their names in the structs.

@@ -12,7 +12,7 @@ from flashgen.attention.problem import Problem
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.stages import Kernels
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.engines import Engine, Launch, Numbers, Operands, Place, Runner
+from flashgen.launch.engines import Engine, Launch, Operands, Place, Runner, ScalarArguments
 from flashgen.launch.memory import Workspace
 from flashgen.runtime.arrays import Library, View
 
@@ -62,7 +62,7 @@ class BuiltStages:
         )
         memory = workspaces(self.kernels, problem, captured)
         workspace = self.engine.workspace(memory, library, device) if memory else None
-        return PreparedStages(stages, workspace, max((stage.launch.counts for stage in stages), default=0))
+        return PreparedStages(stages, workspace, max((stage.launch.num_counters for stage in stages), default=0))
 
     def _launch_of(self, kernel: RenderedKernel, problem: Problem, captured: Mapping[str, View]) -> Launch:
         for name in (kernel.counts_elements, *(space.of_capture for space in kernel.workspaces)):
@@ -74,7 +74,7 @@ class BuiltStages:
         self,
         prepared: PreparedStages,
         operands: Operands,
-        numbers: Numbers,
+        numbers: ScalarArguments,
         place: Place,
         lists: Mapping[str, Operands] = NO_LISTS,
     ) -> None:

@@ -22,7 +22,7 @@ from flashgen.language.indexed_sizes import position_of
 from flashgen.language.layouts import BlockLayout
 from flashgen.language.operations import KEY, LONGEST, MAX_HEADS, QUERY, FloorDiv, Load
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.engines import Engine, Launch, Numbers, Operands, Place
+from flashgen.launch.engines import Engine, Launch, Operands, Place, ScalarArguments
 from flashgen.launch.memory import Memory, Workspace
 from flashgen.runtime import gpu
 from flashgen.runtime.arrays import Library, View, library_of
@@ -120,7 +120,7 @@ class TileLister:
         return list_shape(self.spec, self.kernel.plan, self.direction, problem)
 
     def lists_for_call(
-        self, prepared: ListsLaunch, problem: Problem, operands: Operands, numbers: Numbers, place: Place
+        self, prepared: ListsLaunch, problem: Problem, operands: Operands, numbers: ScalarArguments, place: Place
     ) -> Operands:
         """Returns the lists of a call, created on its stream. Lists of a mask without captures are cached by lengths.
 
@@ -147,7 +147,7 @@ class TileLister:
         views = {name: library_of(array, name).view(array, name) for name, array in arrays.items()}
         device = _one_device(views)
         if device is not None and not self.engine.is_current(device):
-            with self.engine.on(device):
+            with self.engine.device_context(device):
                 return self.make(len_q, len_k, batch, heads, captures)
         for capture in self._captures:
             if capture.ndim:
@@ -166,7 +166,7 @@ class TileLister:
                 lists = self._make_spaced(prepared, problem, members, numbers, place)
             else:
                 lists = self._make_compact(problem, views, members, library, numbers, place)
-            self.engine.wait(place)
+            self.engine.synchronize(place)
             return lists
 
         return fill() if self._captures else self._cached(problem, shape, place, fill)
@@ -205,14 +205,14 @@ class TileLister:
         Each stream has its own entries. The lists of another stream might not be complete yet. And if an entry is
         evicted while a launch reads it, its memory is reused in the order of its own stream only.
         """
-        key = (problem.len_q, problem.len_k, shape.batch, shape.heads, place.device, self.engine.stream(place))
+        key = (problem.len_q, problem.len_k, shape.batch, shape.heads, place.device, self.engine.stream_key(place))
         return self._cache.get_or_make(key, make)
 
     def _lists(self, problem: Problem, arrays: Mapping[str, Any]) -> TileLists:
         own = (arrays["counts"], arrays["offsets"], arrays["entries"])
         return TileLists(self.spec.mask.expression, self.tile, problem.len_q, problem.len_k, *own, self.direction)
 
-    def _launch(self, launch: Launch, operands: Operands, numbers: Numbers, place: Place) -> None:
+    def _launch(self, launch: Launch, operands: Operands, numbers: ScalarArguments, place: Place) -> None:
         if all(launch.grid):
             self._runner.launch(launch, operands, numbers, place)
 
@@ -249,16 +249,18 @@ class TileLister:
         """Returns the captured arrays on the device of the engine."""
         device = self.engine.array_device()  # raises LaunchError if there is no GPU
         arrays = {c.name: _plain(captures[c.name], device) for c in self._captures if c.ndim}
-        return {name: self.engine.bring(array, name) for name, array in arrays.items()}
+        return {name: self.engine.to_device(array, name) for name, array in arrays.items()}
 
     def _make_spaced(
-        self, prepared: ListsLaunch, problem: Problem, members: _Arrays, numbers: Numbers, place: Place
+        self, prepared: ListsLaunch, problem: Problem, members: _Arrays, numbers: ScalarArguments, place: Place
     ) -> TileLists:
         arrays = _empty(_memory(prepared.shape), prepared.library, place)
         self._launch(prepared.launch, self.engine.bind(arrays | members), numbers, place)
         return self._lists(problem, arrays)
 
-    def _make_persistent(self, prepared: ListsLaunch, problem: Problem, numbers: Numbers, place: Place) -> TileLists:
+    def _make_persistent(
+        self, prepared: ListsLaunch, problem: Problem, numbers: ScalarArguments, place: Place
+    ) -> TileLists:
         """Creates lists for later calls, in memory outside of the pools of CUDA graphs."""
         arrays = self.engine.allocate_persistent(_memory(prepared.shape), place)
         self._launch(prepared.launch, self.engine.bind(arrays), numbers, place)
@@ -270,7 +272,7 @@ class TileLister:
         views: Mapping[str, View],
         members: _Arrays,
         library: Library,
-        numbers: Numbers,
+        numbers: ScalarArguments,
         place: Place,
     ) -> TileLists:
         count, fill = (launch_of(self.kernel, self.spec, problem, views, spacing=spacing) for spacing in (1, 0))

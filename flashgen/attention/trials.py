@@ -139,7 +139,7 @@ class Bench:
             gpu.compute_capability()  # raises LaunchError if there is no GPU
             if not default_cache().jit:
                 raise BuildError("tuning compiles kernels, which FLASHGEN_JIT=0 forbids: unset it, or set it to 1")
-        bring = engine.bring if self.on_gpu else lambda value: value
+        bring = engine.to_device if self.on_gpu else lambda value: value
         self._inputs = {name: bring(array) for name, array in inputs.items()}
         self.captures = {name: bring(value) for name, value in captures.items()}
         self.q = self._inputs["q"]

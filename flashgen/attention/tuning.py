@@ -70,7 +70,7 @@ def tune(
     with bench.on_input_stream():
         problem, device = bench.problem(), bench.device()
         check_sizes(problem)
-        own = dispatch.untuned(problem, device)
+        own = dispatch.decode_or_default(problem, device)
         default = trials.create(_stages_of(own, forward))
         default.run()  # raises for wrong arguments before more is compiled
         key, main = dispatch.tuning_key(own, problem, device), own.kernel

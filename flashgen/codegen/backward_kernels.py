@@ -129,7 +129,7 @@ DQ_ADDED = Field(
     "unsigned*", "dq_added", comment="(batch, heads): work tiles whose dQ has been added; 0 before a launch"
 )
 PART_SEMAPHORE = Field("unsigned*", "part_semaphore", comment="(split key tile, warp): the split that adds next")
-ROWS = Field("int", "rows", comment="len_q, rounded up to whole tiles")
+ROWS = Field("int", "rows", comment="len_q, rounded up to whole tiles (seqlen_q_rounded of FlashAttention)")
 KEYS = Field("int", "keys", comment="len_k, rounded up to whole tiles")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -14,6 +15,9 @@ from flashgen.codegen.targets import Target
 from flashgen.templates_path import template_root
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+_COMMENT = re.compile(r"^( *)// \S.*\n(?:\1// \S.*\n)*", re.MULTILINE)
+_COLUMNS = 120
+_MAX_SLACK = 24  # columns that a line of a comment leaves free although the next word fits
 
 
 @cache
@@ -98,6 +102,29 @@ def primitives_for(text: str, target: Target, sizes: Mapping[str, Any] | None = 
 
 
 def tidy(text: str) -> str:
-    """Removes trailing blanks, repeated empty lines, and empty lines after { or before }."""
+    """Removes trailing blanks, repeated empty lines, and empty lines after { or before }, and wraps comments.
+
+    Comments that templates assemble have lines that are too long or too short. The header, the text before the first
+    empty line, keeps its lines.
+    """
     text = re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+\n", "\n", text)).strip() + "\n"
-    return re.sub(r"\n\n( +\})", r"\n\1", re.sub(r"\{\n\n", "{\n", text))
+    text = re.sub(r"\n\n( +\})", r"\n\1", re.sub(r"\{\n\n", "{\n", text))
+    header, separator, body = text.partition("\n\n")
+    return header + separator + _COMMENT.sub(_wrap_comment, body)
+
+
+def _wrap_comment(comment: re.Match[str]) -> str:
+    """Returns a comment of whole lines with at most 120 columns. Tables and comments that fit keep their lines."""
+    lines, start = comment[0].splitlines(), comment[1] + "// "
+    words = [line.removeprefix(start).split(" ", 1)[0] for line in lines[1:]]
+    is_short = any(
+        line[-1] not in ".:;" and len(line) + 1 + len(word) <= _COLUMNS - _MAX_SLACK
+        for line, word in zip(lines, words, strict=False)
+    )
+    if any("   " in line.strip() or "----" in line for line in lines) or not (
+        is_short or max(map(len, lines)) > _COLUMNS
+    ):
+        return comment[0]
+    content = " ".join(line.removeprefix(start) for line in lines)
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(content, _COLUMNS, initial_indent=start, subsequent_indent=start, **options) + "\n"

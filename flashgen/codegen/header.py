@@ -16,15 +16,15 @@ _ONLINE_SOFTMAX = (  # names of the softmax state in the kernel and in the paper
 )
 _DOES = {
     "preprocess": "Computes the base-2 LSE and D = rowsum(dO * O) - dLSE of each row.",
-    "dkdv": "Computes dK and dV{}; a block iterates over the queries of a key tile.",
-    "dkdv of a head split": "Accumulates dK and dV{}; a block iterates over the queries of one head for a key tile.",
+    "dkdv": "Computes dK and dV{}; a CTA iterates over the queries of a key tile.",
+    "dkdv of a head split": "Accumulates dK and dV{}; a CTA iterates over the queries of one head for a key tile.",
     "postprocess": "Converts the dQ accumulator to dQ.",
     "postprocess_dk": "Converts dK from the sums over the query heads of a KV head.",
     "postprocess_dv": "Converts dV from the sums over the query heads of a KV head.",
-    "dq": "Computes dQ; a block iterates over the keys of a query tile.",
+    "dq": "Computes dQ; a CTA iterates over the keys of a query tile.",
     "sink": "Computes the gradient of the sinks from the LSE and D of each row.",
     "d_": "Converts the accumulated gradient of a captured array to its type.",
-    "dense": "Computes the gradient of a captured array; a block iterates over the heads and batches that read a tile.",
+    "dense": "Computes the gradient of a captured array; a CTA iterates over the heads and batches that read a tile.",
 }
 _BLOCKS = {  # the tile and the head of a block; {tile} is what the batch layout calls a tile of a sequence
     "preprocess": ("group of rows", "query head"),
@@ -77,7 +77,7 @@ def header(
     """Returns the header comment of a forward kernel.
 
     Args:
-        grid: The grid in words; "" for one block per tile, head and sequence.
+        grid: The grid in words; "" for one CTA per tile, head and sequence.
         beside: A further line about the algorithm, after the online softmax.
         cost: None selects `forward_cost`.
         options: Options of the `flashgen show` command, in addition to those of the plan.
@@ -90,7 +90,7 @@ def header(
         [f"flashgen: {title}, {spec.name}"],
         [*_facts(spec, target, target.family, "; heads_q a multiple of heads_kv"), f"plan     {plan.summary(spec)}"],
         [*method, *_costs(cost)],
-        grid or f"one block per {tiles}",
+        grid or f"one CTA per {tiles}",
         f"{show_command(plan, spec)}{options} --target {target.name} {shlex.quote(spec.to_json())}",
     )
 
@@ -121,8 +121,8 @@ def backward_header(
     which += " --heads-apart" if apart else ""
     does = _DOES[kind].format("" if dq_apart else ", and dQ" if finishes else ", and accumulates dQ")
     persistent = part == "dkdv" and plan is not None and plan.persistent
-    per = "persistent, one block per multiprocessor; work tiles are" if persistent else "one block per"
-    per = "persistent, as many blocks as run at once; work tiles are" if kind == "dense" else per
+    per = "persistent, one CTA per multiprocessor; work tiles are" if persistent else "one CTA per"
+    per = "persistent, as many CTAs as run at once; work tiles are" if kind == "dense" else per
     divided = [f"plan     {plan.summary(shared_bytes)}"] if plan else []
     return _comment(
         [f"flashgen: attention backward, {part}, {spec.name}", does],

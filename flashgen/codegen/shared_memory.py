@@ -225,7 +225,7 @@ class SharedMemoryLayout:
         return "\n".join([*self._comment(), *declared, *checks])
 
     def _comment(self) -> Iterator[str]:
-        yield f"// Shared memory of a block, {self.total_bytes} bytes, by offset:"
+        yield f"// Shared memory of a CTA, {self.total_bytes} bytes, by offset:"
         for buffer in self.buffers:
             copies = f"{buffer.copies.value} x " if buffer.copies else ""
             parts = f" ({_list_of(buffer)})" if buffer.parts else ""

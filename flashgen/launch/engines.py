@@ -28,7 +28,8 @@ _EMULATED = gpu.Card("emulator", multiprocessors=3)  # few and odd, so that one 
 Arrays = Mapping[str, Any]
 Operands = Any
 """The operands of launches, by the names of the structs' pointers: addresses on a GPU, arrays on the emulator."""
-Numbers = Mapping[str, int | float]
+ScalarArguments = Mapping[str, int | float]
+"""The scalar arguments of a launch, by the names of the structs' members."""
 
 
 class Place(NamedTuple):
@@ -42,28 +43,34 @@ class Place(NamedTuple):
 class Launch:
     """A kernel's grid and the writer of its arguments.
 
-    counts: the number of counters that its CTAs use. idle: parameter buffers of earlier launches on a GPU that are free
-    for reuse; there are at most as many as threads that ever launched at the same time.
+    num_counters: the number of counters that its CTAs use. idle: parameter buffers of earlier launches on a GPU that
+    are free for reuse; there are at most as many as threads that ever launched at the same time.
     """
 
     grid: tuple[int, int, int]
     writer: ArgumentWriter
-    counts: int = 0
+    num_counters: int = 0
     idle: list[gpu.Parameters] = field(default_factory=list, compare=False, repr=False)
 
     def by_position(self, positions: Mapping[str, int]) -> Launch:
-        """Returns a launch that takes a list of addresses, and shares the parameters. positions: in it, by name."""
+        """Returns a launch that takes a list of addresses, and shares the parameter buffers.
+
+        positions: the index of each pointer's address in that list, by the pointer's name.
+        """
         return replace(self, writer=self.writer.by_position(positions))
 
 
 class Runner(Protocol):
     """A built kernel, ready to be launched."""
 
-    def launch(self, launch: Launch, operands: Operands, numbers: Numbers, place: Place) -> None: ...
+    def launch(self, launch: Launch, operands: Operands, numbers: ScalarArguments, place: Place) -> None: ...
 
 
 def build(kernel: RenderedKernel, prebuild: str) -> Entry:
-    """Returns the kernel's binary for its target, from the release folder or the cache, or compiled now."""
+    """Returns the kernel's binary for its target, from the release folder or the cache, or compiles it.
+
+    prebuild: the command that builds it ahead of time, for the error message if it cannot be compiled here.
+    """
     return default_cache().load_or_compile(kernel.name, kernel.source, kernel.target.architecture, prebuild=prebuild)
 
 
@@ -85,7 +92,7 @@ class GpuRunner:
             )
         return gpu.GpuKernel(self.entry.cubin, self._kernel.entry, self._kernel.threads, self._kernel.shared_bytes)
 
-    def launch(self, launch: Launch, operands: Addresses | list[int], numbers: Numbers, place: Place) -> None:
+    def launch(self, launch: Launch, operands: Addresses | list[int], numbers: ScalarArguments, place: Place) -> None:
         try:
             parameters = launch.idle.pop()
         except IndexError:  # testing for emptiness first would race with other threads
@@ -106,7 +113,7 @@ class EmulatorRunner:
         self._kernel, self._schedule = kernel, schedule
         self._compiled = compile_host(kernel.source, kernel.entry, sanitize)
 
-    def launch(self, launch: Launch, operands: Arrays, numbers: Numbers, place: Place) -> None:
+    def launch(self, launch: Launch, operands: Arrays, numbers: ScalarArguments, place: Place) -> None:
         from flashgen.runtime import emulator
 
         writer = launch.writer
@@ -128,11 +135,11 @@ class Gpu:
     library = staticmethod(library_of)
 
     def operands(self, arrays: dict[str, Any], addresses: Addresses) -> Operands:
-        """Returns the operands of a call's arrays, which have these addresses."""
+        """Returns the operands that launches of this engine take for a call: here the addresses of its arrays."""
         return addresses
 
-    def add(self, arrays: Arrays, operands: Operands) -> None:
-        """Adds the addresses of new arrays. The caller keeps the arrays alive until the launch."""
+    def add_operands(self, arrays: Arrays, operands: Operands) -> None:
+        """Adds the addresses of arrays that are not in `operands`. The caller keeps arrays alive until the launch."""
         for name, array in arrays.items():
             if name not in operands:
                 operands[name] = library_of(array, name).pointer(array)
@@ -140,7 +147,7 @@ class Gpu:
     def bind(self, arrays: Arrays) -> Operands:
         """Returns operands of these arrays only, which it keeps alive."""
         operands = Addresses()
-        self.add(arrays, operands)
+        self.add_operands(arrays, operands)
         operands.owners = tuple(arrays.values())
         return operands
 
@@ -151,11 +158,11 @@ class Gpu:
     measures: ClassVar[bool] = True
     """Whether timing its launches measures a GPU."""
 
-    copied: ClassVar[Library | None] = NUMPY
-    """The library with arrays that are copied to the device of the kernels, and results back; None for none."""
+    host_library: ClassVar[Library | None] = NUMPY
+    """Arrays of this library are copied to the device, and results are copied back. None if no arrays are."""
 
     def empty(self) -> Any:
-        """Returns an array without elements, of the library that allocates if a call has no array to tell which."""
+        """Returns an array without elements. Its library allocates the results of calls without arrays."""
         return gpu.cupy().empty(0)
 
     def allocate_persistent(self, memory: Mapping[str, Memory], place: Place) -> dict[str, Any]:
@@ -173,8 +180,8 @@ class Gpu:
                 arrays[name] = cupy.ndarray(each.shape, each.dtype, cupy.cuda.MemoryPointer(unpooled, 0))
         return arrays
 
-    def bring(self, array: Any, argument: str = "") -> Any:
-        """Returns an array on the device of the kernels: copies NumPy arrays, and returns other values unchanged."""
+    def to_device(self, array: Any, argument: str = "") -> Any:
+        """Copies a NumPy array to the device of the kernels, and returns other values unchanged."""
         return on_gpu(array) if isinstance(array, np.ndarray) else array
 
     def fetch(self, array: Any, into: Any = None) -> Any:
@@ -190,11 +197,11 @@ class Gpu:
         """Whether a device is the current one."""
         return gpu.current_device() == device
 
-    def on(self, device: int) -> AbstractContextManager[Any]:
+    def device_context(self, device: int) -> AbstractContextManager[Any]:
         """Returns a context manager that makes a device the current one."""
         return gpu.cupy().cuda.Device(device)
 
-    def wait(self, place: Place) -> None:
+    def synchronize(self, place: Place) -> None:
         """Waits until the launches on a stream have finished, so that any stream may use their results."""
         gpu.stream_object(place.stream).synchronize()
 
@@ -208,7 +215,7 @@ class Gpu:
         return gpu.current_device()
 
     def array_device(self) -> int | None:
-        """Returns the GPU that arrays are brought to, None for the CPU. Raises LaunchError if a GPU is missing."""
+        """Returns the GPU that `to_device` copies to, None for the CPU. Raises LaunchError if a GPU is missing."""
         return self.current_device()
 
     def card(self, device: int) -> gpu.Card:
@@ -219,8 +226,8 @@ class Gpu:
         """Returns the operand of `count` uint32 counters for the next launch. They are 0 before and after a launch."""
         return counters(place.device).for_launch(place.stream, count).data.ptr
 
-    def stream(self, place: Place) -> Hashable:
-        """Returns the identity of a stream, which only launches on that stream share."""
+    def stream_key(self, place: Place) -> Hashable:
+        """Returns a key of caches for a stream, which only launches on that stream share."""
         return identity(place.stream)
 
     def is_captured(self, place: Place) -> bool:
@@ -264,7 +271,7 @@ class Emulator:
     def operands(self, arrays: dict[str, Any], addresses: Addresses) -> Operands:
         return arrays
 
-    def add(self, arrays: Arrays, operands: Operands) -> None:
+    def add_operands(self, arrays: Arrays, operands: Operands) -> None:
         operands.update(arrays)
 
     def bind(self, arrays: Arrays) -> Operands:
@@ -275,7 +282,7 @@ class Emulator:
 
     measures: ClassVar[bool] = False
 
-    copied: ClassVar[Library | None] = None
+    host_library: ClassVar[Library | None] = None
 
     def empty(self) -> Any:
         return np.empty(0)
@@ -284,7 +291,7 @@ class Emulator:
         """Allocates arrays that outlive the call."""
         return {name: np.empty(each.shape, each.dtype) for name, each in memory.items()}
 
-    def bring(self, array: Any, argument: str = "") -> Any:
+    def to_device(self, array: Any, argument: str = "") -> Any:
         self.library(array, argument)  # raises ArgumentError for arrays that the emulator cannot read
         return array
 
@@ -294,10 +301,10 @@ class Emulator:
     def is_current(self, device: int) -> bool:
         return True
 
-    def on(self, device: int) -> AbstractContextManager[Any]:
+    def device_context(self, device: int) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def wait(self, place: Place) -> None:
+    def synchronize(self, place: Place) -> None:
         """Does nothing: launches on the emulator are synchronous."""
 
     def multiprocessors(self, device: int) -> int:
@@ -315,7 +322,7 @@ class Emulator:
     def counter(self, place: Place, count: int) -> Any:
         return np.zeros(count, np.uint32)
 
-    def stream(self, place: Place) -> Hashable:
+    def stream_key(self, place: Place) -> Hashable:
         return place.stream
 
     def is_captured(self, place: Place) -> bool:

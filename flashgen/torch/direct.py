@@ -20,7 +20,7 @@ from flashgen.attention.call import Call
 from flashgen.attention.call_pass import Pass
 from flashgen.attention.replay import Replay
 from flashgen.launch.argument_writer import Addresses
-from flashgen.launch.engines import Numbers
+from flashgen.launch.engines import ScalarArguments
 from flashgen.runtime.arrays import TORCH
 from flashgen.torch.tensors import Tensor
 
@@ -44,7 +44,7 @@ _WITH_RESULTS = {
 _SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")  # of a varlen batch: after the inputs, and before d_lse
 _stream = TORCH.stream
 _address = torch.Tensor.data_ptr
-NO_NUMBERS: Numbers = {}
+NO_NUMBERS: ScalarArguments = {}
 Names = tuple[str, ...]
 Tensors = tuple[Tensor, ...]
 
@@ -54,7 +54,7 @@ class _Kind(NamedTuple):
 
     names: Names
     call: Call
-    numbers: Numbers
+    numbers: ScalarArguments
 
 
 class _RecentLaunch(NamedTuple):
@@ -73,7 +73,7 @@ def forward(
     v: Tensor,
     with_lse: bool,
     into: tuple[Tensor, Tensor] | None = None,
-    numbers: Numbers = NO_NUMBERS,
+    numbers: ScalarArguments = NO_NUMBERS,
     sequences: Sequence[Tensor] = (),
 ) -> Any:
     """Returns the output, or a pair with the LSE, if the launch cache has a call like this one.
@@ -101,7 +101,7 @@ def backward(
     attention: Attention,
     read: Read,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
-    numbers: Numbers = NO_NUMBERS,
+    numbers: ScalarArguments = NO_NUMBERS,
     sequences: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Returns the gradients of q, k and v if the launch cache has a call like this one.
@@ -132,7 +132,7 @@ def backward_of_shared(
     return _replay(attention.backward_pass, names, tensors, _SHARED_GRADIENTS, None, NO_NUMBERS)
 
 
-def numbers_of(attention: Attention, captures: Mapping[str, Any]) -> Numbers:
+def numbers_of(attention: Attention, captures: Mapping[str, Any]) -> ScalarArguments:
     """Returns the captured numbers as kernels of both passes take them. All captures must be numbers."""
     return attention.forward.numbers(captures)
 
@@ -168,7 +168,7 @@ def _replay(
     tensors: Tensors,
     call: Call,
     into: Tensors | None,
-    numbers: Numbers,
+    numbers: ScalarArguments,
 ) -> Sequence[Tensor] | None:
     """Returns the results of a call that hits the launch cache; None on a miss or on another device.
 

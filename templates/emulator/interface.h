@@ -66,7 +66,7 @@ void copy_sync(u32 shared_destination, const void* global_source, u32 bytes, boo
 // ---- mbarriers (mbarriers.cpp); `barrier` is a shared address ----
 void mbarrier_init(u32 barrier, u32 arrivals, Site site);
 void mbarrier_fence_init();
-void mbarrier_expect_bytes(u32 barrier, u32 bytes, Site site);
+void mbarrier_arrive_expect_bytes(u32 barrier, u32 bytes, Site site);
 void mbarrier_arrive(u32 barrier, Site site);
 void mbarrier_wait(u32 barrier, u32 parity, Site site);
 

@@ -108,7 +108,7 @@ void mbarrier_arrive(u32 address, Site site) {
   hesitate(site);
 }
 
-void mbarrier_expect_bytes(u32 address, u32 bytes, Site site) {
+void mbarrier_arrive_expect_bytes(u32 address, u32 bytes, Site site) {
   Thread& self = running_thread();
   MBarrier& barrier = mbarrier_at(self, address, site, __builtin_return_address(0));
   if (bytes > u32(kMaxBytes) || barrier.bytes + int(bytes) > kMaxBytes)

@@ -60,7 +60,7 @@ class ByAddress(Emulator):
         return Gpu().operands(arrays, addresses)
 
     def add(self, arrays: Mapping[str, Any], operands: Any) -> None:
-        Gpu().add(arrays, operands)
+        Gpu().add_operands(arrays, operands)
         self.known.update({operands[name]: array for name, array in arrays.items()})
 
     def bind(self, arrays: Mapping[str, Any]) -> Any:

@@ -123,7 +123,7 @@ def test_which_masks_are_read_for_each_score(options: dict[str, Any]) -> None:
 def test_text_loads_elements_of_tiles_that_the_mask_cuts(target: str) -> None:
     spec = fg.AttentionSpec(64, mask=by_score)
     forward = forward_kernels(spec, TARGETS[target])["forward"].source
-    loads = "full(step)) load_pairs(pairs" if target == "sm_80" else "if (!tiles.full(step) && reads_tile("
+    loads = "full(step)) load_pairs(pairs" if target == "sm_80" else "if (!tiles.full(step) && can_copy_tile("
     assert loads in forward and "mask_mod(kept_of(pairs.element0[n / 2], n % 2)" in forward
     backward = backward_kernels(spec, TARGETS[target])["dkdv"].source
     exchange = "transpose_pairs(pairs);" if target == "sm_80" else "load_matrix_x4_transposed(words,"

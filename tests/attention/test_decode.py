@@ -230,7 +230,7 @@ def test_a_plan_of_the_caller_is_used() -> None:
     decode = attention.compile(CAUSAL, emulate=True, plan=PLAN)
     assert decode.plan_for(500, 20) == PLAN == decode.plan
     assert_right(CAUSAL, Shape(70, 40, 1, 2, 1), None, plan=PLAN)
-    with pytest.raises(ArgumentError, match=r"num_splits=2: fwd-sm80-.* splits no keys; compile without plan="):
+    with pytest.raises(ArgumentError, match=r"num_splits=2: fwd-sm80-.* does not split keys; compile without plan="):
         call(forward, random_inputs(CAUSAL, Shape(1, 300)), num_splits=2)
 
 

@@ -150,7 +150,7 @@ def test_more_work_units_than_threads_of_the_scheduling_block(monkeypatch: pytes
     plan = DecodePlan(16, 16, 1, 2, scheduled=True)
     compiled = Attention(spec, target_named("sm_80"), Emulator(), plan)
     schedule = schedule_of(compiled, inputs)
-    assert schedule.sizes.columns > 256
+    assert schedule.sizes.num_ctas > 256
     for given in (None, schedule):
         found = call(compiled, inputs, decode_schedule=given)
         assert judged(spec, inputs.q, inputs.k, inputs.v, *found, inputs.captures).ok
@@ -180,13 +180,13 @@ def test_work_units_are_equal_and_cover_every_tile_once(lengths: tuple[int, ...]
     compiled = attention.compile(CAUSAL, target="sm_80", emulate=True)
     schedule = schedule_of(compiled, inputs_of(CAUSAL, lengths))
     sizes, memory = schedule.sizes, schedule.memory
-    runs = memory[: sizes.columns * INTS_PER_WORK_UNIT].reshape(-1, INTS_PER_WORK_UNIT)
-    starts = memory[sizes.columns * INTS_PER_WORK_UNIT :]
+    runs = memory[: sizes.num_ctas * INTS_PER_WORK_UNIT].reshape(-1, INTS_PER_WORK_UNIT)
+    starts = memory[sizes.num_ctas * INTS_PER_WORK_UNIT :]
     tiles = np.maximum(-(-np.asarray(lengths) // sizes.plan.tile_k), 1)
     np.testing.assert_array_equal(np.diff(starts), tiles + sizes.plan.tile_overhead)
     assert starts[0] == 0 and len(set(runs[:, 2])) == 1
     length = int(runs[0, 2])
-    assert length == max(-(-int(starts[-1]) // sizes.columns), sizes.plan.warps)
+    assert length == max(-(-int(starts[-1]) // sizes.num_ctas), sizes.plan.warps)
     for column, (start, stop, _, unit) in enumerate(runs.tolist()):
         later = [u for u in range(len(tiles)) if starts[u] + tiles[u] > column * length]
         assert unit == (later[0] if later else len(tiles)), (
@@ -289,10 +289,10 @@ def test_invalid_schedules_are_refused() -> None:
     with pytest.raises(ArgumentError, match="decode_schedule is for keys in pages"):
         schedule_of(plain, inputs)
     split = attention.compile(CAUSAL, target="sm_80", emulate=True, plan=DecodePlan(16, 16, 2, 2))
-    with pytest.raises(ArgumentError, match="takes none; compile without plan="):
+    with pytest.raises(ArgumentError, match="takes no schedule; compile without plan="):
         call(split, inputs, decode_schedule=schedule)
     shared = attention.compile(CAUSAL, target="sm_80", emulate=True, plan=PLAN)
-    with pytest.raises(ArgumentError, match=r"num_splits=2: DecodePlan\(.*\) shares keys by their lengths"):
+    with pytest.raises(ArgumentError, match=r"num_splits=2: DecodePlan\(.*\) splits keys by the lengths of"):
         call(shared, inputs, num_splits=2)
 
 

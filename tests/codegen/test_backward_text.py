@@ -163,7 +163,7 @@ def test_tiles_that_read_one_element_have_separate_scores(target: str) -> None:
     clipped, endless = fg.relative_bias("table", 24), fg.alibi("slopes")
     for score, alike in ((clipped, True), (endless, False)):
         text = keys_of(fg.AttentionSpec(64, score=score), target)
-        assert ("recompute_p_and_ds<Tests::kUniform>" in text or "recompute_p<Tests::kUniform>" in text) == alike
+        assert ("recompute_p_and_ds<Masking::kUniform>" in text or "recompute_p<Masking::kUniform>" in text) == alike
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])

@@ -44,7 +44,7 @@ def registers(dtype: str, width: int) -> str:
 USES = {
     "mbarrier_init(arguments.barrier, 3);": "mbarrier.init",
     "mbarrier_fence_init();": "fence.mbarrier_init",
-    "mbarrier_expect_bytes(arguments.barrier, 128);": "SYNCS.*ARRIVE",
+    "mbarrier_arrive_expect_bytes(arguments.barrier, 128);": "SYNCS.*ARRIVE",
     "mbarrier_arrive(arguments.barrier);": "SYNCS.*ARRIVE",
     "mbarrier_wait(arguments.barrier, 1);": "SYNCS.*TRYWAIT",
     f"tma_load_4d(arguments.bytes, {BOX});": "UTMALDG.4D",

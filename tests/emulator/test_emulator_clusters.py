@@ -46,7 +46,7 @@ FAULTS = [
     ("mbarrier_wait(empty, parity ^ 1);", "", "over-arrival|wrong byte count"),
     ("mbarrier_wait(full, parity);", "", "over-arrival|wrong byte count|deadlock"),
     ("remote_arrive(remote_address(empty, peer))", "", "(?s)deadlock: .*block 1 of the cluster"),
-    ("mbarrier_expect_bytes(full, 1024);", "mbarrier_arrive(full);", "byte count"),
+    ("mbarrier_arrive_expect_bytes(full, 1024);", "mbarrier_arrive(full);", "byte count"),
     ("remote_store_16(remote_address(slot, peer)", "remote_store_16(slot", "is not one of another block"),
     ("remote_address(slot, peer)", "remote_address(slot, 2)", "a block of rank 2 was addressed in a cluster of 2"),
     ("remote_address(slot, peer)", "remote_address(remote_address(slot, peer), peer)", "is remote already"),

@@ -159,7 +159,7 @@ MUTANTS = (
     Mutant(
         "the output overlays Q without a barrier",
         "templates/hopper/mainloop.cuh.jinja",
-        '    named_barrier_sync({{ "1" if split else "1 + kConsumers + warpgroup" }}, 128);\n',
+        '    named_barrier_sync({{ "1" if split_columns else "1 + kConsumers + warpgroup" }}, 128);\n',
         "",
         (
             "tests/faults/test_planted_faults.py::test_a_planted_fault_is_caught"

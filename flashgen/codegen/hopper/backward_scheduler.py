@@ -29,9 +29,7 @@ from flashgen.codegen.rendered_kernel import Workspace
 from flashgen.codegen.sizes import Grid, Sizes, ceil_div, maximum, minimum
 from flashgen.language.spec import AttentionSpec
 
-_NEXT_TILE = Field(
-    "unsigned*", "next_tile", comment="the next work tile that no CTA has taken: 0 before and after a launch"
-)
+_NEXT_TILE = Field("unsigned*", "next_tile", comment="counts fetched work tiles: 0 before and after a launch")
 _TILES = Field("int", "tiles", comment="work tiles of all heads and batch entries")
 TILES_OF_HEAD = Field("int", "tiles_k", comment="key tiles of a head")
 _HEADS = Field("int", "heads", comment="KV heads of a batch entry, or query heads if each has its own CTA")

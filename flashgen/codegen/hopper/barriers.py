@@ -77,7 +77,7 @@ def key_tile_barriers(
     """Returns the barriers of the tiles of K and V, and of what consumer warpgroups pass to each other.
 
     Args:
-        paged: Whether pages are copied, whose rows behind the last key are zeroed.
+        paged: Whether pages are copied, whose rows beyond the last key are zeroed.
         shared_kv: Whether V is a part of K.
         passed_stages: Stages of P, if a consumer warpgroup passes it to another one with the same rows.
         converted: Whether the producer warpgroup converts K and V of 8 bits.
@@ -86,7 +86,7 @@ def key_tile_barriers(
     """
     if converted:
         return (_converted(stages),)
-    tail = "The last tile of V, whose end is to be zeroed, has landed."
+    tail = "tail_full: the last tile of V, whose end is to be zeroed, has landed."
     passed = (
         "passed_full: each warp of the first warpgroup has written its rows of P, or its row states. passed_empty: "
         "each warp of the second one has read them."
@@ -101,8 +101,8 @@ def key_tile_barriers(
 def _converted(stages: Extent) -> BarrierGroup:
     """Returns the barriers of the tiles of K and V that the warps of the producer warpgroup write."""
     comment = (
-        "keys_full: every producer warp has written its part of a tile of K. keys_empty: every consumer warp has read "
-        "it. The same for V."
+        "keys_full, values_full: every producer warp has written its part of a tile of K, or V. keys_empty, "
+        "values_empty: every consumer warp has read it."
     )
     barriers = (each for name in ("keys", "values") for each in (Barrier(f"{name}_full", "4"), _empty(name)))
     return BarrierGroup(comment, tuple(barriers), stages)
@@ -112,9 +112,10 @@ def _staged(stages: Extent, shared_kv: bool, split: bool, writers: int) -> tuple
     """Returns the barriers of the tiles of K and V. `split`: one consumer warpgroup of two computes the scores."""
     if shared_kv and split:
         comment = (
-            "first_full: the first kOutputColumns columns of a tile of K have landed, of which V's are the first "
-            "warpgroup's. first_empty: each of its warps has read them. rest_full, rest_empty: the same for the other "
-            "columns, and the second warpgroup. It has P of a tile only after the first one has computed the scores."
+            "first_full, rest_full: the first kOutputColumns columns of a tile of K, or the others, have landed. The "
+            "first warpgroup reads all columns for the scores, and then the first ones as V. first_empty: each of its "
+            "warps has read them. rest_empty: each warp of the second warpgroup has read the others as V, for which it "
+            "needs P, so that the first warpgroup has read them before."
         )
         parts = (each for name in ("first", "rest") for each in (_full(name, writers), Barrier(f"{name}_empty", "4")))
         return (BarrierGroup(comment, tuple(parts), stages),)
@@ -124,11 +125,14 @@ def _staged(stages: Extent, shared_kv: bool, split: bool, writers: int) -> tuple
         )
         return (_pipeline(comment, "keys", stages=stages),)
     if not split:
-        comment = "keys_full: a tile of K has landed. keys_empty: every consumer warp has read it. The same for V."
+        comment = (
+            "keys_full, values_full: a tile of K, or V, has landed. keys_empty, values_empty: every consumer warp has "
+            "read it."
+        )
         return (_pipeline(comment, "keys", "values", stages=stages),)
     comment = (
-        "keys_full: a tile of K has landed. keys_empty: every warp of the first warpgroup has read it. values_full, "
-        "values_empty: the same for V, which both warpgroups read."
+        "keys_full, values_full: a tile of K, or V, has landed. keys_empty: every warp of the first warpgroup has read "
+        "K. values_empty: every warp of both warpgroups has read V."
     )
     keys = _full("keys"), Barrier("keys_empty", "4")
     return (BarrierGroup(comment, (*keys, _full("values"), _empty("values")), stages),)
@@ -136,8 +140,9 @@ def _staged(stages: Extent, shared_kv: bool, split: bool, writers: int) -> tuple
 
 def _queries_and_d_outputs(stages: Extent) -> BarrierGroup:
     comment = (
-        "queries_full: a tile of Q, LSE and D have landed, and K with the first of a work tile. "
-        "queries_empty: every consumer warp has finished reading Q. The same for dO, and V with the first of it."
+        "queries_full: a tile of Q, LSE and D have landed, and K if it is the first of a work tile. d_outputs_full: a "
+        "tile of dO has landed, and V if it is the first of a work tile. queries_empty, d_outputs_empty: every "
+        "consumer warp has read Q, or dO."
     )
     return _pipeline(comment, "queries", "d_outputs", stages=stages)
 
@@ -163,12 +168,15 @@ def key_barriers(
     ds_comment = "ds_full: every consumer warp has written its part of dS. ds_empty: every consumer warp has read dS."
     ds = _between_consumers(ds_comment, "ds", ds_stages, _CONSUMER_WARPS)
     dq_read = "dq_empty: the dQ writer has read a tile of dQ. There is one phase for each iteration."
-    dq_written = "dq_full(iteration % 2): every consumer warp has written its part of the iteration's tile of dQ."
+    dq_written = (
+        "dq_full(iteration % 2): every consumer warp has written its part of the iteration's tile of dQ. There are "
+        "two, since in the deterministic mode two writers wait for alternate iterations."
+    )
     dq = (
         BarrierGroup(dq_read, (Barrier("dq_empty", _ONE_THREAD),)),
         BarrierGroup(dq_written, (Barrier("dq_full", _CONSUMER_WARPS),), literal(2)),
     )
-    readers = f"{_CONSUMER_WARPS} + kDqWriterThreads" if stages_dq else _CONSUMER_WARPS
+    readers = f"{_CONSUMER_WARPS} + kDqWriters" if stages_dq else _CONSUMER_WARPS
     readers += f" + {_ARRAY_WARPS}" if array_stages else ""
     released = _empty("keys"), _empty("values")
     work_tile = _full("work_tile"), Barrier("work_tile_empty", readers)
@@ -179,7 +187,10 @@ def key_barriers(
         _queries_and_d_outputs(stages),
         *(() if dq_apart else (ds,)),
         *(dq if stages_dq else ()),
-        BarrierGroup("Every consumer warp has read K, or V. There is one phase for each work tile.", released),
+        BarrierGroup(
+            "keys_empty, values_empty: every consumer warp has read K, or V. There is one phase for each work tile.",
+            released,
+        ),
         BarrierGroup(published, work_tile, literal(2)),
         *((_array_tiles(array_stages),) if array_stages else ()),
     )
@@ -193,7 +204,8 @@ def wide_key_barriers(stages: Extent, exchange_stages: Extent, ds_stages: Extent
         ds_stages: Stages of dS, if a third warpgroup computes dQ from it.
     """
     comment = (
-        "The warps of one warpgroup have written what they pass to the other one, and those of the other have read it."
+        "exchange_full: each warp of a warpgroup has written what it passes to the other one. exchange_empty: each "
+        "warp of the other one has read it."
     )
     ds_comment = (
         "ds_full: each warp of the warpgroup of dK has written its part of dS, and K has landed. ds_empty: each warp "
@@ -210,9 +222,15 @@ def wide_key_barriers(stages: Extent, exchange_stages: Extent, ds_stages: Extent
 def query_barriers(key_stages: Extent, value_stages: Extent) -> tuple[BarrierGroup, ...]:
     """Returns the barriers of the kernel that computes dQ."""
     return (
-        BarrierGroup("Q and dO have landed.", (_full("queries"),)),
-        _pipeline("A stage of K has landed, and has been released.", "keys", stages=key_stages),
-        _pipeline("A stage of V has landed, and has been released.", "values", stages=value_stages),
+        BarrierGroup("queries_full: Q and dO have landed.", (_full("queries"),)),
+        _pipeline(
+            "keys_full: a tile of K has landed. keys_empty: every consumer warp has read it.", "keys", stages=key_stages
+        ),
+        _pipeline(
+            "values_full: a tile of V has landed. values_empty: every consumer warp has read it.",
+            "values",
+            stages=value_stages,
+        ),
     )
 
 

@@ -85,7 +85,7 @@ def render_hopper_decode(spec: AttentionSpec, target: Target, plan: HopperDecode
             "passed_stages": plan.passed_stages(spec),
             "output_columns": "kOutputColumns",
             "values": "keys" if spec.shared_kv else "values",
-            "in_parts": spec.shared_kv,
+            "keys_in_two_parts": spec.shared_kv,
             "softmax_beside_pv": True,
             "output_apart": False,
             "own_tiles": False,

@@ -54,7 +54,7 @@ _CONVERTING_METHOD = (
     "a producer warpgroup converts K and V to 16 bits; the softmax of a warpgroup overlaps products of another (Shah "
     "et al. 2024)"
 )
-_GRID = "persistent, one block per multiprocessor; work tiles are (query tile, query head, batch)"
+_GRID = "persistent, one CTA per multiprocessor; work tiles are (query tile, query head, batch)"
 
 
 def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> ArgumentLayout:
@@ -69,7 +69,7 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
         Field(
             "unsigned*",
             "next_tile",
-            comment="fetched work tiles: 0 before and after a launch; null if each CTA has one",
+            comment="counts fetched work tiles: 0 before and after a launch; null if each CTA has one work tile",
         )
     )
     fields += batch_of(spec).search_fields(keys=not spec.page_size)
@@ -81,7 +81,9 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
     ]
     fields += forward_tiles(spec).fields(spec, heads[:-1])
     fields.append(Field("int", "heads", comment=f"{heads if packed else 'query heads'} of all batch entries"))
-    fields.append(Field("int", "section", comment=f"{heads} that are scheduled together: their K and V stay in L2"))
+    fields.append(
+        Field("int", "section", comment=f"{heads} whose tiles are interleaved, so few that their K and V stay in L2")
+    )
     fields += batch_of(spec).size_fields("len_q", "len_k")
     fields.append(Field("unsigned", "kv_reciprocal", comment=f"2^31 / ({heads} per KV head), rounded up"))
     return layout_of(spec, fields, lists, sink=True)
@@ -186,7 +188,7 @@ def _split_context(spec: AttentionSpec, plan: HopperPlan) -> dict[str, Any]:
         "passed_panel": plan.passed_panel(spec),
         "passed_stages": plan.passed_stages(spec),
         "values": "keys" if spec.shared_kv else "values",
-        "in_parts": split and spec.shared_kv,
+        "keys_in_two_parts": split and spec.shared_kv,
         "softmax_beside_pv": split or not _scores_are_steady(spec, plan),
     }
 

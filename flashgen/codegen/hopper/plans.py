@@ -303,8 +303,8 @@ class HopperPlan(Checked):
         head, value = head_extent(spec), value_extent(spec)
         element, _ = element_sizes(spec)
         of_rows = (
-            Buffer("Query", "Q", (rows, head), element, member="queries"),
-            Buffer("Output", "O", (rows, value), element, member="output"),
+            Buffer("WarpgroupQuery", "Q", (rows, head), element, member="queries"),
+            Buffer("WarpgroupOutput", "O", (rows, value), element, member="output"),
         )
         groups, label = Extent(self.group_constant, self.row_groups), "rows of warpgroups"
         passed = Extent("kPassedStages", passed_stages) if self.split > 1 else None
@@ -336,11 +336,11 @@ class HopperPlan(Checked):
         """Returns the buffers of dropout: random words of each warp, and each thread's bits of dropped scores."""
         groups, constant = self.row_groups, self.group_constant
         warps, threads = Extent(f"{constant} * 4", groups * 4), Extent(f"{constant} * 128", groups * WARPGROUP)
-        words, steps = -(-self.tile_k // (2 * DROPOUT_COLUMNS)), Extent("kDrawnSteps", drawn_steps)
+        words, steps = -(-self.tile_k // (2 * DROPOUT_COLUMNS)), Extent("kDropoutSteps", drawn_steps)
         prepared = Buffer(
             "Blocks", "dropout's blocks", (warps, literal(_DRAWN_BLOCKS)), UINT4, alignment=16, reserves_alignment=True
         )
-        return prepared, Buffer("Drawn", "dropped scores", (steps, threads, literal(words)), INT)
+        return prepared, Buffer("DropoutBits", "dropped scores", (steps, threads, literal(words)), INT)
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:
         """Returns why the plan is inconsistent or does not fit the spec or the target; None if it is valid."""

@@ -77,7 +77,7 @@ class _LoopPlan:
         shared = f", {self.split} of which share rows" if self.split > 1 else ""
         return (
             f"{self.tile_q} queries x {self.tile_k} keys, {self.warps} warps{shared}, {self.stages} stage(s) of "
-            f"{self.streamed}, {self.blocks} block(s) per multiprocessor, {shared_bytes} bytes of shared memory"
+            f"{self.streamed}, {self.blocks} CTA(s) per multiprocessor, {shared_bytes} bytes of shared memory"
         )
 
 

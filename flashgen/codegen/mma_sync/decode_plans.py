@@ -199,7 +199,7 @@ class DecodePlan(Checked):
         shared, each = ("the keys", " each") if self.split == 1 else ("each tile", "")
         return (
             f"{self.tile_q} rows x {self.tile_k} keys, {self.warps} warps that share {shared}, {self.stages} stages of "
-            f"K and V{each}, {units}{self.blocks} block(s) per multiprocessor, {self.shared_bytes(spec)} bytes of "
+            f"K and V{each}, {units}{self.blocks} CTA(s) per multiprocessor, {self.shared_bytes(spec)} bytes of "
             "shared memory"
         )
 

@@ -90,7 +90,7 @@ class DensePlan(Checked):
         """Returns the line that the kernel's header has about the plan."""
         return (
             f"{self.tile_q} queries x {self.tile_k} keys, {self.warps} warps, {self.part_k} keys at once, "
-            f"{self.blocks} block(s) per multiprocessor, {shared_bytes} bytes of shared memory"
+            f"{self.blocks} CTA(s) per multiprocessor, {shared_bytes} bytes of shared memory"
         )
 
     def problem(self, spec: AttentionSpec, target: Target) -> str | None:

@@ -87,7 +87,7 @@ class ForwardPlan(Checked):
         shared = f", {self.split} of which share rows" if self.split > 1 else ""
         return (
             f"{self.tile_q} queries x {self.tile_k} keys, {self.warps} warps{shared}, {self.stages} stage(s) of K and "
-            f"V, {self.blocks} block(s) per multiprocessor, {self.shared_bytes(spec)} bytes of shared memory"
+            f"V, {self.blocks} CTA(s) per multiprocessor, {self.shared_bytes(spec)} bytes of shared memory"
         )
 
     def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:

@@ -53,7 +53,7 @@ class _Described(NamedTuple):
     blocks: int
 
     def summary(self, spec: AttentionSpec) -> str:
-        return f"{self.blocks} block(s) of {_THREADS} threads for each tile of {self.decode.tile_q} rows"
+        return f"{self.blocks} CTA(s) of {_THREADS} threads for each tile of {self.decode.tile_q} rows"
 
     def show_options(self, spec: AttentionSpec) -> str:
         return f"--pass decode --kernel {self.decode.part(spec).replace('decode', 'decode_merge', 1)}"

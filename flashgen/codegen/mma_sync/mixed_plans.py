@@ -106,7 +106,7 @@ class MixedPlan(Checked):
                 f"{self.prompt.tile_k} keys, {self.prompt.stages} stage(s)"
             )
         return (
-            f"decode: {few}{prompt}; {self.few.warps} warps, {self.blocks} block(s) per multiprocessor, "
+            f"decode: {few}{prompt}; {self.few.warps} warps, {self.blocks} CTA(s) per multiprocessor, "
             f"{self.shared_bytes(spec)} bytes of shared memory"
         )
 

@@ -12,7 +12,7 @@ from flashgen.attention.merging import merge_states
 from flashgen.language.batch_layout import BATCH_LAYOUTS
 from flashgen.language.shards import SHARD_NUMBERS
 from flashgen.language.spec import AttentionSpec
-from flashgen.launch.engines import Numbers
+from flashgen.launch.engines import ScalarArguments
 from flashgen.ranks import Block, Plan
 from flashgen.runtime.caching import Cache
 from flashgen.torch import direct
@@ -45,7 +45,7 @@ class _BlockCall(NamedTuple):
 
     entry: Registered
     named: dict[str, Any]
-    numbers: Numbers | None
+    numbers: ScalarArguments | None
 
 
 _BLOCK_CALLS: Cache[Any, _BlockCall] = Cache(1024)

@@ -14,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(64) load_box(const __grid_constant_
   }
   __syncthreads();
   if (threadIdx.x == 32) {
-    mbarrier_expect_bytes(barrier, kBoxBytes);
+    mbarrier_arrive_expect_bytes(barrier, kBoxBytes);
     tma_load_4d(tile, arguments.map, barrier, arguments.c0, arguments.c1, arguments.c2, arguments.c3);
   }
   mbarrier_wait(barrier, 0);

@@ -12,7 +12,7 @@ pass(const __grid_constant__ Clusters arguments) {
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(barriers + stage * 16, 1);       // full
       mbarrier_init(barriers + stage * 16 + 8, 2);   // empty
-      mbarrier_expect_bytes(barriers + stage * 16, 1024);
+      mbarrier_arrive_expect_bytes(barriers + stage * 16, 1024);
     }
     mbarrier_fence_init();
   }
@@ -25,7 +25,7 @@ pass(const __grid_constant__ Clusters arguments) {
     const unsigned number = blockIdx.x * 100000 + step * 1000 + t * 10;
     remote_store_16(remote_address(slot, peer), number, number + 1, number + 2, number + 3, remote_address(full, peer));
     mbarrier_wait(full, parity);
-    if (t == 0) mbarrier_expect_bytes(full, 1024);   // of the next phase
+    if (t == 0) mbarrier_arrive_expect_bytes(full, 1024);   // of the next phase
     const uint4 four = *reinterpret_cast<const uint4*>(shared_memory + (slot - shared));
     __syncwarp();
     if (t % 32 == 0) remote_arrive(remote_address(empty, peer));

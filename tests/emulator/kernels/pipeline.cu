@@ -20,7 +20,7 @@ __device__ __forceinline__ void load(const Pipeline& arguments) {
   for (int use = 0; use < arguments.tiles * arguments.steps; ++use) {
     const int tile = use / arguments.steps, step = use % arguments.steps;
     mbarrier_wait(empty(use), parity(use) ^ 1);
-    mbarrier_expect_bytes(full(use), kStageBytes);
+    mbarrier_arrive_expect_bytes(full(use), kStageBytes);
     tma_load_4d(stage(use), arguments.a_map, full(use), step * kDepth, tile * kRows, 0, 0);
     tma_load_4d(stage(use) + kOffsetB, arguments.b_map, full(use), step * kDepth, 0, 0, 0);
   }

@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(128, 1) product(const __grid_consta
   if (threadIdx.x == 0) {
     mbarrier_init(barrier, 1);
     mbarrier_fence_init();
-    mbarrier_expect_bytes(barrier, kBytesA + kBytesB);
+    mbarrier_arrive_expect_bytes(barrier, kBytesA + kBytesB);
     load_panels(a, arguments.a_map, barrier, kPanelsA, 64);
     load_panels(b, arguments.b_map, barrier, kPanelsB, kRowsB);
   }

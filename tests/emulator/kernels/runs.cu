@@ -14,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(64) add_run(const __grid_constant__
   }
   __syncthreads();
   if (threadIdx.x == 32) {
-    mbarrier_expect_bytes(barrier, kRunBytes);
+    mbarrier_arrive_expect_bytes(barrier, kRunBytes);
     bulk_load(run, arguments.source, kRunBytes, barrier);
   }
   mbarrier_wait(barrier, 0);
