@@ -11,7 +11,6 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 import flashgen as fg
-import flashgen.torch
 from flashgen.errors import SpecError
 from flashgen_sglang.layers import FLOAT8, LayerSpecs, refuse
 from flashgen_sglang.metadata import MetadataBuilder, StepMetadata, rows_of
@@ -44,7 +43,7 @@ class FlashgenAttentionBackend(AttentionBackend):
             pool.translate_loc_from_full_to_swa if is_split else None,
         )
         self._buffers: StepMetadata | None = None
-        self._one = torch.ones(1, dtype=torch.float32, device=self.device)
+        self._ones = [torch.ones(1, dtype=torch.float32, device=self.device) for _ in range(2)]
         self._layers: WeakKeyDictionary[Any, LayerSpecs] = WeakKeyDictionary()
 
     # Metadata: of a step without a graph; or outside, then inside of a captured one.
@@ -99,7 +98,7 @@ class FlashgenAttentionBackend(AttentionBackend):
         for name, value in options.items():
             if value is not None and value is not False:
                 refuse(f"layer {layer.layer_id} is called with {name}=..., which the backend does not know")
-        step, heads = self.forward_metadata, layer.tp_q_head_num
+        step = self.forward_metadata
         if step is None:
             raise RuntimeError("init_forward_metadata must be called before a layer")
         if save and k is not None:
@@ -108,15 +107,28 @@ class FlashgenAttentionBackend(AttentionBackend):
         keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         given = self._where(step, layer)
         if keys.dtype == FLOAT8:
-            given |= {"k_scale": self._scale(layer.k_scale), "v_scale": self._scale(layer.v_scale)}
+            given |= {"k_scale": self._scale(layer.k_scale, 0), "v_scale": self._scale(layer.v_scale, 1)}
         if sinks is not None:
             given["sinks"] = sinks
+        out = self._attend(layer, step, q, keys, values, given)
+        return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+    def _attend(
+        self, layer: Any, step: StepMetadata, q: Any, keys: Any, values: Any, given: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Returns the attention of queries as SGLang has them over keys and values as its pool has them."""
         layout = "bshd" if step.cu_seqlens_q is None else "thd"
-        rows = q.reshape(-1, heads, layer.qk_head_dim)
-        spec = self._specs(layer).spec(layout, q.dtype, keys.dtype, sinks)
+        launch = self._specs(layer).launcher(layout, q.dtype, keys.dtype, given.get("sinks"), q.device)
+        # The launcher belongs to all else that the arguments depend on.
+        key, sources = (layer.tp_q_head_num, step.max_seqlen_q), (q, keys, values, *given.values())
+        out = launch.repeat(key, sources)
+        if out is not None:
+            return out
+        roles = {name: number for number, name in enumerate(("q", "k", "v", *given))}
+        rows = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         pages = pages_of(keys, self.page_size), pages_of(values, self.page_size)
-        out: torch.Tensor = flashgen.torch.attention(spec, rows if layout == "thd" else rows[:, None], *pages, **given)
-        return out.view(-1, heads * layer.v_head_dim)
+        bounds = {} if step.cu_seqlens_q is None else {"max_seqlen_q": step.max_seqlen_q}
+        return launch.run(key, sources, roles, rows if layout == "thd" else rows[:, None], *pages, **given, **bounds)
 
     def _specs(self, layer: Any) -> LayerSpecs:
         found = self._layers.get(layer)
@@ -125,18 +137,20 @@ class FlashgenAttentionBackend(AttentionBackend):
         return found
 
     def _where(self, step: StepMetadata, layer: Any) -> dict[str, Any]:
-        """Returns the arguments that say which keys the sequences have, and which queries."""
+        """Returns the arrays that say which keys the sequences have, and which queries."""
         pool = self._window_pool
         is_window = pool is not None and pool.layers_mapping[layer.layer_id][1]
         table = step.window_page_table if is_window else step.page_table
         where: dict[str, Any] = {"page_table": table, "seqused_k": step.cache_seqlens_int32}
         if step.cu_seqlens_q is not None:
-            where |= {"cu_seqlens_q": step.cu_seqlens_q, "max_seqlen_q": step.max_seqlen_q}
+            where["cu_seqlens_q"] = step.cu_seqlens_q
         return where
 
-    def _scale(self, scale: torch.Tensor | None) -> torch.Tensor:
-        """Returns the scale of 8-bit keys or values as a tensor (1,); without a scale it is 1."""
-        return self._one if scale is None else scale.detach().view(1)
+    def _scale(self, scale: torch.Tensor | None, which: int) -> torch.Tensor:
+        """Returns the scale of 8-bit keys (0) or values (1) as a tensor (1,); without a scale it is 1."""
+        if scale is None:
+            return self._ones[which]
+        return scale if scale.shape == (1,) and not scale.requires_grad else scale.detach().view(1)
 
 
 def check_runner(runner: Any) -> None:

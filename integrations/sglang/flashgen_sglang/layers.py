@@ -8,6 +8,7 @@ import torch
 
 import flashgen as fg
 from flashgen.errors import UnsupportedError
+from flashgen_sglang.launches import Launcher, launcher
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -37,24 +38,32 @@ class LayerSpecs:
             "mask": fg.causal() if window is None or window < 0 else fg.sliding_window(int(window), 0),
             "page_size": page_size,
         }
-        self._specs: dict[tuple[Any, ...], fg.AttentionSpec] = {}
+        self._launchers: dict[tuple[Any, ...], Launcher] = {}
 
-    def spec(self, layout: str, dtype: torch.dtype, kv_dtype: torch.dtype, sinks: torch.Tensor | None) -> Any:
-        """Returns the spec of a call.
+    def launcher(
+        self,
+        layout: str,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        sinks: torch.Tensor | None,
+        device: torch.device,
+    ) -> Launcher:
+        """Returns the launcher of a call.
 
         layout: "thd" for packed queries, "bshd" for one query of each sequence. dtype, kv_dtype: of the queries and of
         the pool. sinks: a score per query head, or None.
         """
-        key = (layout, dtype, kv_dtype, None if sinks is None else sinks.dtype)
-        found = self._specs.get(key)
+        key = (layout, dtype, kv_dtype, None if sinks is None else sinks.dtype, device)
+        found = self._launchers.get(key)
         if found is None:
-            found = self._specs[key] = fg.AttentionSpec(
+            spec = fg.AttentionSpec(
                 **self._fields,
                 layout=layout,
                 dtype=_name(dtype),
                 kv_dtype=_name(kv_dtype) if kv_dtype == FLOAT8 else None,
                 sink=None if sinks is None else fg.Tensor("sinks", _name(sinks.dtype), 1),
             )
+            found = self._launchers[key] = launcher(spec, device)
         return found
 
 

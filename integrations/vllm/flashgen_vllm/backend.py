@@ -14,7 +14,7 @@ check_version()
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 
 from flashgen_vllm.kv_cache import FLOAT8, pages_of, write
-from flashgen_vllm.launches import launcher
+from flashgen_vllm.launches import Launcher, launcher
 from flashgen_vllm.metadata import FlashgenMetadata, FlashgenMetadataBuilder
 from flashgen_vllm.variants import Variant, name_of, spec_of
 
@@ -123,7 +123,7 @@ class FlashgenImpl(AttentionImpl[FlashgenMetadata]):
         self.sinks = sinks
         self._slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self._float8 = FLOAT8.get(kv_cache_dtype)
-        self._launchers: dict[Any, Any] = {}
+        self._launchers: dict[Any, Launcher] = {}
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -153,31 +153,46 @@ class FlashgenImpl(AttentionImpl[FlashgenMetadata]):
             raise NotImplementedError("FLASHGEN does not quantize outputs: disable the fusion of attention and quant")
         if attn_metadata is None:
             return output.fill_(0)
-        batch = attn_metadata
-        k, v = pages_of(kv_cache, self._float8)
+        batch, launch = attn_metadata, self._launcher(layer, attn_metadata, query, kv_cache.shape[2])
         tokens = batch.num_actual_tokens
-        arrays: dict[str, Any] = {"page_table": batch.block_table, "seqused_k": batch.seq_lens}
-        if batch.is_single:
-            q, out = query[:tokens, None], output[:tokens, None]
-        else:
-            q, out = query[:tokens], output[:tokens]
-            arrays["cu_seqlens_q"] = batch.query_start_loc
-            if batch.is_short:
-                arrays["max_seqlen_q"] = MAX_DECODE_QUERIES
+        sources = [query, kv_cache, output, batch.block_table, batch.seq_lens]
+        if not batch.is_single:
+            sources.append(batch.query_start_loc)
+        if self._float8 is not None:
+            sources += (layer._k_scale, layer._v_scale)
+        if self.sinks is not None:
+            sources.append(self.sinks)
+        if self._slopes is not None:
+            if self._slopes.device != query.device:
+                self._slopes = self._slopes.to(query.device)
+            sources.append(self._slopes)
+        key = (tokens, batch.is_short)  # the launcher belongs to all else that the arguments depend on
+        if batch.ranges is None and launch.repeat(key, sources):
+            return output
+        q, out = (query[:tokens, None], output[:tokens, None]) if batch.is_single else (query[:tokens], output[:tokens])
+        k, v = pages_of(kv_cache, self._float8)
+        names = self._names(batch)
+        arrays = dict(zip(names, sources[3:], strict=True))
+        roles = {"q": 0, "k": 1, "v": 1, "out": 2, **{name: number for number, name in enumerate(names, 3)}}
+        if self._float8 is not None:
+            arrays |= {name: arrays[name].reshape(-1) for name in ("k_scale", "v_scale")}
         if batch.ranges is not None:
             arrays["query_starts"] = batch.query_start_loc
             arrays["first_keys"], arrays["last_keys"] = batch.ranges
-        if self.sinks is not None:
-            arrays["sinks"] = self.sinks
-        if self._slopes is not None:
-            self._slopes = arrays["slopes"] = self._slopes.to(q.device)
-        if self._float8 is not None:
-            arrays["k_scale"], arrays["v_scale"] = layer._k_scale.reshape(-1), layer._v_scale.reshape(-1)
-        self._launcher(layer, batch, q, k.shape[1])(q, k, v, out, **arrays)
+        bounds = {"max_seqlen_q": MAX_DECODE_QUERIES} if batch.is_short and not batch.is_single else {}
+        launch.run(key, sources, roles, q, k, v, out, **arrays, **bounds)
         return output
 
-    def _launcher(self, layer: Any, batch: FlashgenMetadata, q: torch.Tensor, page_size: int) -> Any:
-        """Returns the function that launches the kernels of a batch; of each kind of batch, it is made once."""
+    def _names(self, batch: FlashgenMetadata) -> list[str]:
+        """Returns the names of the arguments that are given as `forward` has them, after q, k, v and the output."""
+        names = ["page_table", "seqused_k"]
+        names += [] if batch.is_single else ["cu_seqlens_q"]
+        names += [] if self._float8 is None else ["k_scale", "v_scale"]
+        names += [] if self.sinks is None else ["sinks"]
+        return names if self._slopes is None else [*names, "slopes"]
+
+    def _launcher(self, layer: Any, batch: FlashgenMetadata, q: torch.Tensor, page_size: int) -> Launcher:
+        """Returns the launcher of a batch, which is looked up once for each kind of batch."""
         kind = (q.dtype, page_size, batch.is_single, batch.causal, batch.ranges is not None)
         found = self._launchers.get(kind)
         if found is None:

@@ -27,7 +27,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
 
 from flashgen_vllm.backend import PAGE_SIZES, problem_of_dtypes, supports_capability
-from flashgen_vllm.launches import launcher
+from flashgen_vllm.launches import Launcher, launcher
 from flashgen_vllm.variants import base_mask, name_of
 
 
@@ -132,7 +132,7 @@ class FlashgenMLAImpl(MLACommonImpl[MLACommonMetadata[FlashgenMLADecodeMetadata]
             kv_sharing_target_layer_name,
             **mla_args,
         )
-        self._launchers: dict[Any, Any] = {}
+        self._launchers: dict[Any, Launcher] = {}
 
     def forward_mqa(
         self,
@@ -153,25 +153,32 @@ class FlashgenMLAImpl(MLACommonImpl[MLACommonMetadata[FlashgenMLADecodeMetadata]
         assert decode is not None, "vLLM calls forward_mqa for batches with a decode part"
         q = torch.cat(q, -1) if isinstance(q, tuple) else q
         out = q.new_empty(*q.shape[:2], self.kv_lora_rank)
-        arrays: dict[str, Any] = {"page_table": decode.block_table, "seqused_k": decode.seq_lens}
         is_single = decode.max_query_len <= 1 and len(q) == len(decode.seq_lens)
+        is_short = decode.max_query_len <= fg.MAX_DECODE_QUERIES
+        launch = self._launcher(q, kv_c_and_k_pe_cache.shape[1], is_single, attn_metadata.causal)
+        sources = [q, kv_c_and_k_pe_cache, out, decode.block_table, decode.seq_lens]
+        if not is_single:
+            sources.append(decode.query_start_loc)
+        if launch.repeat(is_short, sources):  # the launcher belongs to all else that the arguments depend on
+            return out, None
+        roles = {"q": 0, "k": 1, "out": 2, "page_table": 3, "seqused_k": 4, "cu_seqlens_q": 5}
+        arrays: dict[str, Any] = {"page_table": decode.block_table, "seqused_k": decode.seq_lens}
         if not is_single:
             arrays["cu_seqlens_q"] = decode.query_start_loc
-            if decode.max_query_len <= fg.MAX_DECODE_QUERIES:
+            if is_short:
                 arrays["max_seqlen_q"] = fg.MAX_DECODE_QUERIES
-        pages = kv_c_and_k_pe_cache[:, :, None]
         rows = (q[:, None], out[:, None]) if is_single else (q, out)
-        self._launcher(q, pages, is_single, attn_metadata.causal)(rows[0], pages, None, rows[1], **arrays)
+        launch.run(is_short, sources, roles, rows[0], kv_c_and_k_pe_cache[:, :, None], None, rows[1], **arrays)
         return out, None
 
-    def _launcher(self, q: torch.Tensor, pages: torch.Tensor, is_single: bool, causal: bool) -> Any:
-        """Returns the function that launches the kernels of a batch; of each kind of batch, it is made once."""
-        kind = (q.dtype, pages.shape[1], is_single, causal)
+    def _launcher(self, q: torch.Tensor, page_size: int, is_single: bool, causal: bool) -> Launcher:
+        """Returns the launcher of a batch, which is looked up once for each kind of batch."""
+        kind = (q.dtype, page_size, is_single, causal)
         found = self._launchers.get(kind)
         if found is None:
             layout = "bshd" if is_single else "thd"
             sizes = (q.shape[-1], self.kv_lora_rank, self.scale)
-            spec = _spec_of(*sizes, name_of(q.dtype), pages.shape[1], layout, causal)
+            spec = _spec_of(*sizes, name_of(q.dtype), page_size, layout, causal)
             found = self._launchers[kind] = launcher(spec, q.device)
         return found
 
