@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 from flashgen.attention.call import Call
 from flashgen.attention.call_pass import Pass
 from flashgen.attention.replay import Replay
-from flashgen.launch.engines import Numbers
+from flashgen.launch.engines import ScalarArguments
 from flashgen.runtime.arrays import Library
 
 _ALIGNMENT = 16  # bytes
 _MAX_SHAPES = 64
 _MAX_RECENT = 8  # of a shape: a look-up compares with all of them, one after the other
 _CALLS_PER_REPLACEMENT = 8
-_NO_NUMBERS: Numbers = {}
+_NO_NUMBERS: ScalarArguments = {}
 _CONSTANTS = (type(None), bool, int)  # if equal in type and value, they make equal calls
 
 Location = tuple[int, int]

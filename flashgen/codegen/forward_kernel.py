@@ -49,7 +49,14 @@ def page_fields(spec: AttentionSpec, strides: bool = True) -> list[Field]:
 def scale_fields() -> list[Field]:
     """Returns the members for the scales of K and V of 8 bits."""
     fields = [Field("const float*", f"{name}_scale", comment="one per KV head, or one for all") for name in "kv"]
-    return fields + [Field("int", f"{name}_scales", comment=f"from a KV head's {name}_scale to the next: 1 if each head has a scale, else 0") for name in "kv"]
+    return fields + [
+        Field(
+            "int",
+            f"{name}_scales",
+            comment=f"from a KV head's {name}_scale to the next: 1 if each head has a scale, else 0",
+        )
+        for name in "kv"
+    ]
 
 
 def forward_context(
