@@ -100,7 +100,7 @@ def measure_host(
     named = chosen(libraries, "--libraries", host.LIBRARIES) or host.installed_libraries()
     timed = host.PASSES if passes is Passes.both else [name for name in host.PASSES if name == passes.value]
     rows = [host.host_rows(named, timed, target, groups)]
-    names = [case.name for _ in named for case in host.host_cases() for _ in timed]
+    names = [case.name for _ in named for case in host.host_cases() for each in timed if each in case.passes]
     if "torch" in named:
         rows += [host_torch.operator_rows(timed, target, groups), host_functions.function_rows(groups)]
         names += [*host_torch.operator_names(timed), *host_functions.function_names()]

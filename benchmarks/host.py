@@ -33,6 +33,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         "flashgen.attention.call_pass:Pass._find",
         "flashgen.attention.call_pass:Pass._lookup_or_prepare",  # in older checkouts
         "flashgen.attention.call_pass:check_captures",
+        "flashgen.attention.repeated_calls:RepeatedCalls.find",
     ),
     "numbers": ("flashgen.attention.call_pass:Pass._call_numbers",),
     "allocation": (
@@ -242,6 +243,8 @@ class HostCase:
         sizes: (batch, heads, length).
         given: the caller passes arrays for the results.
         ids: the mask reads an array of document ids.
+        passes: the passes that the spec has. Options with a page_size are for a decode step over pages: one query of
+            each sequence, and as many keys as the length, in KV_HEADS heads.
     """
 
     name: str
@@ -249,6 +252,7 @@ class HostCase:
     sizes: tuple[int, int, int]
     given: bool = False
     ids: bool = False
+    passes: tuple[Timed, ...] = PASSES
 
 
 @dataclass(frozen=True)
@@ -273,12 +277,17 @@ class HostRow:
 
 ONE_TILE = (1, 1, 64)
 MANY_TILES = (16, 32, 64)  # more tiles than any GPU has multiprocessors
+DECODE = (64, 32, 256)
+KV_HEADS = 8
 
 
 def host_cases() -> list[HostCase]:
-    """Returns plain calls of one tile and of many, calls with arrays for results, with dropout, and with tile lists."""
+    """Returns plain calls of one tile and of many, with arrays for results, dropout or tile lists, and decode steps."""
     near = fg.trace_mask(lambda b, h, q, k: (abs(q - k) <= 128) | (k < 4), "near_or_global")
     causal = {"mask": fg.causal()}
+    pages = causal | {"page_size": 16, "layout": "bshd"}
+    packed = pages | {"layout": "thd", "sink": fg.Tensor("sinks", "float16", 1)}
+    forward: tuple[Timed, ...] = ("forward",)
     return [
         HostCase("causal", causal, ONE_TILE),
         HostCase("causal", causal, MANY_TILES),
@@ -287,6 +296,8 @@ def host_cases() -> list[HostCase]:
         HostCase("causal, dropout", causal | {"dropout": 0.1}, MANY_TILES),
         HostCase("lists, remembered", {"mask": near}, MANY_TILES),
         HostCase("lists of each call", {"mask": fg.document("ids")}, MANY_TILES, ids=True),
+        HostCase("decode over pages, out given", pages, DECODE, given=True, passes=forward),
+        HostCase("packed decode over pages, sinks, out given", packed, DECODE, given=True, passes=forward),
     ]
 
 
@@ -311,7 +322,7 @@ def host_rows(
         for case in host_cases():
             spec = fg.AttentionSpec(64, "float16", **case.options)
             attention = fg.compile(spec, target=target, **engine)
-            for timed in passes:
+            for timed in [name for name in passes if name in case.passes]:
                 run = run_of(attention, case, timed, library)
                 cost = cost_of(run, partial(_wait, library), groups, calls)
                 where = attention.target.name, library, timed, case.sizes
@@ -329,6 +340,8 @@ def installed_libraries() -> list[str]:
 
 def run_of(attention: Any, case: HostCase, timed: Timed, library: str) -> Run:
     """Returns a function that performs one call of a case."""
+    if attention.spec.page_size:
+        return _paged_run(attention, case, library)
     batch, heads, length = case.sizes
     shape = (batch, heads, length, 64)
     q, k, v, d_out, *into = (_random(library, shape, seed) for seed in range(8))
@@ -343,6 +356,23 @@ def run_of(attention: Any, case: HostCase, timed: Timed, library: str) -> Run:
     return lambda: attention.backward(d_out, q, k, v, out, lse, **place, **given)
 
 
+def _paged_run(attention: Any, case: HostCase, library: str) -> Run:
+    """Returns a function that performs one decode step over pages."""
+    spec, (batch, heads, length) = attention.spec, case.sizes
+    rows = (batch,) if spec.layout == "thd" else (batch, 1)
+    table = [[sequence + batch * page for page in range(length // spec.page_size)] for sequence in range(batch)]
+    pages = (batch * len(table[0]), spec.page_size, KV_HEADS, 64)
+    q, out = (_random(library, (*rows, heads, 64), seed) for seed in range(2))
+    k, v = (_random(library, pages, seed) for seed in range(2, 4))
+    given = {"page_table": _integers(library, table), "seqused_k": _integers(library, [length] * batch)}
+    if spec.layout == "thd":
+        given |= {"cu_seqlens_q": _integers(library, [*range(batch + 1)]), "max_seqlen_q": 1}
+    if spec.sink:
+        given["sinks"] = _random(library, (heads,), 4)
+    place = {"out": out} if case.given else {}
+    return lambda: attention(q, k, v, **place, **given)
+
+
 def _random(library: str, shape: tuple[int, ...], seed: int) -> Any:
     if library == "torch":
         import torch
@@ -352,7 +382,7 @@ def _random(library: str, shape: tuple[int, ...], seed: int) -> Any:
     return module.random.default_rng(seed).standard_normal(shape, module.float32).astype("float16")
 
 
-def _integers(library: str, values: list[int]) -> Any:
+def _integers(library: str, values: list[Any]) -> Any:
     if library == "torch":
         import torch
 

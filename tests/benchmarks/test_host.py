@@ -159,6 +159,18 @@ def test_which_parts_a_call_has(name: str) -> None:
         assert ("allocation" in meter.calls) is not (case.given and timed == "forward")
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "pages" in name])
+def test_decode_calls_over_pages(name: str) -> None:
+    """They launch one kernel and have no backward."""
+    case = replace(CASES[name], sizes=(2, 16, 32))
+    attention = flashgen.compile(flashgen.AttentionSpec(64, **case.options), target="sm_90a", emulate=True)
+    run, meter = run_of(attention, case, "forward", "numpy"), Meter()
+    with meter.installed():
+        out = run()
+    assert case.passes == ("forward",) and meter.calls["launch"] == 1 and meter.calls["checks"] >= 1
+    assert out.shape[0] == 2 and abs(out.astype("float32")).max() > 0
+
+
 def test_rows_of_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "host_cases", lambda: [HostCase("causal", {"mask": flashgen.causal()}, ONE_TILE)])
     rows = list(host_rows(["numpy"], target="sm_90a", groups=1, calls=1, emulate=True))
