@@ -602,7 +602,8 @@ FAULTS = [
         ("a converted tile without a proxy fence", BYTES, r"fence_async_shared\(\);(   // wgmma)", r"\1", UNFENCED),
         ("a converted tile that is never complete", BYTES, r"(the async proxy\s+__syncwarp\(\);\s+)release\(full\);",
          r"\1"),
-        ("copies in flight at the end", BYTES, r"copy_async_wait<0>\(\);(   // the last copies)", r"\1", "still in flight"),
+        ("copies in flight at the end", BYTES, r"copy_async_wait<0>\(\);(   // the last copies)", r"\1",
+         "still in flight"),
     ]),
     *caught_by(FORWARD, [ANY_RANDOM_ENGINES], [
         ("lanes that still convert", BYTES, r"(the async proxy\s+)__syncwarp\(\);", r"\1"),
