@@ -467,7 +467,13 @@ class Attention:
         v_scale: Any = None,
         **captures: Any,
     ) -> tuple[RepeatedLaunch, tuple[Any, ...]] | None:
-        """Returns the launch that a call with these arguments repeats, and its arrays; None if it repeats none."""
+        """Returns the launch that a call with these arguments repeats, and the arrays that it takes.
+
+        None if the call repeats none. `flashgen.torch.views` uses this.
+
+        Args:
+            q, k, v, out, page_table, seqused_k, k_scale, v_scale, captures: the arguments of a call.
+        """
         if self._repeats is None:
             return None
         common = (q, k, v, out, page_table, seqused_k, k_scale, v_scale)
