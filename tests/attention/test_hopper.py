@@ -157,7 +157,7 @@ def test_persistent_blocks_take_tiles_by_a_counter() -> None:
     tiles = -(-1000 // kernel.plan.tile_q)
     assert few.grid == (8 * tiles, 1, 1) and many.grid == (132, 1, 1)
     assert isinstance(few.writer, TensorMapWriter) and isinstance(many.writer, TensorMapWriter)
-    assert not few.counts and many.counts
+    assert not few.num_counters and many.num_counters
     assert few.writer.pointer_names == ["q", "k", "v", "o", "lse", "next_tile"]
     assert few.writer.offsets["k"] == 128 and few.writer.offsets["lse"] == 512
     struct = few.writer.write_emulated({})

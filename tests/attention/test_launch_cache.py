@@ -81,7 +81,7 @@ def test_tile_lists_of_other_streams_and_devices(rimmed: attention.Attention) ->
 
 def test_tile_lists_of_per_thread_streams(at_once: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """cudaStreamPerThread is one handle for many streams, which do not wait for each other."""
-    monkeypatch.setattr(Emulator, "stream", lambda engine, place: identity(place.stream))
+    monkeypatch.setattr(Emulator, "stream_key", lambda engine, place: identity(place.stream))
     lister = attention.compile(fg.AttentionSpec(16, mask=rim), emulate=True, plan=PLAN).forward.lister
     assert lister is not None
     problem = sizes_of(50, 60, 1, 1)

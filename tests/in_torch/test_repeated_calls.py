@@ -269,7 +269,7 @@ def test_the_stream_the_device_and_the_counters_are_those_of_the_call(
     assert launched[-1][1] != launched[-2][1], "the same counters"
     assert not lookups
     monkeypatch.setattr(gpu, "current_device", lambda: 1)
-    monkeypatch.setattr(Gpu, "on", lambda *_: nullcontext())
+    monkeypatch.setattr(Gpu, "device_context", lambda *_: nullcontext())
     attention(**arrays)
     assert lookups, "the launch of another device"
 

@@ -442,7 +442,7 @@ MUTANTS = (
     ),
     Mutant(
         "torch's call key ignores strides",
-        "flashgen/torch/direct.py",
+        "flashgen/runtime/arrays.py",
         "strides = [list(tensor.stride()) for",
         "strides = [[None] * tensor.ndim for",
         ("tests/in_torch/test_direct.py::test_only_calls_with_the_same_key_are_replayed",),
