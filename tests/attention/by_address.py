@@ -9,7 +9,7 @@ from typing import Any
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.dtypes import numpy_dtype
 from flashgen.launch.argument_writer import Addresses
-from flashgen.launch.engines import Emulator, EmulatorRunner, Gpu, Launch, Numbers, Place
+from flashgen.launch.engines import Emulator, EmulatorRunner, Gpu, Launch, ScalarArguments, Place
 from flashgen.launch.memory import Block, Memory
 from flashgen.runtime.arrays import NUMPY, Library
 
@@ -20,7 +20,7 @@ class AddressRunner:
     def __init__(self, runner: EmulatorRunner, known: dict[int, Any]) -> None:
         self._runner, self._known = runner, known
 
-    def launch(self, launch: Launch, operands: Addresses, numbers: Numbers, place: Place) -> None:
+    def launch(self, launch: Launch, operands: Addresses, numbers: ScalarArguments, place: Place) -> None:
         assert isinstance(operands, Addresses)
         arrays = {name: self._known[operands[name]] for name in launch.writer.pointer_names if operands[name]}
         self._runner.launch(launch, arrays, numbers, place)
@@ -59,7 +59,7 @@ class ByAddress(Emulator):
         self.known.update({addresses[name]: array for name, array in arrays.items()})
         return Gpu().operands(arrays, addresses)
 
-    def add(self, arrays: Mapping[str, Any], operands: Any) -> None:
+    def add_operands(self, arrays: Mapping[str, Any], operands: Any) -> None:
         Gpu().add_operands(arrays, operands)
         self.known.update({operands[name]: array for name, array in arrays.items()})
 

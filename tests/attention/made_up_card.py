@@ -18,7 +18,7 @@ import pytest
 from by_address import AddressRunner, ByAddress
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.launch.argument_writer import Addresses
-from flashgen.launch.engines import Launch, Numbers, Place
+from flashgen.launch.engines import Launch, ScalarArguments, Place
 from flashgen.runtime import counters, gpu, tensor_maps
 from flashgen.runtime.arrays import NUMPY, Library, View
 from flashgen.runtime.tensor_maps import MAP_BYTES
@@ -44,7 +44,7 @@ ON_CARD = replace(NUMPY, view=_view, pointer=_pointer, look=lambda array: (NUMPY
 class _CardRunner(AddressRunner):
     """Writes the argument struct, as a GPU's runner does, before the emulator runs the kernel."""
 
-    def launch(self, launch: Launch, operands: Addresses, numbers: Numbers, place: Place) -> None:
+    def launch(self, launch: Launch, operands: Addresses, numbers: ScalarArguments, place: Place) -> None:
         fits = all(0 < blocks <= most for blocks, most in zip(launch.grid, _MOST_BLOCKS, strict=True))
         assert fits, f"CUDA rejects the grid {launch.grid}"
         launch.writer.write_into(launch.writer.template.copy(), operands, numbers)
@@ -62,13 +62,13 @@ class MadeUpCard(ByAddress):
         super().library(array, argument)
         return ON_CARD
 
-    def add(self, arrays: Any, operands: Any) -> None:
+    def add_operands(self, arrays: Any, operands: Any) -> None:
         operands.update({name: _pointer(array) for name, array in arrays.items()})
         self.known.update({operands[name]: array for name, array in arrays.items()})
 
     def bind(self, arrays: Any) -> Any:
         operands = Addresses()
-        self.add(arrays, operands)
+        self.add_operands(arrays, operands)
         return operands
 
     def multiprocessors(self, device: int) -> int:
