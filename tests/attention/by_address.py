@@ -9,7 +9,7 @@ from typing import Any
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.dtypes import numpy_dtype
 from flashgen.launch.argument_writer import Addresses
-from flashgen.launch.engines import Emulator, EmulatorRunner, Gpu, Launch, ScalarArguments, Place
+from flashgen.launch.engines import Emulator, EmulatorRunner, Gpu, Launch, Place, ScalarArguments
 from flashgen.launch.memory import Block, Memory
 from flashgen.runtime.arrays import NUMPY, Library
 

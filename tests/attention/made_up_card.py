@@ -18,7 +18,7 @@ import pytest
 from by_address import AddressRunner, ByAddress
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.launch.argument_writer import Addresses
-from flashgen.launch.engines import Launch, ScalarArguments, Place
+from flashgen.launch.engines import Launch, Place, ScalarArguments
 from flashgen.runtime import counters, gpu, tensor_maps
 from flashgen.runtime.arrays import NUMPY, Library, View
 from flashgen.runtime.tensor_maps import MAP_BYTES
