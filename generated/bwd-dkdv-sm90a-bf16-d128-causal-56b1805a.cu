@@ -982,8 +982,7 @@ __device__ __forceinline__ void pack_scores(unsigned (&fragments)[Scores::kPairs
   }
 }
 
-// Issues the wgmmas of S^T = K * Q^T for the keys of a warpgroup. `has_waited`: the stage of Q has been waited for
-// before.
+// Issues the wgmmas of S^T = K * Q^T for the keys of a warpgroup. `has_waited`: whether the caller has waited for Q.
 __device__ __forceinline__ void issue_qk_wgmma(float (&scores)[kTileQ / 2], int warpgroup, const SharedStorage& storage,
                                                PipelineState<kStages> state, bool has_waited) {
   if (!has_waited) mbarrier_wait(storage.queries_full(state.stage()), state.phase());
@@ -992,8 +991,7 @@ __device__ __forceinline__ void issue_qk_wgmma(float (&scores)[kTileQ / 2], int 
   issue_wgmma_ss<kHeadDimPadded, kHeadPanel, kTileK, kTileQ>(scores, keys, storage.queries(state.stage()));
 }
 
-// Issues the wgmmas of dP^T = V * dO^T for the keys of a warpgroup. `has_waited`: the stage of dO has been waited for
-// before.
+// Issues the wgmmas of dP^T = V * dO^T for the keys of a warpgroup. `has_waited`: whether the caller has waited for dO.
 __device__ __forceinline__ void issue_dp_wgmma(float (&d_scores)[kTileQ / 2], int warpgroup, const SharedStorage& storage,
                                                PipelineState<kStages> state, bool has_waited) {
   if (!has_waited) mbarrier_wait(storage.d_outputs_full(state.stage()), state.phase());

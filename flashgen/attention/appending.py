@@ -197,8 +197,8 @@ def _check_rows_of_records(views: dict[str, View], record: KvRecord) -> None:
             f"{record.head_dim})"
         )
     _check_rows("k_new", new)
-    strides = page_stride if views["k"].shape[0] > 1 else 0
-    if all(views["k"].shape) and (strides | views["k"].pointer) % _ROW_ALIGNMENT:
+    distance = page_stride if views["k"].shape[0] > 1 else 0
+    if all(views["k"].shape) and (distance | views["k"].pointer) % _ROW_ALIGNMENT:
         raise ArgumentError(
             f"k at address {views['k'].pointer:#x} with strides {views['k'].strides} (bytes): pages must start at "
             f"multiples of {_ROW_ALIGNMENT} bytes"

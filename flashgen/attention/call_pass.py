@@ -32,7 +32,7 @@ from flashgen.runtime.arrays import Library, View
 from flashgen.runtime.caching import Cache
 
 _MAX_PREPARED = 1024  # in decoding, every call has a new length
-_MAX_RECENT_LAUNCHES = 8  # a look-up compares with all of them, one after the other
+_MAX_RECENT_LAUNCHES = 8  # a lookup compares a call with each of them
 _ROW_ALIGNMENT, _LARGEST_ELEMENT = 16, 8  # bytes
 _ARGUMENTS = {
     "o": "out",

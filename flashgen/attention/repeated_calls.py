@@ -22,7 +22,7 @@ from flashgen.runtime.arrays import Library
 
 _ALIGNMENT = 16  # bytes
 _MAX_SHAPES = 64
-_MAX_RECENT = 8  # of a shape: a look-up compares with all of them, one after the other
+_MAX_RECENT = 8  # of a shape: a lookup compares a call with each of them
 _CALLS_PER_REPLACEMENT = 8
 _NO_NUMBERS: ScalarArguments = {}
 _CONSTANTS = (type(None), bool, int)  # if equal in type and value, they make equal calls

@@ -25,7 +25,7 @@ from flashgen.runtime.arrays import TORCH
 from flashgen.torch.tensors import Tensor
 
 _ALIGNMENT = 16  # bytes
-_MAX_REPEATS = 8  # a look-up compares with all of them, one after the other
+_MAX_REPEATS = 8  # a lookup compares a call with each of them
 _OUTPUT, _BOTH = (Call({}, {}, None, 0, wanted) for wanted in (("o",), ("o", "lse")))
 _GRADIENTS, _SHARED_GRADIENTS = (Call({}, {}, None, 0, wanted) for wanted in (("dq", "dk", "dv"), ("dq", "dk")))
 # The names of a call's tensors in argument structs: the inputs, and inputs with given results.

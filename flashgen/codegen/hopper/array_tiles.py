@@ -7,16 +7,17 @@ eight in an instruction, of which the L1 looks up one per cycle. Copies by TMA w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashgen.codegen.demand import is_clipped
 from flashgen.codegen.expressions.function_text import DEVICE_NAMES
 from flashgen.codegen.expressions.row_elements import RowElement, paired_elements, paired_mask_elements
-from flashgen.codegen.shared_memory import BYTE, Buffer, Extent
+from flashgen.codegen.shared_memory import BYTE, Buffer, Extent, SharedMemoryLayout
 from flashgen.language.operations import BATCH, QUERY, Load
 from flashgen.language.spec import AttentionSpec
 
-MAX_ARRAY_STAGES = 2
+_MAX_STAGES = 2
 _CHUNK_BYTES, _SWIZZLED_CHUNKS, _MAX_BYTES = 16, 8, 2
 _SWIZZLE_BYTES = 256  # a multiple of the bytes of exchanged chunks
 
@@ -96,6 +97,16 @@ def array_tile(spec: AttentionSpec, tile_k: int) -> ArrayTile | None:
     elements = paired_elements(spec) or paired_mask_elements(spec)
     found = [each for each in elements if each.bytes <= _MAX_BYTES and _has_equal_rows(each)]
     return ArrayTile(found[0], tile_k) if found else None
+
+
+def max_array_stages(layout: Callable[[int], SharedMemoryLayout], shared_bytes: int) -> int:
+    """Returns the largest number of stages of a tile whose layout fits into shared memory; 0 if none fits.
+
+    Args:
+        layout: returns the layout of a CTA, given the number of stages.
+        shared_bytes: the shared memory that a CTA can have.
+    """
+    return next((each for each in range(_MAX_STAGES, 0, -1) if layout(each).total_bytes <= shared_bytes), 0)
 
 
 def _has_equal_rows(element: RowElement) -> bool:

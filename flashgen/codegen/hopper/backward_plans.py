@@ -13,7 +13,7 @@ from flashgen.analysis.derivatives import gathers
 from flashgen.codegen.demand import Weight, demand_of, is_clipped
 from flashgen.codegen.expressions.derivative_text import score_gradient
 from flashgen.codegen.expressions.row_elements import paired_mask_elements, transposed_elements
-from flashgen.codegen.hopper.array_tiles import MAX_ARRAY_STAGES, array_tile
+from flashgen.codegen.hopper.array_tiles import array_tile, max_array_stages
 from flashgen.codegen.hopper.barriers import key_barriers
 from flashgen.codegen.hopper.batch_traits import batch_traits
 from flashgen.codegen.hopper.plans import MAX_SHARED, WARPGROUP, swizzled_columns
@@ -181,8 +181,7 @@ class HopperBackwardPlan(Checked):
         """
         if self.finish_apart or self.adds_dq(spec) or not array_tile(spec, self.tile_k):
             return 0
-        sizes = ((stages, self._shared_memory(spec, dq_apart, stages)) for stages in range(MAX_ARRAY_STAGES, 0, -1))
-        return next((stages for stages, memory in sizes if memory.total_bytes <= MAX_SHARED), 0)
+        return max_array_stages(lambda stages: self._shared_memory(spec, dq_apart, stages), MAX_SHARED)
 
     def array_warps(self, dq_apart: bool) -> int:
         """Returns the warps that load tiles of a captured array: those beside the producer and the dQ writers."""

@@ -10,17 +10,18 @@ from functools import cache
 
 from flashgen.codegen.shared_memory import Barrier, BarrierGroup, Extent, literal
 
-_ONE_THREAD, _CONSUMER_WARPS, _ARRAY_WARPS = "1", "kConsumers * 4", "kArrayWarps"
 WARPS_OF_GROUP = 4
-_CLUSTER_WARPS = "12"  # of a CTA of a cluster, without those of its producer
+_GROUP_WARPS, _CONSUMER_WARPS = str(WARPS_OF_GROUP), f"kConsumers * {WARPS_OF_GROUP}"
+_ONE_THREAD, _ARRAY_WARPS = "1", "kArrayWarps"
+_CLUSTER_WARPS = str(3 * WARPS_OF_GROUP)  # of the three consumer warpgroups of a CTA of a cluster
 
 
 def _full(name: str, writers: int = 1) -> Barrier:
     return Barrier(f"{name}_full", str(writers))
 
 
-def _empty(name: str) -> Barrier:
-    return Barrier(f"{name}_empty", _CONSUMER_WARPS)
+def _empty(name: str, readers: str = _CONSUMER_WARPS) -> Barrier:
+    return Barrier(f"{name}_empty", readers)
 
 
 def _pipeline(comment: str, *names: str, stages: Extent) -> BarrierGroup:
@@ -94,7 +95,7 @@ def key_tile_barriers(
     return (
         *([BarrierGroup(tail, (_full("tail"),), at_end=True)] if paged else []),
         *_staged(stages, shared_kv, bool(passed_stages), writers),
-        *([_between_consumers(passed, "passed", passed_stages, "4")] if passed_stages else []),
+        *([_between_consumers(passed, "passed", passed_stages, _GROUP_WARPS)] if passed_stages else []),
     )
 
 
@@ -104,7 +105,7 @@ def _converted(stages: Extent) -> BarrierGroup:
         "keys_full, values_full: every producer warp has written its part of a tile of K, or V. keys_empty, "
         "values_empty: every consumer warp has read it."
     )
-    barriers = (each for name in ("keys", "values") for each in (Barrier(f"{name}_full", "4"), _empty(name)))
+    barriers = (each for name in ("keys", "values") for each in (_full(name, WARPS_OF_GROUP), _empty(name)))
     return BarrierGroup(comment, tuple(barriers), stages)
 
 
@@ -117,7 +118,7 @@ def _staged(stages: Extent, shared_kv: bool, split: bool, writers: int) -> tuple
             "warps has read them. rest_empty: each warp of the second warpgroup has read the others as V, for which it "
             "needs P, so that the first warpgroup has read them before."
         )
-        parts = (each for name in ("first", "rest") for each in (_full(name, writers), Barrier(f"{name}_empty", "4")))
+        parts = (each for name in ("first", "rest") for each in (_full(name, writers), _empty(name, _GROUP_WARPS)))
         return (BarrierGroup(comment, tuple(parts), stages),)
     if shared_kv:
         comment = (
@@ -134,7 +135,7 @@ def _staged(stages: Extent, shared_kv: bool, split: bool, writers: int) -> tuple
         "keys_full, values_full: a tile of K, or V, has landed. keys_empty: every warp of the first warpgroup has read "
         "K. values_empty: every warp of both warpgroups has read V."
     )
-    keys = _full("keys"), Barrier("keys_empty", "4")
+    keys = _full("keys"), _empty("keys", _GROUP_WARPS)
     return (BarrierGroup(comment, (*keys, _full("values"), _empty("values")), stages),)
 
 
@@ -179,7 +180,7 @@ def key_barriers(
     readers = f"{_CONSUMER_WARPS} + kDqWriters" if stages_dq else _CONSUMER_WARPS
     readers += f" + {_ARRAY_WARPS}" if array_stages else ""
     released = _empty("keys"), _empty("values")
-    work_tile = _full("work_tile"), Barrier("work_tile_empty", readers)
+    work_tile = _full("work_tile"), _empty("work_tile", readers)
     published = (
         "work_tile_full: the producer has published a work tile. work_tile_empty: all its readers are done with it."
     )
@@ -213,8 +214,8 @@ def wide_key_barriers(stages: Extent, exchange_stages: Extent, ds_stages: Extent
     )
     return (
         _queries_and_d_outputs(stages),
-        _between_consumers(comment, "exchange", exchange_stages, "4"),
-        *([_between_consumers(ds_comment, "ds", ds_stages, "4")] if ds_stages else []),
+        _between_consumers(comment, "exchange", exchange_stages, _GROUP_WARPS),
+        *([_between_consumers(ds_comment, "ds", ds_stages, _GROUP_WARPS)] if ds_stages else []),
     )
 
 
@@ -253,6 +254,6 @@ def cluster_barriers(stages: Extent, passed_stages: Extent, both_accumulate: boo
     # P is read by the score warpgroup, and by those that accumulate if it is their operand. dS is read by these alone.
     loaders = "cluster_rank() == 0 ? 12 : 8" if both_accumulate else "cluster_rank() == 0 ? 4 : 8"
     return (
-        BarrierGroup(streamed, (_full("streamed"), Barrier("streamed_empty", readers)), stages),
-        BarrierGroup(passed, (_full("passed"), Barrier("passed_empty", loaders)), passed_stages),
+        BarrierGroup(streamed, (_full("streamed"), _empty("streamed", readers)), stages),
+        BarrierGroup(passed, (_full("passed"), _empty("passed", loaders)), passed_stages),
     )

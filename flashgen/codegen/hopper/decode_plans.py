@@ -15,19 +15,18 @@ from flashgen.codegen.demand import demand_of
 from flashgen.codegen.hopper.barriers import WARPS_OF_GROUP, key_tile_barriers
 from flashgen.codegen.hopper.measured_plans import wide_tiles
 from flashgen.codegen.hopper.pages import cache_problem
-from flashgen.codegen.hopper.plans import MAX_PASSED, ROWS, HopperPlan, passed_buffer, staged_buffers
+from flashgen.codegen.hopper.plans import MAX_PASSED, MAX_SHARED, ROWS, HopperPlan, passed_buffer, staged_buffers
 from flashgen.codegen.mma_sync.decode_plans import WORK_UNIT_BYTES, merge_kernel_cost, search_buffers
 from flashgen.codegen.padding import MMA_K, WARP, element_sizes, head_extent, is_wide, padded_value_dim
 from flashgen.codegen.plan import Checked, shared_memory_problem
 from flashgen.codegen.shared_memory import Buffer, Extent, SharedMemoryLayout, mbarriers
-from flashgen.codegen.targets import TARGETS, Target
+from flashgen.codegen.targets import Target
 from flashgen.language.spec import AttentionSpec
 
 _CONSUMERS = 2
 _MAX_COLUMNS = 256  # of a wgmma
 _MIN_HALF = 16  # columns of the narrowest panel
 _MAX_RECORDS = 128  # of a tile of records, of which each lane of the producer looks up the page of 4
-_MAX_SHARED = TARGETS["sm_90a"].shared_per_block
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class HopperDecodePlan(Checked):
 
     def passed_stages(self, spec: AttentionSpec) -> int:
         """Returns the tiles of P in shared memory: 2 if they fit."""
-        return MAX_PASSED if self._shared_memory(spec, MAX_PASSED).total_bytes <= _MAX_SHARED else 1
+        return MAX_PASSED if self._shared_memory(spec, MAX_PASSED).total_bytes <= MAX_SHARED else 1
 
     def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
         """Returns the layout: Q, the stages of K and of V, P that is passed between warpgroups, and the mbarriers.

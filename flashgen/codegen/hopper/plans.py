@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any, ClassVar
 
 from flashgen.codegen.demand import Weight, demand_of
-from flashgen.codegen.hopper.array_tiles import MAX_ARRAY_STAGES, array_tile
+from flashgen.codegen.hopper.array_tiles import array_tile, max_array_stages
 from flashgen.codegen.hopper.barriers import forward_barriers
 from flashgen.codegen.hopper.batch_traits import batch_traits
 from flashgen.codegen.hopper.left_to_mma_sync import forward_problem
@@ -272,8 +272,7 @@ class HopperPlan(Checked):
         """Returns the tiles of a captured array in shared memory; 0 if elements are read from global memory."""
         if self.split > 1 or spec.page_size or spec.kv_dtype or not array_tile(spec, self.tile_k):
             return 0
-        sizes = ((stages, self._shared_memory(spec, False, 0, 0, stages)) for stages in range(MAX_ARRAY_STAGES, 0, -1))
-        return next((stages for stages, memory in sizes if memory.total_bytes <= MAX_SHARED), 0)
+        return max_array_stages(lambda stages: self._shared_memory(spec, False, 0, 0, stages), MAX_SHARED)
 
     def output_apart(self, spec: AttentionSpec) -> bool:
         """Whether O has memory of its own, so that Q of the next tile can be loaded early. Otherwise it overlays Q."""

@@ -127,8 +127,8 @@ class DecodePlan(Checked):
     @property
     def numbers(self) -> tuple[int, ...]:
         """The numbers that name the plan: rows, keys, warps, stages and CTAs per SM, and the warps that share tiles."""
-        name = self.tile_q, self.tile_k, self.warps, self.stages, self.blocks
-        return *name, *((self.split,) if self.split > 1 else ())
+        numbers = self.tile_q, self.tile_k, self.warps, self.stages, self.blocks
+        return *numbers, *((self.split,) if self.split > 1 else ())
 
     def with_schedule(self, scheduled: bool) -> DecodePlan:
         """Returns the plan for CTAs that divide the keys of all sequences equally, or not."""
