@@ -58,6 +58,7 @@ FEW_ROWS = 16  # of the default plan's tiles
 _MANY_ROWS = 32
 _MERGE = 0.3  # cost of merging the partial output of one split, in iterations
 _MERGE_KERNEL, _MERGE_OF_SPLIT = 2.0, 0.02  # the same if another kernel merges
+_MIN_SHARED_TILES = 2  # that an output tile counts as, if warps share tiles: the cost of short sequences
 _TILE_OVERHEAD = 4  # cost of an output tile's first copies and its partial output, in tiles of keys of a warp
 _MAX_REGISTERS = 248  # estimate for a thread; some kernels take a few more
 _MAX_STREAM_K_REGISTERS = 224  # the same for stream-K plans
@@ -120,7 +121,6 @@ class DecodePlan(Checked):
     blocks: int = 1
     scheduled: bool = False
     split: int = 1
-    min_length: ClassVar[int] = 1
     packed_heads: ClassVar[int] = 1  # how many heads share a tile is a size of the call
     splits_keys: ClassVar[bool] = True
 
@@ -150,8 +150,16 @@ class DecodePlan(Checked):
 
     @property
     def tile_overhead(self) -> int:
-        """The fixed cost of an output tile in tiles of keys, for stream-K."""
-        return _TILE_OVERHEAD if self.split == 1 else 1
+        """The fixed cost of an output tile in tiles of keys, for stream-K.
+
+        It is 0 for the large tiles that warps share, so that sequences of equal lengths divide evenly among CTAs.
+        """
+        return _TILE_OVERHEAD if self.split == 1 else 0
+
+    @property
+    def min_length(self) -> int:
+        """The minimum tiles of keys that an output tile counts as, for stream-K."""
+        return 1 if self.split == 1 else _MIN_SHARED_TILES
 
     def merge_cost(self, spec: AttentionSpec, splits: int) -> float:
         """Returns the cost of merging the partial outputs of several splits, in iterations.
