@@ -41,7 +41,8 @@ def main() -> None:
         from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
 
         print("vLLM's compiled operators are missing: its Triton kernel writes the cache")
-        _custom_ops.reshape_and_cache_flash = triton_reshape_and_cache_flash
+        for module in (_custom_ops, torch.ops._C_cache_ops):  # backends call either
+            module.reshape_and_cache_flash = triton_reshape_and_cache_flash
     queries = [1] * options.requests + [options.prompt] * (options.prompt > 0)
     keys = [options.keys] * options.requests + [options.prompt] * (options.prompt > 0)
     print(

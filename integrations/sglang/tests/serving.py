@@ -127,9 +127,11 @@ class Server:
         """Standard attention of rows (queries, heads, dim) over tokens (keys, 2, heads_kv, dim)."""
         layer = self.layer
         if layer.scales is not None:
-            scales = torch.tensor([scale or 1.0 for scale in layer.scales], device=self.device)[:, None, None]
-            stored = tokens.clone().div_(scales).to(torch.float8_e4m3fn)  # as the pool stores them
-            tokens = (stored.double() * scales).to(dtype)
+            scales = torch.tensor([scale or 1.0 for scale in layer.scales], device=self.device)
+            # The pool divides by tensors without axes, which a GPU rounds to the type of the tokens first.
+            divided = [part.clone().div_(scale) for part, scale in zip(tokens.unbind(1), scales, strict=True)]
+            stored = torch.stack(divided, dim=1).to(torch.float8_e4m3fn)
+            tokens = (stored.double() * scales[:, None, None]).to(dtype)
         k, v = tokens.to(dtype).repeat_interleave(layer.heads // layer.heads_kv, dim=2).unbind(1)
         scores = torch.einsum("qhd,khd->hqk", rows.to(dtype), k) * layer.dim**-0.5
         if layer.cap:
