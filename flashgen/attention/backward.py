@@ -108,6 +108,10 @@ class BackwardPass(Pass[_Prepared]):
             return results
         return {**results, **give_back(JAX, {name: results[name] for name in prepared.of_jax})}
 
+    @property
+    def repeats_launches(self) -> bool:
+        return super().repeats_launches and not self._differentiated
+
     def _only_launches(self, prepared: _Prepared) -> bool:
         return not (self.listers or prepared.zeroed or self._differentiated)
 

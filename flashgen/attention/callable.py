@@ -108,7 +108,7 @@ class Attention:
             self._forward = ForwardPass(
                 spec, self._kernels, engine, self._prebuild("forward"), tuned_plans, by_sizes=own_plan, decodes=own_plan
             )
-        self._repeats = RepeatedCalls(self._forward) if self._forward.repeats_launches else None
+        self._repeats = RepeatedCalls.of(self._forward)
 
     def _prebuild(self, which: str) -> str:
         """Returns the command that builds the kernels of a pass ahead of time, for error messages."""
@@ -237,6 +237,10 @@ class Attention:
         tuned = TunedPlans(kernels["dkdv"], self._tuned) if uses_tuned else None
         with self._edits.named_in_errors():
             return BackwardPass(self.spec, kernels, self.engine, prebuild, head_split, tuned, self.deterministic)
+
+    @locked_cached_property
+    def _repeated_backward(self) -> RepeatedCalls | None:
+        return RepeatedCalls.of(self._backward)
 
     def tiles(
         self, len_q: int, len_k: int | None = None, batch: int | None = None, heads: int | None = None, **captures: Any
@@ -427,8 +431,7 @@ class Attention:
         if repeats is not None and repeats.takes(q):
             named, common = (*captures,), (q, k, v, out, page_table, seqused_k, k_scale, v_scale)
             arguments = (*common, return_lse, num_splits, *captures.values())
-            repeated, arrays = repeats.find(named, arguments)
-            found = None if repeated is None else repeated.launch(arrays)
+            found = repeats.launch(named, arguments)
             if found is not None:
                 return out if out is not None else tuple(found) if return_lse else found[0]
         else:
@@ -624,6 +627,14 @@ class Attention:
         """
         if self.spec.of_cache:
             self.build_backward()  # raises UnsupportedError
+        repeats = self._repeated_backward if tile_lists is None and (into is None or type(into) is tuple) else None
+        if repeats is not None and repeats.takes(q):
+            named, arguments = (*captures,), (d_out, q, k, v, out, lse, d_lse, *(into or ()), *captures.values())
+            found = repeats.launch(named, arguments)
+            if found is not None:
+                return Gradients.of(dict(zip(self._gradients, found or into, strict=True)))
+        else:
+            repeats = None
         varlen, bounds, captured = split_varlen_arguments(self.spec, captures, q, k)
         if lse is None:
             v, out, lse = without_values(self.spec, v, out)
@@ -632,7 +643,10 @@ class Attention:
             inputs["d_lse"] = d_lse
         given = _NOTHING if into is None else given_gradients(self._gradients, into)
         call = Call(inputs, captured, seed, offset, self._gradients, given, tile_lists, bounds)
-        return Gradients.of(self._backward(call))
+        results = self._backward(call)
+        if repeats is not None:
+            repeats.remember(named, arguments, call)
+        return Gradients.of(results)
 
     def vjp(
         self,

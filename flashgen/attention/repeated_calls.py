@@ -169,6 +169,11 @@ class RepeatedCalls:
     are those of the captures.
     """
 
+    @classmethod
+    def of(cls, pass_: Pass[Any]) -> RepeatedCalls | None:
+        """Returns one for the calls of a pass; None if these do more than launch kernels."""
+        return cls(pass_) if pass_.repeats_launches else None
+
     def __init__(self, pass_: Pass[Any]) -> None:
         self._pass, self._library, self._launches = pass_, pass_.engine.library, RepeatedLaunches()
         self._forms: tuple[_Form, ...] = ()
@@ -185,6 +190,11 @@ class RepeatedCalls:
                 arrays = each.arrays(given)
                 return self._launches.find((each.form, each.constants(given)), arrays), arrays
         return None, ()
+
+    def launch(self, names: tuple[str, ...], given: tuple[Any, ...]) -> Sequence[Any] | None:
+        """Launches a call that repeats an earlier one. Returns the results that it allocated; None if there is none."""
+        repeated, arrays = self.find(names, given)
+        return None if repeated is None else repeated.launch(arrays)
 
     def remember(self, names: tuple[str, ...], given: tuple[Any, ...], call: Call) -> None:
         """Remembers a call that has been run, if its arguments other than arrays are integers or None."""
@@ -209,4 +219,11 @@ def _form_of(form: tuple[Any, ...], given: tuple[Any, ...], call: Call) -> _Form
     others = [position for position in range(len(given)) if position not in arrays]
     if not all(type(given[position]) in _CONSTANTS for position in others):
         return None
-    return _Form(form, itemgetter(*arrays), itemgetter(*others))
+    return _Form(form, _items(arrays), _items(others))
+
+
+def _items(positions: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Returns a function that returns the items of a tuple at these positions."""
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    return lambda given: tuple(given[position] for position in positions)

@@ -115,6 +115,99 @@ def test_a_repeated_dense_call_with_its_lse(launched: Launched, memory: Memory, 
     assert seen[0] == seen[1] == seen[2] and seen[0][0] and not lookups
 
 
+BACKWARD: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "heads first": {"layout": "bhsd"},
+    "packed tokens": {"layout": "thd"},
+    "accumulators": {"mask": fg.full()},
+    "values are keys": {"shared_kv": True, "value_dim": 32},
+}
+
+
+def _backward_arrays(spec: Any, has_into: bool, has_d_lse: bool) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Returns the arguments of a backward call of two sequences of 96 tokens."""
+    shapes = {"bshd": (2, 96, HEADS), "bhsd": (2, HEADS, 96), "thd": (192, HEADS)}
+    rows, groups = shapes[spec.layout], [HEADS_KV if size == HEADS else size for size in shapes[spec.layout]]
+    q, k = (torch.zeros(*sizes, DIM, dtype=torch.float16) for sizes in (rows, groups))
+    d_out, out = (torch.zeros(*rows, spec.value_dim, dtype=torch.float16) for _ in range(2))
+    values = [] if spec.shared_kv else [torch.zeros_like(k)]
+    lse = torch.zeros(HEADS, 192) if spec.layout == "thd" else torch.zeros(2, HEADS, 96)
+    named: dict[str, Any] = {"d_lse": torch.zeros_like(lse)} if has_d_lse else {}
+    if has_into:
+        named["into"] = tuple(map(torch.zeros_like, (q, k, *values)))
+    if spec.layout == "thd":
+        named["cu_seqlens_q"] = torch.tensor([0, 96, 192], dtype=torch.int32)
+    return [d_out, q, k, *values, out, lse], named
+
+
+@pytest.mark.parametrize("has_d_lse", [True, False], ids=["d_lse", "no d_lse"])
+@pytest.mark.parametrize("has_into", [True, False], ids=["into", "new gradients"])
+@pytest.mark.parametrize("kind", BACKWARD)
+def test_launches_of_a_repeated_backward_call(
+    kind: str,
+    has_into: bool,
+    has_d_lse: bool,
+    launched: Launched,
+    memory: Memory,
+    lookups: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Byte for byte, with the addresses of another layer's arrays."""
+    attention = _compiled(page_size=None, **BACKWARD[kind])
+    layers = [_backward_arrays(attention.spec, has_into, has_d_lse) for _ in range(3)]
+    seen = []
+    for repeats in (False, True):
+        with monkeypatch.context() as without:
+            if not repeats:
+                without.setattr(attention, "_repeated_backward", None)
+            else:
+                attention.backward(*layers[0][0], **layers[0][1])
+            for arrays, named in layers:
+                memory.again()
+                launched.clear()
+                lookups.clear()
+                gradients = attention.backward(*arrays, **named)
+                assert bool(lookups) is not repeats
+                assert not has_into or all(a is b for a, b in zip(gradients, named["into"], strict=True))
+                assert [each.shape for each in gradients] == [each.shape for each in arrays[1 : len(gradients) + 1]]
+                seen.append((launched.copy(), [each.data_ptr() for each in gradients]))
+    assert seen[:3] == seen[3:] and seen[0][0] and seen[0] != seen[1]
+
+
+def test_backward_calls_that_differ_repeat_nothing(launched: Launched, memory: Memory, lookups: Any) -> None:
+    attention = _compiled(page_size=None)
+    arrays, _ = _backward_arrays(attention.spec, has_into=False, has_d_lse=False)
+    attention.backward(*arrays)
+    into = tuple(map(torch.zeros_like, arrays[1:4]))
+    others: list[tuple[int, Any]] = [(2, torch.zeros(2, 96, HEADS_KV, 2 * DIM).half()[..., :DIM])]
+    others += [(position, torch.zeros(2, 192, HEADS, DIM).half()[:, ::2]) for position in (0, 1, 4)]
+    for position, other in others:
+        lookups.clear()
+        attention.backward(*arrays[:position], other, *arrays[position + 1 :])
+        assert lookups, position
+    for other in ({"into": into}, {"d_lse": arrays[-1].clone()}):
+        lookups.clear()
+        attention.backward(*arrays, **other)
+        assert lookups, other
+    with pytest.raises(ArgumentError, match="shares memory"):
+        attention.backward(*arrays, into=(into[0], into[1], into[1]))
+    with pytest.raises(ArgumentError, match="lse"):
+        attention.backward(*arrays[:-1], arrays[-1].half())
+    lookups.clear()
+    attention.backward(*arrays)
+    assert not lookups, "the first call is still repeated"
+
+
+def test_gradients_of_sinks_are_summed_in_each_call(launched: Launched, lookups: Any) -> None:
+    """They are cleared before the launch, so that such calls do more than launch kernels."""
+    attention = _compiled(page_size=None, sink=fg.Tensor("sinks", "float16", 1, grad=True))
+    arrays, _ = _backward_arrays(attention.spec, has_into=False, has_d_lse=False)
+    for _ in range(3):
+        lookups.clear()
+        attention.backward(*arrays, sinks=torch.zeros(HEADS, dtype=torch.float16))
+        assert lookups
+
+
 def test_one_array_of_offsets_for_queries_and_keys(launched: Launched, memory: Memory, lookups: Any) -> None:
     attention = _compiled(layout="thd", page_size=None)
     q, k, v = (torch.zeros(96, HEADS, DIM, dtype=torch.float16) for _ in range(3))
