@@ -1,14 +1,14 @@
 // flashgen: attention backward, dkdv, bf16-d256-causal-85c4309b
-// Computes dK and dV, and accumulates dQ; a CTA iterates over the queries of a key tile.
+// Computes dK and dV; a CTA iterates over the queries of a key tile.
 //
 // mask     causal()
 // score    none; scale 0.0625
 // dropout  0
 // dims     head 256, value 256; bfloat16, accumulated in float32
 // target   sm_90a, family hopper
-// plan     64 queries x 64 keys, a warpgroup each for dV, dK and dQ, of 216, 208 and 64 registers, 2 stages of Q and dO, 230528 bytes of shared memory
-// FLOPs    2560 * batch * heads_q * len_q * len_k * (share of tiles visited)
-// HBM      3080 * batch * heads_q * len_q + 2048 * batch * heads_kv * len_k bytes, at least
+// plan     48 queries x 64 keys, one warpgroup for dV and one for dK, of 240 registers, 3 stages of Q and dO, 226560 bytes of shared memory
+// FLOPs    2048 * batch * heads_q * len_q * len_k * (share of tiles visited)
+// HBM      1032 * batch * heads_q * len_q + 2048 * batch * heads_kv * len_k bytes, at least
 //
 // Grid: one CTA per (key tile, KV head, batch). Reproduce with
 //   flashgen show --pass backward --kernel dkdv --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":256,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.0625,"score":null,"value_dim":256,"version":1}'
@@ -27,7 +27,6 @@ struct BackwardDkdvArguments {
   TensorMap dk_map;
   TensorMap dv_map;
   const float* lse_and_d;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
-  float* dq_accum;   // (batch, heads_q, rows, padded head_dim), in fragment order
   int heads_q;
   int heads_per_kv;
   int len_q;
@@ -39,13 +38,12 @@ struct BackwardDkdvArguments {
 
 constexpr int kHeadDimPadded = 256;   // a multiple of the depth of a wgmma; zeros beyond head_dim
 constexpr int kValueDimPadded = 256;
-constexpr int kConsumers = 2;   // warpgroups that read Q and dO, for P and dV and for dS and dK, beside those of dQ and of the producer
-constexpr int kThreads = (kConsumers + 2) * 128;
+constexpr int kConsumers = 2;   // consumer warpgroups, for P and dV and for dS and dK, beside the producer warpgroup
+constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kTileK = 64;   // keys of a work tile. S and P are held transposed: a row is a key, a column a query
-constexpr int kTileQ = 64;   // queries of an iteration
-constexpr int kStages = 2;   // of the pipelines of Q and dO in shared memory
+constexpr int kTileQ = 48;   // queries of an iteration
+constexpr int kStages = 3;   // of the pipelines of Q and dO in shared memory
 constexpr int kExchangeStages = 2;   // of the pipeline by which one consumer warpgroup passes scores to the other
-constexpr int kDsStages = 2;   // of dS in shared memory: one is written while dQ is computed from the other
 constexpr float kScale = 0.0625f;
 constexpr float kScoreToLog2 = 0.0901684389f;   // scale * log2(e): exp(x) is computed as exp2(x * log2(e))
 constexpr float kNoLse = 3.40282347e+38f;     // marks a row whose scores are all masked
@@ -58,26 +56,19 @@ constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of LS
 //   kMaskAndBounds: the mask, the ends of the sequences, and the correction of exponents for large LSEs.
 enum class Masking { kNone, kMask, kMaskAndBounds };
 
-// One warpgroup computes all columns of a tile of dQ, in chunks.
-constexpr int kDqColumnParts = 1;
-constexpr int kDqColumns = kHeadDimPadded;
-constexpr int kDqChunkColumns = 64;
-constexpr int kPartColumns = 128;   // of dK and dV in one wgmma
-
 // A tile consists of panels of columns, one after the other. A panel is as wide as the TMA swizzle.
 constexpr int kHeadPanel = 64;    // columns of Q, K and dK
 constexpr int kValuePanel = 64;   // columns of dO, V and dV
 constexpr int kElementBytes = sizeof(Element);
 
-// Shared memory of a CTA, 230528 bytes, by offset:
+// Shared memory of a CTA, 226560 bytes, by offset:
 //        0  K, 32768 bytes
 //    32768  V, 32768 bytes
-//    65536  Q, 2 x 32768 bytes
-//   131072  dO, 2 x 32768 bytes
-//   196608  P, 2 x 8192 bytes; in the order of the fragments
-//   212992  dS, 2 x 8192 bytes
-//   229376  L, D, 2 x 512 bytes
-//   230400  mbarriers, 128 bytes
+//    65536  Q, 3 x 24576 bytes
+//   139264  dO, 3 x 24576 bytes
+//   212992  P, 2 x 6144 bytes; in the order of the fragments
+//   225280  L, D, 3 x 384 bytes
+//   226432  mbarriers, 128 bytes
 //        0  dK, 32768 bytes, overlays K
 //    32768  dV, 32768 bytes, overlays V
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
@@ -85,18 +76,16 @@ constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
 constexpr int kDOutputBytes = kTileQ * kValueDimPadded * kElementBytes;
 constexpr int kExchangeBytes = kTileQ * kTileK * kElementBytes;
-constexpr int kDsBytes = kTileQ * kTileK * kElementBytes;
 constexpr int kLseAndDBytes = kTileQ * sizeof(float2);
-constexpr int kBarrierBytes = (4 * kStages + 2 * kExchangeStages + 2 * kDsStages) * 8;
+constexpr int kBarrierBytes = (4 * kStages + 2 * kExchangeStages) * 8;
 constexpr int kValueOffset = kKeyBytes;
 constexpr int kQueryOffset = kValueOffset + kValueBytes;
 constexpr int kDOutputOffset = kQueryOffset + kStages * kQueryBytes;
 constexpr int kExchangeOffset = kDOutputOffset + kStages * kDOutputBytes;
-constexpr int kDsOffset = kExchangeOffset + kExchangeStages * kExchangeBytes;
-constexpr int kLseAndDOffset = kDsOffset + kDsStages * kDsBytes;
+constexpr int kLseAndDOffset = kExchangeOffset + kExchangeStages * kExchangeBytes;
 constexpr int kBarrierOffset = kLseAndDOffset + kStages * kLseAndDBytes;
 constexpr int kValueGradientOffset = kValueOffset;
-static_assert(kBarrierOffset + kBarrierBytes <= 230528, "the shared memory of the launch");
+static_assert(kBarrierOffset + kBarrierBytes <= 226560, "the shared memory of the launch");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
 
@@ -193,12 +182,6 @@ __device__ __forceinline__ unsigned pack_bf16(float low, float high) {
   return packed;
 }
 
-// Adds four floats to contiguous floats in global memory in one transaction.
-__device__ __forceinline__ void reduce_add_4(float* sums, const float (&values)[4]) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], { %1, %2, %3, %4};"
-               :: "l"(sums), "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]) : "memory");
-}
-
 // Releases this warpgroup's registers beyond kRegisters per thread.
 template <int kRegisters>
 __device__ __forceinline__ void registers_decrease() {
@@ -219,14 +202,6 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
 // stmatrix: stores four 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrix_x4(unsigned destination, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], { %1, %2, %3, %4};"
-               :: "r"(destination), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
-}
-
-// stmatrix with transposition: transposes and stores four 8x8 matrices of 16-bit elements. Lane l gives the address of
-// row l % 8 of matrix l / 8.
-__device__ __forceinline__ void store_matrix_x4_transposed(unsigned destination, unsigned r0, unsigned r1, unsigned r2,
-                                                           unsigned r3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], { %1, %2, %3, %4};"
                :: "r"(destination), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
 }
 
@@ -267,10 +242,10 @@ template <int kN, bool kTransposedB>
 __device__ __forceinline__ void wgmma_registers_bf16(float (&d)[kN / 2], const unsigned (&a)[4], unsigned long long b,
                                                      bool accumulate);
 template <>
-__device__ __forceinline__ void wgmma_registers_bf16<128, true>(
-    float (&d)[64], const unsigned (&a)[4], unsigned long long b, bool accumulate) {
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %69, 0;\n\t"
-               "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+__device__ __forceinline__ void wgmma_registers_bf16<256, true>(
+    float (&d)[128], const unsigned (&a)[4], unsigned long long b, bool accumulate) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %133, 0;\n\t"
+               "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
                " %0, %1, %2, %3, %4, %5, %6, %7, "
                " %8, %9, %10, %11, %12, %13, %14, %15, "
                " %16, %17, %18, %19, %20, %21, %22, %23, "
@@ -278,8 +253,16 @@ __device__ __forceinline__ void wgmma_registers_bf16<128, true>(
                " %32, %33, %34, %35, %36, %37, %38, %39, "
                " %40, %41, %42, %43, %44, %45, %46, %47, "
                " %48, %49, %50, %51, %52, %53, %54, %55, "
-               " %56, %57, %58, %59, %60, %61, %62, %63"
-               "}, { %64, %65, %66, %67}, %68, p, 1, 1, 1;\n\t}"
+               " %56, %57, %58, %59, %60, %61, %62, %63, "
+               " %64, %65, %66, %67, %68, %69, %70, %71, "
+               " %72, %73, %74, %75, %76, %77, %78, %79, "
+               " %80, %81, %82, %83, %84, %85, %86, %87, "
+               " %88, %89, %90, %91, %92, %93, %94, %95, "
+               " %96, %97, %98, %99, %100, %101, %102, %103, "
+               " %104, %105, %106, %107, %108, %109, %110, %111, "
+               " %112, %113, %114, %115, %116, %117, %118, %119, "
+               " %120, %121, %122, %123, %124, %125, %126, %127"
+               "}, { %128, %129, %130, %131}, %132, p, 1, 1, 1;\n\t}"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
                  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
                  "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
@@ -287,7 +270,15 @@ __device__ __forceinline__ void wgmma_registers_bf16<128, true>(
                  "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
                  "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
                  "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-                 "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+                 "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
+                 "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
+                 "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
+                 "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
+                 "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
+                 "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+                 "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
+                 "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
+                 "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
@@ -298,35 +289,17 @@ template <int kN, bool kTransposedB>
 __device__ __forceinline__ void wgmma_shared_bf16(float (&d)[kN / 2], unsigned long long a, unsigned long long b,
                                                   bool accumulate);
 template <>
-__device__ __forceinline__ void wgmma_shared_bf16<64, false>(
-    float (&d)[32], unsigned long long a, unsigned long long b, bool accumulate) {
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %34, 0;\n\t"
-               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+__device__ __forceinline__ void wgmma_shared_bf16<48, false>(
+    float (&d)[24], unsigned long long a, unsigned long long b, bool accumulate) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %26, 0;\n\t"
+               "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
                " %0, %1, %2, %3, %4, %5, %6, %7, "
                " %8, %9, %10, %11, %12, %13, %14, %15, "
-               " %16, %17, %18, %19, %20, %21, %22, %23, "
-               " %24, %25, %26, %27, %28, %29, %30, %31"
-               "}, %32, %33, p, 1, 1, 0, 0;\n\t}"
+               " %16, %17, %18, %19, %20, %21, %22, %23"
+               "}, %24, %25, p, 1, 1, 0, 0;\n\t}"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
                  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
-}
-template <>
-__device__ __forceinline__ void wgmma_shared_bf16<64, true>(
-    float (&d)[32], unsigned long long a, unsigned long long b, bool accumulate) {
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %34, 0;\n\t"
-               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-               " %0, %1, %2, %3, %4, %5, %6, %7, "
-               " %8, %9, %10, %11, %12, %13, %14, %15, "
-               " %16, %17, %18, %19, %20, %21, %22, %23, "
-               " %24, %25, %26, %27, %28, %29, %30, %31"
-               "}, %32, %33, p, 1, 1, 0, 1;\n\t}"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
                : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
@@ -378,7 +351,6 @@ struct SharedStorage {
   __device__ __forceinline__ unsigned queries(int stage) const { return base + (kQueryOffset + stage * kQueryBytes); }
   __device__ __forceinline__ unsigned d_outputs(int stage) const { return base + (kDOutputOffset + stage * kDOutputBytes); }
   __device__ __forceinline__ unsigned exchange(int stage) const { return base + (kExchangeOffset + stage * kExchangeBytes); }
-  __device__ __forceinline__ unsigned ds(int stage) const { return base + (kDsOffset + stage * kDsBytes); }
   __device__ __forceinline__ unsigned lse_and_d(int stage) const { return base + (kLseAndDOffset + stage * kLseAndDBytes); }
   __device__ __forceinline__ unsigned dk() const { return base; }
   __device__ __forceinline__ unsigned dv() const { return base + kValueGradientOffset; }
@@ -395,11 +367,6 @@ struct SharedStorage {
   // the other one has read it.
   __device__ __forceinline__ unsigned exchange_full(int stage) const { return barriers + kStages * 32 + stage * 16; }
   __device__ __forceinline__ unsigned exchange_empty(int stage) const { return barriers + kStages * 32 + 8 + stage * 16; }
-
-  // ds_full: each warp of the warpgroup of dK has written its part of dS, and K has landed. ds_empty: each warp of the
-  // warpgroup of dQ has read dS.
-  __device__ __forceinline__ unsigned ds_full(int stage) const { return barriers + kStages * 32 + kExchangeStages * 16 + stage * 16; }
-  __device__ __forceinline__ unsigned ds_empty(int stage) const { return barriers + kStages * 32 + kExchangeStages * 16 + 8 + stage * 16; }
 
   // Returns a pointer to what is at an address, for reads and writes by threads.
   template <typename T>
@@ -418,10 +385,6 @@ struct SharedStorage {
     for (int stage = 0; stage < kExchangeStages; ++stage) {
       mbarrier_init(exchange_full(stage), 4);
       mbarrier_init(exchange_empty(stage), 4);
-    }
-    for (int stage = 0; stage < kDsStages; ++stage) {
-      mbarrier_init(ds_full(stage), 4);
-      mbarrier_init(ds_empty(stage), 4);
     }
     mbarrier_fence_init();
   }
@@ -488,25 +451,18 @@ __device__ __forceinline__ void issue_wgmma_ss(float (&product)[kRowsB / 2], uns
   wgmma_commit();
 }
 
-// Starts product += A * B with the fragments of A in registers, in wgmmas of kPartColumns columns at most. ptxas
-// refuses wider ones in a CTA of 512 threads, which has 128 registers a thread at its launch. B is MN-major: its kDepth
-// rows are the reduction dimension.
+// Issues the wgmmas of product += A * B with the fragments of A in registers and B in shared memory (RS). B is
+// MN-major: its kDepth rows are the reduction dimension.
 template <int kColumns, int kPanel, int kDepth>
 __device__ __forceinline__ void issue_wgmma_rs(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
                                                unsigned b_tile) {
-  constexpr int kSwizzle = kPanel * kElementBytes, kFirst = kColumns < kPartColumns ? kColumns : kPartColumns;
+  constexpr int kSwizzle = kPanel * kElementBytes;
   order_registers(product);
   wgmma_fence();
   const unsigned long long b = matrix_descriptor<kSwizzle>(b_tile, kDepth * kSwizzle, 8 * kSwizzle);
-  const unsigned long long rest_of_b = b + kFirst / kPanel * kDepth * kSwizzle / 16;
 #pragma unroll
   for (int depth = 0; depth < kDepth; depth += 16) {
-    const int rows = depth * kSwizzle / 16;
-    wgmma_registers_bf16<kFirst, true>(reinterpret_cast<float(&)[kFirst / 2]>(product), a[depth / 16], b + rows, true);
-    if constexpr (kColumns > kFirst) {
-      wgmma_registers_bf16<kColumns - kFirst, true>(
-          reinterpret_cast<float(&)[(kColumns - kFirst) / 2]>(product[kFirst / 2]), a[depth / 16], rest_of_b + rows, true);
-    }
+    wgmma_registers_bf16<kColumns, true>(product, a[depth / 16], b + depth * kSwizzle / 16, true);
   }
   wgmma_commit();
 }
@@ -516,18 +472,6 @@ template <int kPending, int kCount>
 __device__ __forceinline__ void await_product(float (&product)[kCount]) {
   wgmma_wait<kPending>();
   order_registers(product);
-}
-
-// Adds a warp's 16 rows to an accumulator in global memory, which is in the order of the fragments: 16 bytes of each of
-// the 32 lanes for every 8 columns.
-template <int kColumns>
-__device__ __forceinline__ void add_rows(const float (&rows)[kColumns / 2], float* accumulator) {
-  float* const lane = accumulator + threadIdx.x % 32 * 4;
-#pragma unroll
-  for (int n = 0; n < kColumns / 2; n += 4) {
-    const float four[4] = {rows[n], rows[n + 1], rows[n + 2], rows[n + 3]};
-    reduce_add_4(lane + n * 32, four);
-  }
 }
 
 // The coordinates of a lane's fragment of a wgmma accumulator with kColumns columns; the fragment itself is an array of
@@ -663,30 +607,6 @@ __device__ __forceinline__ void producer(const WorkTile& work, const SharedStora
   }
 }
 
-// ---- The dQ accumulator ---------------------------------------------------------------------------------------------
-
-// Returns the index of a warp's part of a tile of dQ, in the accumulator and in shared memory.
-__device__ __forceinline__ int warp_part_of_dq(int warpgroup) {
-  const int row_part = warpgroup / kDqColumnParts, column_part = warpgroup % kDqColumnParts;
-  return (row_part * 4 + threadIdx.x / 32 % 4) * kDqColumnParts + column_part;
-}
-
-// A chunk of a warpgroup's part of dQ: its first column, and its columns.
-template <int kChunk>
-struct DqChunk {
-  static constexpr int kFirst = kChunk * kDqChunkColumns;
-  static constexpr int kColumns = kDqColumns - kFirst < kDqChunkColumns ? kDqColumns - kFirst : kDqChunkColumns;
-};
-
-// Adds a chunk of this warp's part of a tile of dQ to the accumulator.
-template <int kChunk>
-__device__ __forceinline__ void add_dq(const float (&d_queries)[DqChunk<kChunk>::kColumns / 2], int warpgroup, int query_tile,
-                                       const BackwardDkdvArguments& arguments) {
-  float* const accumulator = arguments.dq_accum + static_cast<long long>(query_tile) * kTileQ * kHeadDimPadded;
-  add_rows<DqChunk<kChunk>::kColumns>(
-      d_queries, accumulator + 16 * (warp_part_of_dq(warpgroup) * kDqColumns + DqChunk<kChunk>::kFirst));
-}
-
 // ---- The consumers --------------------------------------------------------------------------------------------------
 
 // Returns (LSE, D, LSE, D) of the two adjacent queries, columns of the fragment, of this lane's pairs j in both of its
@@ -776,41 +696,6 @@ __device__ __forceinline__ void load_exchanged(float (&probabilities)[kTileQ / 2
   }
 }
 
-// Writes dS of this warp's 16 keys to its stage in shared memory, as an operand of dQ: a row for each query, and a
-// panel of 64 columns for the keys of each warpgroup.
-__device__ __forceinline__ void store_ds(const unsigned (&fragments)[kTileQ / 16][4], int warpgroup,
-                                         const SharedStorage& storage, PipelineState<kDsStages> state) {
-  const int lane = threadIdx.x % 32, chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
-  const unsigned row = lane / 16 * 8 + lane % 8, panel = storage.ds(state.stage()) + warpgroup * kTileQ * 128;
-  const unsigned address = panel + row * 128 + (chunk ^ lane % 8) * 16;   // swizzled
-  mbarrier_wait(storage.ds_empty(state.stage()), state.phase() ^ 1);
-#pragma unroll
-  for (int i = 0; i < kTileQ / 16; ++i) {
-    store_matrix_x4_transposed(address + i * 16 * 128, fragments[i][0], fragments[i][1], fragments[i][2], fragments[i][3]);
-  }
-  fence_async_shared();
-  __syncwarp();
-  release(storage.ds_full(state.stage()));
-}
-
-// Issues the wgmmas of dQ = dS * K for a chunk of the part of a tile of dQ that a warpgroup computes.
-template <int kChunk>
-__device__ __forceinline__ void issue_dq_wgmma(float (&d_queries)[DqChunk<kChunk>::kColumns / 2], int warpgroup, unsigned ds, unsigned keys) {
-  constexpr int kSwizzle = kHeadPanel * kElementBytes;
-  const int row_part = warpgroup / kDqColumnParts, column_part = warpgroup % kDqColumnParts;
-  order_registers(d_queries);
-  wgmma_fence();
-  const unsigned long long a = matrix_descriptor<128>(ds + row_part * 64 * 128, 16, 8 * 128);
-  const unsigned long long b = matrix_descriptor<kSwizzle>(
-      keys + (column_part * kDqColumns + DqChunk<kChunk>::kFirst) / kHeadPanel * kTileK * kSwizzle, kTileK * kSwizzle, 8 * kSwizzle);
-#pragma unroll
-  for (int depth = 0; depth < kTileK; depth += 16) {
-    wgmma_shared_bf16<DqChunk<kChunk>::kColumns, true>(
-        d_queries, a + (depth / 64 * kTileQ * 128 + depth % 64 * kElementBytes) / 16, b + depth * kSwizzle / 16, depth > 0);
-  }
-  wgmma_commit();
-}
-
 // The first consumer warpgroup: computes S = Q * K^T and P, and accumulates dV = P^T * dO. The exponentials of an
 // iteration run while the wgmma of the previous one does. It passes P to the other warpgroup.
 __device__ __forceinline__ void consumer_dv(const WorkTile& work, const SharedStorage& storage,
@@ -853,13 +738,13 @@ __device__ __forceinline__ void consumer_dv(const WorkTile& work, const SharedSt
     compute_p(state);
     pack_p({state.iteration});
     for (iterator.advance(work, arguments); !iterator.done(arguments); iterator.advance(work, arguments), ++state) {
+      issue_qk_wgmma(state + 1);
       mbarrier_wait(storage.d_outputs_full(state.stage()), state.phase());
       issue_wgmma_rs<kValueDimPadded, kValuePanel, kTileQ>(d_values, fragments, storage.d_outputs(state.stage()));
-      issue_qk_wgmma(state + 1);
-      await_product<1>(d_values);
-      release(storage.d_outputs_empty(state.stage()));
-      await_product<0>(scores);
+      await_product<1>(scores);
       compute_p(state + 1);
+      await_product<0>(d_values);
+      release(storage.d_outputs_empty(state.stage()));
       pack_p({state.iteration + 1});
     }
     mbarrier_wait(storage.d_outputs_full(state.stage()), state.phase());
@@ -867,7 +752,7 @@ __device__ __forceinline__ void consumer_dv(const WorkTile& work, const SharedSt
     await_product<0>(d_values);
   }
   // The epilogue: dV overlays V once the other warpgroup has read V. This one has read K.
-  named_barrier_arrive(1, (kConsumers + 1) * 128);
+  named_barrier_arrive(1, kConsumers * 128);
   named_barrier_sync(2, kConsumers * 128);
   store_rows<kValueDimPadded, kValuePanel, kTileK>(
       d_values, 1.0f, storage.dv() + warp_row * kValuePanel * kElementBytes, arguments.dv_map,
@@ -892,12 +777,13 @@ __device__ __forceinline__ void consumer_dk(const WorkTile& work, const SharedSt
     float probabilities[kTileQ / 2];
     release(storage.d_outputs_empty(state.stage()));
     mbarrier_wait(storage.exchange_full(exchange_state.stage()), exchange_state.phase());
+    load_exchanged(probabilities, storage, exchange_state.stage());
+    __syncwarp();
+    release(storage.exchange_empty(exchange_state.stage()));
     mbarrier_wait(storage.queries_full(state.stage()), state.phase());   // LSE and D have landed with Q
     const unsigned char* lse_and_d = storage.pointer<unsigned char>(storage.lse_and_d(state.stage()));
-    load_exchanged(probabilities, storage, exchange_state.stage());
     compute_ds(d_scores, probabilities, lse_and_d);
-    __syncwarp();
-    release(storage.exchange_empty(exchange_state.stage()));  };
+  };
 
   PipelineState<kStages> state = {0};
   QueryIterator iterator(work, arguments);
@@ -906,60 +792,25 @@ __device__ __forceinline__ void consumer_dk(const WorkTile& work, const SharedSt
     await_product<0>(d_scores);
     finish_ds(state);
     pack_scores(fragments, d_scores);
-    store_ds(fragments, 0, storage, {state.iteration});
     for (iterator.advance(work, arguments); !iterator.done(arguments); iterator.advance(work, arguments), ++state) {
-      issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, fragments, storage.queries(state.stage()));
       issue_dp_wgmma(state + 1);
-      await_product<1>(d_keys);
-      release(storage.queries_empty(state.stage()));
-      await_product<0>(d_scores);
+      issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, fragments, storage.queries(state.stage()));
+      await_product<1>(d_scores);
       finish_ds(state + 1);
+      await_product<0>(d_keys);
+      release(storage.queries_empty(state.stage()));
       pack_scores(fragments, d_scores);
-      store_ds(fragments, 0, storage, {state.iteration + 1});
     }
     issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, fragments, storage.queries(state.stage()));
     await_product<0>(d_keys);
   }
-  // The epilogue: dK overlays K once the other warpgroups have read K. This one has read V.
+  // The epilogue: dK overlays K once the other warpgroup has read K. This one has read V.
   named_barrier_arrive(2, kConsumers * 128);
-  named_barrier_sync(1, (kConsumers + 1) * 128);
+  named_barrier_sync(1, kConsumers * 128);
   store_rows<kHeadDimPadded, kHeadPanel, kTileK>(
       d_keys, kScale, storage.dk() + warp_row * kHeadPanel * kElementBytes, arguments.dk_map,
       work.first_key + warp_row, work.head_kv, work.batch);
   if (lane == 0) bulk_wait_read<0>();   // before the CTA ends and its shared memory is freed
-}
-
-// The third consumer warpgroup: computes dQ = dS * K chunk by chunk, and adds each chunk to the accumulator.
-__device__ __forceinline__ void consumer_dq(const WorkTile& work, const SharedStorage& storage,
-                                            const BackwardDkdvArguments& arguments) {
-  PipelineState<kDsStages> state = {0};
-  for (QueryIterator iterator(work, arguments); !iterator.done(arguments); iterator.advance(work, arguments), ++state) {
-    const int query_tile = workspace_row(iterator, work, arguments) / kTileQ;
-    const unsigned ds = storage.ds(state.stage());
-    mbarrier_wait(storage.ds_full(state.stage()), state.phase());
-    float chunk0[DqChunk<0>::kColumns / 2];
-    issue_dq_wgmma<0>(chunk0, 0, ds, storage.keys());
-    await_product<0>(chunk0);
-    add_dq<0>(chunk0, 0, query_tile, arguments);
-    __syncwarp();   // keeps the assembler from starting more chunks before this one is added
-    float chunk1[DqChunk<1>::kColumns / 2];
-    issue_dq_wgmma<1>(chunk1, 0, ds, storage.keys());
-    await_product<0>(chunk1);
-    add_dq<1>(chunk1, 0, query_tile, arguments);
-    __syncwarp();   // keeps the assembler from starting more chunks before this one is added
-    float chunk2[DqChunk<2>::kColumns / 2];
-    issue_dq_wgmma<2>(chunk2, 0, ds, storage.keys());
-    await_product<0>(chunk2);
-    add_dq<2>(chunk2, 0, query_tile, arguments);
-    __syncwarp();   // keeps the assembler from starting more chunks before this one is added
-    float chunk3[DqChunk<3>::kColumns / 2];
-    issue_dq_wgmma<3>(chunk3, 0, ds, storage.keys());
-    await_product<0>(chunk3);
-    release(storage.ds_empty(state.stage()));
-    add_dq<3>(chunk3, 0, query_tile, arguments);
-    __syncwarp();   // keeps the assembler from starting more chunks before this one is added
-  }
-  named_barrier_arrive(1, (kConsumers + 1) * 128);   // has read K, which dK overlays
 }
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------
@@ -973,17 +824,12 @@ attention_backward_dkdv_bf16_d256_causal_85c4309b(const __grid_constant__ Backwa
   __syncthreads();
 
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // uniform: a warp has one value
-  if (warpgroup == kConsumers + 1) {
+  if (warpgroup == kConsumers) {
     registers_decrease<24>();
     if (threadIdx.x / 32 % 4 == 0 && elect_one()) producer(work, storage, arguments);
-  } else if (warpgroup == kConsumers) {
-    registers_decrease<64>();
-    consumer_dq(work, storage, arguments);
-  } else if (warpgroup == 0) {
-    registers_increase<216>();
-    consumer_dv(work, storage, arguments);
   } else {
-    registers_increase<208>();
-    consumer_dk(work, storage, arguments);
+    registers_increase<240>();
+    if (warpgroup == 0) consumer_dv(work, storage, arguments);
+    else consumer_dk(work, storage, arguments);
   }
 }

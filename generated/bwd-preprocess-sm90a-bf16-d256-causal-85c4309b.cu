@@ -7,7 +7,7 @@
 // dims     head 256, value 256; bfloat16, accumulated in float32
 // target   sm_90a, family hopper
 // FLOPs    512 * batch * heads_q * len_q
-// HBM      2060 * batch * heads_q * len_q bytes, at least
+// HBM      1036 * batch * heads_q * len_q bytes, at least
 //
 // Grid: one CTA per (group of rows, query head, batch). Reproduce with
 //   flashgen show --pass backward --kernel preprocess --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":256,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.0625,"score":null,"value_dim":256,"version":1}'
@@ -24,7 +24,6 @@ struct BackwardPreprocessArguments {
   const float* lse;
   const float* d_lse;   // gradient of the LSE, or null
   float* lse_and_d;
-  float* dq_accum;   // (batch, heads_q, rows, padded head_dim), in fragment order
   Strides o_strides;
   Strides d_o_strides;
   int heads_q;
@@ -35,7 +34,6 @@ struct BackwardPreprocessArguments {
 // ---- The plan -------------------------------------------------------------------------------------------------------
 
 constexpr int kValueDim = 256;
-constexpr int kHeadDimPadded = 256;
 constexpr int kThreads = 256;
 constexpr int kRows = 64;            // per CTA
 constexpr int kLanes = 32;           // per row, with 8 elements each
@@ -76,7 +74,6 @@ __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
 
 // Writes LSE and D of each row: its log-sum-exp (LSE) to the base 2, and D = rowsum(dO * O), less the gradient of
 // the LSE if there is one. Rows beyond the last query, and rows whose scores are all masked, get kNoLse and a D of 0.
-// Also zeroes the dQ accumulator.
 extern "C" __global__ void __launch_bounds__(kThreads)
 attention_backward_preprocess_bf16_d256_causal_85c4309b(const __grid_constant__ BackwardPreprocessArguments arguments) {
   const int head = blockIdx.y, batch = blockIdx.z;
@@ -85,9 +82,6 @@ attention_backward_preprocess_bf16_d256_causal_85c4309b(const __grid_constant__ 
   const Element* o = arguments.o + batch * arguments.o_strides.batch + head * arguments.o_strides.head;
   const Element* d_o = arguments.d_o + batch * arguments.d_o_strides.batch + head * arguments.d_o_strides.head;
   const int first = blockIdx.x * kRows;
-  uint4* sums = reinterpret_cast<uint4*>(arguments.dq_accum + (workspace_row + first) * kHeadDimPadded);
-#pragma unroll
-  for (int i = threadIdx.x; i < kRows * kHeadDimPadded / 4; i += kThreads) sums[i] = make_uint4(0, 0, 0, 0);
 
   const int lane = threadIdx.x % kLanes;
 #pragma unroll

@@ -217,7 +217,7 @@ def is_decode(result: Tuning) -> bool:
     return any(is_decode_plan(result.default, target) for target in TARGETS.values())
 
 
-_UNSAID = (("packed_heads", 1), ("split", 1), ("dq_columns", 0))
+_UNSAID = (("packed_heads", 1), ("split", 1))
 
 
 def plan_text(plan: Any) -> str:

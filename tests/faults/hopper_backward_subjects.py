@@ -81,10 +81,6 @@ def hopper_backward_subjects() -> dict[str, HopperBackwardSubject]:
         "wide": HopperBackwardSubject(
             fg.AttentionSpec(144, value_dim=136, mask=fg.causal()), options={"backward_plan": HopperWidePlan()}
         ),
-        "wide, with dQ": HopperBackwardSubject(
-            fg.AttentionSpec(144, value_dim=136, mask=fg.causal()),
-            options={"backward_plan": HopperWidePlan(dq_columns=64)},
-        ),
         # With more stages of Q than of q * k, whose slots are therefore not free when those of Q are.
         "wide, learned": HopperBackwardSubject(
             fg.AttentionSpec(144, value_dim=136, mask=fg.causal(), score=learned(fg.softcap(20)(fg.alibi("slopes")))),

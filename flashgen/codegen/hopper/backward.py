@@ -91,9 +91,8 @@ def render_hopper_backward(
     """
     check_spec(spec, target)
     plan = plan or choose_hopper_backward_plan(spec, target, deterministic)
-    plan = plan or choose_hopper_wide_plan(spec, target, deterministic)
+    plan = plan or choose_hopper_wide_plan(spec, target)
     plan.check(spec, target)
-    plan = plan.in_mode(deterministic)
     if plan.heads_apart and deterministic:
         raise UnsupportedError(
             f"{plan}: the deterministic mode cannot accumulate dK and dV of query heads: leave out heads_apart"
@@ -127,9 +126,7 @@ def _main_kernel(
 def _wide_main_kernel(
     spec: AttentionSpec, target: Target, plan: HopperWidePlan, rows: Rows, deterministic: bool
 ) -> MainKernel:
-    dq = DqAccumulation(apart=not plan.with_dq)
-    by_mode = deterministic and choose_hopper_wide_plan(spec, target, deterministic=False).with_dq
-    return MainKernel(_wide_dkdv(spec, target, plan, rows, deterministic, by_mode), dq, by_mode)
+    return MainKernel(_wide_dkdv(spec, target, plan, rows, deterministic), DqAccumulation(apart=True), by_mode=False)
 
 
 _MAIN_KERNELS: dict[type[HopperPlans], Callable[..., MainKernel]] = {
@@ -317,28 +314,25 @@ def _row_widths(spec: AttentionSpec, plan: HopperPlans) -> tuple[tuple[Literal["
 
 
 def _wide_dkdv(
-    spec: AttentionSpec, target: Target, plan: HopperWidePlan, rows: Rows, deterministic: bool, by_mode: bool
+    spec: AttentionSpec, target: Target, plan: HopperWidePlan, rows: Rows, deterministic: bool
 ) -> RenderedKernel:
-    """Returns the kernel of dK and dV for wide rows, which also adds dQ to its accumulator if the plan says so.
+    """Returns the kernel of dK and dV for wide rows.
 
     The mode `deterministic` makes sums of gradients of captured arrays exact. Nothing else in the kernel depends on it.
-
-    Args:
-        by_mode: the default mode has other kernels than this, the deterministic one.
     """
     tiles, gathers = query_range(spec.mask.expression), _gathers(spec)
+    exact = bool(gathers) and deterministic
     fields = [Field("TensorMap", f"{name}_map") for name in ("q", "k", "v", "d_o")]
     fields += _stored_gradients(spec, "dk", "dv")
-    fields += [LSE_AND_D, *([DQ_ACCUM] if plan.with_dq else []), *_gather_fields(gathers, deterministic)]
-    rotates = backward_scheduler.rotates_start(spec, plan, not plan.with_dq)
+    fields += [LSE_AND_D, *_gather_fields(gathers, deterministic)]
+    rotates = backward_scheduler.rotates_start(spec, plan, dq_apart=True)
     fields += [backward_scheduler.TILES_OF_HEAD] if rotates else []
     fields += [*batch_of(spec).fields("heads_per_kv", "len_q", "len_k", ROWS)]
     layout = layout_of(spec, fields, lists=tiles is None)
     context = _keys_context(spec, plan, layout, deterministic) | {
-        "mask_alone": _mask_alone(spec, bool(gathers) and deterministic),
-        "deterministic": by_mode or (bool(gathers) and deterministic),
-        "dq_apart": not plan.with_dq,
-        "dq_chunks": plan.gradient_chunks(spec),
+        "mask_alone": _mask_alone(spec, exact),
+        "deterministic": exact,
+        "dq_apart": True,
         "rotates_start": rotates,
         "splits_tiles": False,
         "exchanged": exchanged(spec),
@@ -351,12 +345,7 @@ def _wide_dkdv(
     launch: dict[str, Any] = {"values": values, "reads": "queries" if tiles is None else None, "grid": grid}
     launch["boxes"] = _boxes(spec, plan)
     widths = dict.fromkeys((padded(spec.head_dim), padded(spec.value_dim)))
-    parts = [columns for width in widths for columns in (plan.parts(width) if plan.with_dq else (width,))]
-    dq_forms = [(columns, "true") for columns in plan.gradient_chunks(spec)] if plan.with_dq else []
-    primitives = {
-        "shared_forms": list(dict.fromkeys([(plan.tile_q, "false"), *dq_forms])),
-        "register_forms": [(width, "true") for width in dict.fromkeys(parts)],
-    }
+    primitives = {"shared_forms": [(plan.tile_q, "false")], "register_forms": [(width, "true") for width in widths]}
     rendering = Rendering(template=_WIDE_DKDV, primitives=primitives, optional=_OPTIONAL)
     block = Block(plan.threads, plan.shared_memory(spec))
     return backward_kernel("dkdv", spec, target, layout, context, block, launch, rendering)

@@ -100,10 +100,6 @@ class HopperBackwardPlan(Checked):
     packed_heads: ClassVar[int] = 1
     tile_k: ClassVar[int] = 2 * _ROWS
 
-    def in_mode(self, deterministic: bool) -> HopperBackwardPlan:
-        """Returns the plan of a mode: the same, whose deterministic mode orders its additions."""
-        return self
-
     @property
     def threads(self) -> int:
         return (self.consumers + 1) * WARPGROUP

@@ -198,25 +198,13 @@ def key_barriers(
 
 
 @cache
-def wide_key_barriers(stages: Extent, exchange_stages: Extent, ds_stages: Extent | None) -> tuple[BarrierGroup, ...]:
-    """Returns the barriers of the kernel of wide rows, in which one warpgroup passes scores to the other.
-
-    Args:
-        ds_stages: Stages of dS, if a third warpgroup computes dQ from it.
-    """
+def wide_key_barriers(stages: Extent, exchange_stages: Extent) -> tuple[BarrierGroup, ...]:
+    """Returns the barriers of the kernel of wide rows, in which one warpgroup passes scores to the other."""
     comment = (
         "exchange_full: each warp of a warpgroup has written what it passes to the other one. exchange_empty: each "
         "warp of the other one has read it."
     )
-    ds_comment = (
-        "ds_full: each warp of the warpgroup of dK has written its part of dS, and K has landed. ds_empty: each warp "
-        "of the warpgroup of dQ has read dS."
-    )
-    return (
-        _queries_and_d_outputs(stages),
-        _between_consumers(comment, "exchange", exchange_stages, _GROUP_WARPS),
-        *([_between_consumers(ds_comment, "ds", ds_stages, _GROUP_WARPS)] if ds_stages else []),
-    )
+    return _queries_and_d_outputs(stages), _between_consumers(comment, "exchange", exchange_stages, _GROUP_WARPS)
 
 
 @cache

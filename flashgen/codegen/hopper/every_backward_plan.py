@@ -27,8 +27,6 @@ def every_hopper_backward_plan(spec: AttentionSpec, target: Target) -> Iterator[
         yield HopperBackwardPlan(tile_q, stages, early_scores, in_turns=True)
     for tile_q, stages in product(_WIDE_QUERIES, _STAGES):
         yield HopperWidePlan(tile_q, stages)
-    for stages, columns in product(_STAGES, (32, 64)):
-        yield HopperWidePlan(stages=stages, dq_columns=columns)
 
 
 def every_cluster_plan() -> Iterator[HopperClusterPlan]:

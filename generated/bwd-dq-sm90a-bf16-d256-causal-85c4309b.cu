@@ -1,0 +1,694 @@
+// flashgen: attention backward, dq, bf16-d256-causal-85c4309b
+// Computes dQ; a CTA iterates over the keys of a query tile.
+//
+// mask     causal()
+// score    none; scale 0.0625
+// dropout  0
+// dims     head 256, value 256; bfloat16, accumulated in float32
+// target   sm_90a, family hopper
+// plan     128 queries x 64 keys, 2 warpgroups of 240 registers, 2 stages of K, 1 of V, 229432 bytes of shared memory
+// FLOPs    1536 * batch * heads_q * len_q * len_k * (share of tiles visited)
+// HBM      1544 * batch * heads_q * len_q + 1024 * batch * heads_kv * len_k bytes, at least
+//
+// Grid: one CTA per (query tile, query head, batch). Reproduce with
+//   flashgen show --pass backward --kernel dq --target sm_90a '{"dropout":0.0,"dtype":"bfloat16","head_dim":256,"layout":"bhsd","mask":{"expression":["LessEqual","k",["Add","q",["Sub","len_k","len_q"]]],"name":"causal()"},"scale":0.0625,"score":null,"value_dim":256,"version":1}'
+
+using Element = unsigned short;   // the bits of a bfloat16
+
+struct alignas(64) TensorMap {   // a CUtensorMap, which describes an array to TMA
+  unsigned long long words[16];
+};
+
+struct BackwardDqArguments {
+  TensorMap q_map;
+  TensorMap k_map;
+  TensorMap v_map;
+  TensorMap d_o_map;
+  TensorMap dq_map;
+  const float* lse_and_d;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
+  int heads_q;
+  int len_q;
+  int len_k;
+  int rows;   // len_q, rounded up to whole tiles (seqlen_q_rounded of FlashAttention)
+  unsigned kv_reciprocal;   // 2^31 / (query heads per KV head), rounded up
+};
+
+// ---- The plan -------------------------------------------------------------------------------------------------------
+
+constexpr int kHeadDimPadded = 256;   // a multiple of the depth of a wgmma; zeros beyond head_dim
+constexpr int kValueDimPadded = 256;
+constexpr int kConsumers = 2;   // consumer warpgroups, beside the producer warpgroup
+constexpr int kThreads = (kConsumers + 1) * 128;
+constexpr int kPartQ = 64;   // queries of a warpgroup, one per row
+constexpr int kTileQ = kConsumers * kPartQ;   // queries of a work tile
+constexpr int kTileK = 64;   // keys of an iteration
+constexpr int kKeyStages = 2;     // of the pipeline of K in shared memory
+constexpr int kValueStages = 1;   // of the pipeline of V
+constexpr float kScale = 0.0625f;
+constexpr float kScoreToLog2 = 0.0901684389f;   // scale * log2(e): exp(x) is computed as exp2(x * log2(e))
+constexpr float kNoLse = 3.40282347e+38f;     // marks a row whose scores are all masked
+constexpr float kLargeLse = 4096.0f;     // to the base 2; the rounding of larger ones is visible in P
+constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of LSEs and of scores in log2
+
+// The masking that the scores of a tile need.
+//   kNone: none, since all scores are allowed.
+//   kMask: the mask.
+//   kMaskAndBounds: the mask, the ends of the sequences, and the correction of exponents for large LSEs.
+enum class Masking { kNone, kMask, kMaskAndBounds };
+
+// A tile consists of panels of columns, one after the other. A panel is as wide as the TMA swizzle.
+constexpr int kHeadPanel = 64;    // columns of Q, K and dQ
+constexpr int kValuePanel = 64;   // columns of dO and V
+constexpr int kElementBytes = sizeof(Element);
+
+// Shared memory of a CTA, 229432 bytes, by offset:
+//        0  Q, 2 x 32768 bytes
+//    65536  dO, 2 x 32768 bytes
+//   131072  K, 2 x 32768 bytes
+//   196608  V, 1 x 32768 bytes
+//   229376  mbarriers, 56 bytes
+//        0  dQ, 2 x 32768 bytes, overlays Q
+constexpr int kQueryBytes = kPartQ * kHeadDimPadded * kElementBytes;
+constexpr int kDOutputBytes = kPartQ * kValueDimPadded * kElementBytes;
+constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
+constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
+constexpr int kBarrierBytes = (1 + 2 * kKeyStages + 2 * kValueStages) * 8;
+constexpr int kQueryGradientBytes = kPartQ * kHeadDimPadded * kElementBytes;
+constexpr int kDOutputOffset = kConsumers * kQueryBytes;
+constexpr int kKeyOffset = kDOutputOffset + kConsumers * kDOutputBytes;
+constexpr int kValueOffset = kKeyOffset + kKeyStages * kKeyBytes;
+constexpr int kBarrierOffset = kValueOffset + kValueStages * kValueBytes;
+static_assert(kBarrierOffset + kBarrierBytes <= 229432, "the shared memory of the launch");
+
+// ---- Primitives -----------------------------------------------------------------------------------------------------
+
+#ifndef FLASHGEN_EMULATOR   // The emulator defines these itself.
+
+extern __shared__ __align__(1024) unsigned char shared_memory[];
+
+// Commits this thread's bulk stores and reductions since the last commit as a group.
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until all but the latest kPending groups of this thread's bulk stores have read shared memory.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(kPending) : "memory");
+}
+
+// Returns true in one lane of the warp.
+__device__ __forceinline__ bool elect_one() {
+  unsigned elected;
+  asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(elected));
+  return elected;
+}
+
+// Returns 2 to the power of x, from the special-function unit.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Makes this thread's writes to shared memory visible to TMA and wgmma, which use the asynchronous proxy.
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Arrives at the barrier's current phase.
+__device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+
+// Arrives at the barrier's current phase, and adds `bytes` to the bytes of copies that the phase waits for.
+__device__ __forceinline__ void mbarrier_arrive_expect_bytes(unsigned barrier, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+// Initialises the 8 bytes at `barrier`. A phase completes after this many arrivals and the bytes expected in it.
+__device__ __forceinline__ void mbarrier_init(unsigned barrier, unsigned arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to TMA. Other threads see them after a __syncthreads.
+__device__ __forceinline__ void mbarrier_fence_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Waits until the phase of this parity has completed. The first phase has parity 0. On a new barrier, a wait for parity
+// 1 returns at once.
+__device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
+  asm volatile("{\n\t.reg .pred done;\n"
+               "again:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+               "@!done bra again;\n\t}" :: "r"(barrier), "r"(parity) : "memory");
+}
+
+// Arrives at barrier `id` and waits until this many threads have arrived. Barrier 0 is that of __syncthreads.
+__device__ __forceinline__ void named_barrier_sync(unsigned id, unsigned threads) {
+  asm volatile("barrier.sync.aligned %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+// Keeps the compiler from moving uses of these registers across this point, since wgmmas access them asynchronously.
+// CUTLASS calls this warpgroup_fence_operand.
+template <int kCount>
+__device__ __forceinline__ void order_registers(float (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i]) :: "memory");
+}
+
+// Rounds two floats to nearest even and puts them into one register, `low` in the lower half.
+__device__ __forceinline__ unsigned pack_bf16(float low, float high) {
+  unsigned packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// Releases this warpgroup's registers beyond kRegisters per thread.
+template <int kRegisters>
+__device__ __forceinline__ void registers_decrease() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(kRegisters));
+}
+
+// Raises this warpgroup's registers to kRegisters per thread, and waits until other warpgroups have released enough.
+template <int kRegisters>
+__device__ __forceinline__ void registers_increase() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(kRegisters));
+}
+
+// Returns the 32-bit address of `pointer` in the shared-memory window.
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// stmatrix: stores four 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrix_x4(unsigned destination, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], { %1, %2, %3, %4};"
+               :: "r"(destination), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+}
+
+// Starts a copy of the box at coordinates (c0, ...) of a tensor to shared memory, with zeros for elements outside of
+// the tensor. Its bytes complete a transaction of the mbarrier.
+__device__ __forceinline__ void tma_load_4d(unsigned destination, const TensorMap& map, unsigned barrier, int c0, int c1,
+                                            int c2, int c3) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+               "[%0], [%1, { %3, %4, %5, %6}], [%2];"
+               :: "r"(destination), "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+}
+
+// Starts a copy of a box in shared memory to coordinates (c0, ...) of a tensor, clipped to the tensor.
+__device__ __forceinline__ void tma_store_4d(const TensorMap& map, unsigned source, int c0, int c1, int c2, int c3) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, { %2, %3, %4, %5}], [%1];"
+               :: "l"(&map), "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+}
+
+// Commits this warpgroup's wgmmas since the last commit as a group.
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Orders this warpgroup's register accesses before those of the following wgmmas.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Starts d (64 x kN, float32) = a (64 x 16) * b (16 x kN), plus d if `accumulate`. a is in registers, as for
+// mma.m16n8k16. b is the descriptor of a shared-memory tile, MN-major if kTransposedB, otherwise K-major. d is valid
+// after the group of the wgmma is complete.
+template <int kN, bool kTransposedB>
+__device__ __forceinline__ void wgmma_registers_bf16(float (&d)[kN / 2], const unsigned (&a)[4], unsigned long long b,
+                                                     bool accumulate);
+template <>
+__device__ __forceinline__ void wgmma_registers_bf16<256, true>(
+    float (&d)[128], const unsigned (&a)[4], unsigned long long b, bool accumulate) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %133, 0;\n\t"
+               "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+               " %0, %1, %2, %3, %4, %5, %6, %7, "
+               " %8, %9, %10, %11, %12, %13, %14, %15, "
+               " %16, %17, %18, %19, %20, %21, %22, %23, "
+               " %24, %25, %26, %27, %28, %29, %30, %31, "
+               " %32, %33, %34, %35, %36, %37, %38, %39, "
+               " %40, %41, %42, %43, %44, %45, %46, %47, "
+               " %48, %49, %50, %51, %52, %53, %54, %55, "
+               " %56, %57, %58, %59, %60, %61, %62, %63, "
+               " %64, %65, %66, %67, %68, %69, %70, %71, "
+               " %72, %73, %74, %75, %76, %77, %78, %79, "
+               " %80, %81, %82, %83, %84, %85, %86, %87, "
+               " %88, %89, %90, %91, %92, %93, %94, %95, "
+               " %96, %97, %98, %99, %100, %101, %102, %103, "
+               " %104, %105, %106, %107, %108, %109, %110, %111, "
+               " %112, %113, %114, %115, %116, %117, %118, %119, "
+               " %120, %121, %122, %123, %124, %125, %126, %127"
+               "}, { %128, %129, %130, %131}, %132, p, 1, 1, 1;\n\t}"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+                 "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+                 "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+                 "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+                 "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
+                 "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
+                 "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
+                 "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
+                 "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]),
+                 "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]),
+                 "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
+                 "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
+                 "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+// Starts d (64 x kN, float32) = a (64 x 16) * b (16 x kN), plus d if `accumulate`. a and b are descriptors of
+// shared-memory tiles. b is MN-major if kTransposedB, otherwise K-major. d is valid after the group of the wgmma is
+// complete.
+template <int kN, bool kTransposedB>
+__device__ __forceinline__ void wgmma_shared_bf16(float (&d)[kN / 2], unsigned long long a, unsigned long long b,
+                                                  bool accumulate);
+template <>
+__device__ __forceinline__ void wgmma_shared_bf16<64, false>(
+    float (&d)[32], unsigned long long a, unsigned long long b, bool accumulate) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %34, 0;\n\t"
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+               " %0, %1, %2, %3, %4, %5, %6, %7, "
+               " %8, %9, %10, %11, %12, %13, %14, %15, "
+               " %16, %17, %18, %19, %20, %21, %22, %23, "
+               " %24, %25, %26, %27, %28, %29, %30, %31"
+               "}, %32, %33, p, 1, 1, 0, 0;\n\t}"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+// Waits until all but the latest kPending groups of this warpgroup's wgmmas are complete.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(kPending) : "memory");
+}
+
+#endif
+
+// Returns the descriptor of a shared-memory tile for wgmma (PTX ISA, "matrix descriptor"): its address, the distances
+// between its panels (leading, unused for a K-major tile) and between its groups of 8 rows (stride), and the
+// swizzle of its 16-byte chunks.
+template <int kSwizzleBytes>
+__device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address, unsigned leading_bytes,
+                                                                unsigned stride_bytes) {
+  constexpr unsigned long long kMode = kSwizzleBytes == 128 ? 1 : kSwizzleBytes == 64 ? 2 : kSwizzleBytes == 32 ? 3 : 0;
+  return (address & 0x3ffff) >> 4 | static_cast<unsigned long long>(leading_bytes >> 4) << 16 |
+         static_cast<unsigned long long>(stride_bytes >> 4) << 32 | kMode << 62;
+}
+
+// A position in a pipeline, whose iterations use its stages in shared memory in turn. CUTLASS's class of this name
+// holds a stage and a phase. This one counts iterations, so that one register serves pipelines with different numbers
+// of stages.
+template <int kNumStages>
+struct PipelineState {
+  int iteration;
+
+  __device__ __forceinline__ int stage() const { return iteration % kNumStages; }
+
+  // The parity of the phase of the stage's full barrier that the consumer waits for. The producer waits for the other
+  // parity of the empty barrier, that of the previous phase.
+  __device__ __forceinline__ unsigned phase() const { return iteration / kNumStages & 1; }
+
+  __device__ __forceinline__ PipelineState operator+(int count) const { return {iteration + count}; }
+  __device__ __forceinline__ PipelineState& operator++() { return ++iteration, *this; }
+  __device__ __forceinline__ PipelineState operator++(int) { return {iteration++}; }
+};
+
+// The shared memory of a CTA. Its members return addresses of buffers and mbarriers: addresses of 32 bits in the shared
+// window, as TMA, wgmma and mbarriers take them. Pointers to arrays of a C++ struct would have 64 bits, and take more
+// instructions.
+struct SharedStorage {
+  unsigned base, barriers;   // the addresses of the buffers, and of the mbarriers
+
+  __device__ __forceinline__ unsigned queries(int warpgroup) const { return base + warpgroup * kQueryBytes; }
+  __device__ __forceinline__ unsigned d_outputs(int warpgroup) const { return base + (kDOutputOffset + warpgroup * kDOutputBytes); }
+  __device__ __forceinline__ unsigned keys(int stage) const { return base + (kKeyOffset + stage * kKeyBytes); }
+  __device__ __forceinline__ unsigned values(int stage) const { return base + (kValueOffset + stage * kValueBytes); }
+  __device__ __forceinline__ unsigned dq(int warpgroup) const { return base + warpgroup * kQueryGradientBytes; }
+
+  // queries_full: Q and dO have landed.
+  __device__ __forceinline__ unsigned queries_full() const { return barriers; }
+
+  // keys_full: a tile of K has landed. keys_empty: every consumer warp has read it.
+  __device__ __forceinline__ unsigned keys_full(int stage) const { return barriers + 8 + stage * 16; }
+  __device__ __forceinline__ unsigned keys_empty(int stage) const { return barriers + 16 + stage * 16; }
+
+  // values_full: a tile of V has landed. values_empty: every consumer warp has read it.
+  __device__ __forceinline__ unsigned values_full(int stage) const { return barriers + kKeyStages * 16 + 8 + stage * 16; }
+  __device__ __forceinline__ unsigned values_empty(int stage) const { return barriers + kKeyStages * 16 + 16 + stage * 16; }
+
+  // One thread calls this; a __syncthreads follows.
+  __device__ __forceinline__ void init_barriers() const {
+    mbarrier_init(queries_full(), 1);
+    for (int stage = 0; stage < kKeyStages; ++stage) {
+      mbarrier_init(keys_full(stage), 1);
+      mbarrier_init(keys_empty(stage), kConsumers * 4);
+    }
+    for (int stage = 0; stage < kValueStages; ++stage) {
+      mbarrier_init(values_full(stage), 1);
+      mbarrier_init(values_empty(stage), kConsumers * 4);
+    }
+    mbarrier_fence_init();
+  }
+};
+
+// Lane 0 arrives at a barrier for its warp. Precondition: all lanes have finished their accesses, which a warp-wide
+// instruction ensures, such as __syncwarp or the wait for a wgmma.
+__device__ __forceinline__ void release(unsigned barrier) {
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
+}
+
+// Starts copying kRows rows from first_row on, panel by panel. The barrier counts their bytes.
+template <int kRows, int kColumns, int kPanel>
+__device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, unsigned barrier, int first_row, int head,
+                                          int batch) {
+#pragma unroll 1   // the producer has few registers
+  for (int column = 0; column < kColumns; column += kPanel) {
+    tma_load_4d(tile + column * kRows * kElementBytes, map, barrier, column, first_row, head, batch);
+  }
+}
+
+// Multiplies a warp's 16 rows by a factor, rounds them and stores them. They go through shared memory, where they are
+// the first of the kPanelRows rows of each panel of columns, in the layout that TMA swizzles. TMA clips rows beyond the
+// last one.
+template <int kColumns, int kPanel, int kPanelRows>
+__device__ __forceinline__ void store_rows(const float (&values)[kColumns / 2], float factor, unsigned tile,
+                                           const TensorMap& map, int first_row, int head, int batch) {
+  constexpr int kChunks = kPanel / 8;   // 16-byte chunks of a panel's row
+  const int lane = threadIdx.x % 32, row = lane % 16, swizzle = row / (8 / kChunks) % kChunks;
+#pragma unroll
+  for (int n = 0; n < kColumns / 2; n += 8) {
+    const int panel = n / 4 / kChunks, chunk = (n / 4 % kChunks + lane / 16) ^ swizzle;
+    unsigned pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs[i] = pack_bf16(values[n + 2 * i] * factor, values[n + 2 * i + 1] * factor);
+    store_matrix_x4(tile + ((panel * kPanelRows + row) * kChunks + chunk) * 16, pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+  fence_async_shared();
+  __syncwarp();
+  if (lane == 0) {
+#pragma unroll
+    for (int column = 0; column < kColumns; column += kPanel) {
+      tma_store_4d(map, tile + column * kPanelRows * kElementBytes, column, first_row, head, batch);
+    }
+    bulk_commit();
+  }
+}
+
+// Issues the wgmmas of product = A * B^T for 64 rows of A and kRowsB rows of B, both in shared memory (SS). Both tiles
+// are K-major: their columns are the reduction dimension. A panel of A has kRowsA rows.
+template <int kDepth, int kPanel, int kRowsA, int kRowsB>
+__device__ __forceinline__ void issue_wgmma_ss(float (&product)[kRowsB / 2], unsigned a_tile, unsigned b_tile) {
+  constexpr int kSwizzle = kPanel * kElementBytes;
+  order_registers(product);
+  wgmma_fence();
+  const unsigned long long a = matrix_descriptor<kSwizzle>(a_tile, 16, 8 * kSwizzle);
+  const unsigned long long b = matrix_descriptor<kSwizzle>(b_tile, 16, 8 * kSwizzle);
+#pragma unroll
+  for (int depth = 0; depth < kDepth; depth += 16) {
+    const int panel = depth / kPanel, column = depth % kPanel;   // descriptors count in 16 bytes
+    wgmma_shared_bf16<kRowsB, false>(product, a + (panel * kRowsA * kSwizzle + column * kElementBytes) / 16,
+                                    b + (panel * kRowsB * kSwizzle + column * kElementBytes) / 16, depth > 0);
+  }
+  wgmma_commit();
+}
+
+// Issues the wgmmas of product += A * B with the fragments of A in registers and B in shared memory (RS). B is
+// MN-major: its kDepth rows are the reduction dimension.
+template <int kColumns, int kPanel, int kDepth>
+__device__ __forceinline__ void issue_wgmma_rs(float (&product)[kColumns / 2], const unsigned (&a)[kDepth / 16][4],
+                                               unsigned b_tile) {
+  constexpr int kSwizzle = kPanel * kElementBytes;
+  order_registers(product);
+  wgmma_fence();
+  const unsigned long long b = matrix_descriptor<kSwizzle>(b_tile, kDepth * kSwizzle, 8 * kSwizzle);
+#pragma unroll
+  for (int depth = 0; depth < kDepth; depth += 16) {
+    wgmma_registers_bf16<kColumns, true>(product, a[depth / 16], b + depth * kSwizzle / 16, true);
+  }
+  wgmma_commit();
+}
+
+// Waits until the product is computed, while at most kPending groups of wgmmas that started later still run.
+template <int kPending, int kCount>
+__device__ __forceinline__ void await_product(float (&product)[kCount]) {
+  wgmma_wait<kPending>();
+  order_registers(product);
+}
+
+// The coordinates of a lane's fragment of a wgmma accumulator with kColumns columns; the fragment itself is an array of
+// kElements floats. Of each group of 8 columns it has four elements, two adjacent columns in each of two rows that are
+// 8 apart (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16"). Its first element is in row lane / 4 of the
+// warp's 16 rows and in column lane % 4 * 2. Coordinates are relative to that element.
+template <int kColumns>
+struct Fragment {
+  static constexpr int kRows = 2;                // rows that have elements
+  static constexpr int kPairs = kColumns / 8;    // pairs of adjacent elements in each of these rows
+  static constexpr int kElements = kRows * kPairs * 2;
+
+  // Element n is in the fragment's row row_index(n), of 0 <= r < kRows. Its coordinates are row(n) and column(n).
+  static __device__ constexpr int row_index(int n) { return n / 2 % 2; }
+  static __device__ constexpr int row(int n) { return row_offset(row_index(n)); }
+  static __device__ constexpr int column(int n) { return n / 4 * 8 + n % 2; }
+
+  // row_offset is the coordinate of the fragment's row r, and pair is the index of the first of the two elements of
+  // pair j of that row.
+  static __device__ constexpr int row_offset(int r) { return r * 8; }
+  static __device__ constexpr int pair(int r, int j) { return j * 4 + r * 2; }
+};
+
+using Scores = Fragment<kTileK>;
+
+// ---- The variant ----------------------------------------------------------------------------------------------------
+
+// The position of a lane's scores: batch, query head, and the lane's first query and first key. `query` is a position
+// in the sequence. `key` is relative to the key tile, since the mainloop iterates over key tiles.
+struct Position {
+  int batch, head, query, key;
+};
+
+// Mask causal(): returns whether query q may attend to key k.
+__device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDqArguments& arguments) {
+  return k <= q + (arguments.len_k - arguments.len_q);
+}
+
+// A work tile: kTileQ queries of one head of one batch.
+struct WorkTile { int first_query, head, batch; };
+
+// The key tiles that are visited for a query tile: the first one is `begin`, and their number is `count`. Each is a
+// step of the mainloop. Those from full_begin to full_end need no mask.
+struct KeyTiles {
+  int begin, count, full_begin, full_end;
+
+  __device__ __forceinline__ int first_key(int step) const { return (begin + step) * kTileK; }
+  __device__ __forceinline__ bool full(int step) const { return begin + step >= full_begin && begin + step < full_end; }
+};
+
+// Returns the key tiles of a work tile.
+__device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const BackwardDqArguments& arguments) {
+  const int q_first = work.first_query;
+  const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;
+  // The bounds are half-open ranges of keys.
+  const int begin = 0;
+  const int end = min(arguments.len_k, q_last + arguments.len_k - arguments.len_q + 1);
+  const int full_begin = 0;
+  const int full_end = min(arguments.len_k, q_first + arguments.len_k - arguments.len_q + 1);
+  const int first_tile = begin / kTileK;
+  const int count = end > begin ? (end + kTileK - 1) / kTileK - first_tile : 0;
+  return {first_tile, count, (full_begin + kTileK - 1) / kTileK, full_end / kTileK};
+}
+
+// ---- The producer ---------------------------------------------------------------------------------------------------
+
+// The producer: loads Q and dO of the work tile, and K and V of each iteration once their stages are empty.
+__device__ __forceinline__ void producer(const WorkTile& work, const SharedStorage& storage,
+                                         const BackwardDqArguments& arguments) {
+  const KeyTiles tiles = key_tiles_of(work, arguments);
+  if (tiles.count == 0) return;
+  // The KV head, work.head / heads_per_kv: a product with 2^31 / heads_per_kv, rounded up, in place of a division.
+  const int head_kv = __umulhi(2 * work.head + 1, arguments.kv_reciprocal);
+  mbarrier_arrive_expect_bytes(storage.queries_full(), kConsumers * (kQueryBytes + kDOutputBytes));
+  for (int group = 0; group < kConsumers; ++group) {
+    const int first_query = work.first_query + group * kPartQ;
+    load_rows<kPartQ, kHeadDimPadded, kHeadPanel>(storage.queries(group), arguments.q_map, storage.queries_full(),
+                                                  first_query, work.head, work.batch);
+    load_rows<kPartQ, kValueDimPadded, kValuePanel>(storage.d_outputs(group), arguments.d_o_map,
+                                                    storage.queries_full(), first_query, work.head, work.batch);
+  }
+  for (int step = 0; step < tiles.count; ++step) {
+    const int first_key = tiles.first_key(step);
+    const PipelineState<kKeyStages> key_state = {step};
+    const PipelineState<kValueStages> value_state = {step};
+    mbarrier_wait(storage.keys_empty(key_state.stage()), key_state.phase() ^ 1);
+    mbarrier_arrive_expect_bytes(storage.keys_full(key_state.stage()), kKeyBytes);
+    load_rows<kTileK, kHeadDimPadded, kHeadPanel>(storage.keys(key_state.stage()), arguments.k_map,
+                                                  storage.keys_full(key_state.stage()), first_key, head_kv, work.batch);
+    mbarrier_wait(storage.values_empty(value_state.stage()), value_state.phase() ^ 1);
+    mbarrier_arrive_expect_bytes(storage.values_full(value_state.stage()), kValueBytes);
+    load_rows<kTileK, kValueDimPadded, kValuePanel>(storage.values(value_state.stage()), arguments.v_map,
+          storage.values_full(value_state.stage()), first_key, head_kv, work.batch);
+  }
+}
+
+// ---- The consumers --------------------------------------------------------------------------------------------------
+
+// Loads LSE (to the base 2) and D of the lane's rows.
+__device__ __forceinline__ void load_lse_and_d(float2 (&rows)[Scores::kRows], const Position& position,
+                                               const BackwardDqArguments& arguments) {
+  const long long head = static_cast<long long>(position.batch) * arguments.heads_q + position.head;
+#pragma unroll
+  for (int r = 0; r < Scores::kRows; ++r) {
+    const int query = min(position.query + Scores::row_offset(r), arguments.rows - 1);
+    rows[r] = *reinterpret_cast<const float2*>(arguments.lse_and_d + (head * arguments.rows + query) * 2);
+  }
+}
+
+// Returns whether some row of the warp has a large LSE.
+__device__ __forceinline__ bool has_large_lse(const float2 (&rows)[Scores::kRows]) {
+  bool large = false;
+#pragma unroll
+  for (int r = 0; r < Scores::kRows; ++r) large |= fabsf(rows[r].x) > kLargeLse && fabsf(rows[r].x) < kNoLse;
+  return __any_sync(0xffffffffu, large);
+}
+
+// Recomputes P in place of the products Q * K^T. P of masked-out scores is 0. No P exceeds 1: with kMaskAndBounds, an
+// exponent counts as 0 if it is positive, or negative by no more than the rounding error of a large LSE.
+template <Masking kMasking>
+__device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
+                                            const float2 (&rows)[Scores::kRows], const Position& position,
+                                            int first_key, const BackwardDqArguments& arguments) {
+#pragma unroll
+  for (int n = 0; n < Scores::kElements; ++n) {
+    const int q = position.query + Scores::row(n), k = first_key + position.key + Scores::column(n);
+    const float lse = rows[Scores::row_index(n)].x;
+    float exponent = fmaf(scores[n], kScoreToLog2, -lse);
+    if (kMasking == Masking::kMaskAndBounds && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
+    const float probability = exp2_approx(exponent);
+    const bool allowed = kMasking == Masking::kNone ||
+        (kMasking == Masking::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
+    scores[n] = allowed ? probability : 0.0f;
+  }
+}
+
+// Turns dP into dS = P * (dP - D) with D from the preprocess kernel.
+__device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
+                                           const float (&probabilities)[Scores::kElements],
+                                           const float2 (&rows)[Scores::kRows]) {
+#pragma unroll
+  for (int n = 0; n < Scores::kElements; ++n) {
+    d_scores[n] = probabilities[n] * (d_scores[n] - (rows[Scores::row_index(n)].y));
+  }
+}
+
+// Rounds P or dS to the fragments of a wgmma's A operand, one for each 16 columns.
+__device__ __forceinline__ void pack_scores(unsigned (&fragments)[Scores::kPairs / 2][4],
+                                            const float (&scores)[Scores::kElements]) {
+#pragma unroll
+  for (int n = 0; n < Scores::kElements; n += 2) {
+    fragments[n / 8][n / 2 % 4] = pack_bf16(scores[n], scores[n + 1]);
+  }
+}
+
+// The epilogue: stores the dQ of a warpgroup, which overlays its Q in shared memory. Rows that attend to no key are 0,
+// whatever K holds. `rows` has the LSE and D of this lane's two rows.
+__device__ __forceinline__ void epilogue(float (&d_queries)[kHeadDimPadded / 2], const float2 (&rows)[Scores::kRows], int warpgroup,
+                                         unsigned queries, int first_query, const WorkTile& work,
+                                         const BackwardDqArguments& arguments) {
+  named_barrier_sync(1 + warpgroup, 128);   // all warps of the warpgroup have read Q
+#pragma unroll
+  for (int n = 0; n < kHeadDimPadded / 2; ++n) {
+    if (rows[Fragment<kHeadDimPadded>::row_index(n)].x == kNoLse) d_queries[n] = 0.0f;
+  }
+  store_rows<kHeadDimPadded, kHeadPanel, kPartQ>(
+      d_queries, kScale, queries + threadIdx.x / 32 % 4 * 16 * kHeadPanel * kElementBytes, arguments.dq_map,
+      first_query, work.head, work.batch);
+  if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // before the CTA ends and its shared memory is freed
+}
+
+// A consumer warpgroup: computes dQ of 64 queries. The wgmmas of one warpgroup run while the other one computes P and
+// dS.
+__device__ __forceinline__ void consumer(const WorkTile& work, int warpgroup, const SharedStorage& storage,
+                                         const BackwardDqArguments& arguments) {
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
+  const unsigned queries = storage.queries(warpgroup);
+  const unsigned d_outputs = storage.d_outputs(warpgroup);
+  const int first_query = work.first_query + warpgroup * kPartQ + warp_row;
+  const Position position = {work.batch, work.head, first_query + lane / 4, lane % 4 * 2};
+  float d_queries[kHeadDimPadded / 2] = {};
+  float scores[kTileK / 2], d_scores[kTileK / 2];
+  float2 rows[Scores::kRows];
+  load_lse_and_d(rows, position, arguments);
+  const bool large_lse = has_large_lse(rows);
+  const KeyTiles tiles = key_tiles_of(work, arguments);
+  // Issue the wgmmas of S = Q * K^T and of dP = dO * V^T. `has_waited`: whether the caller has waited for K, or V.
+  const auto issue_qk_wgmma = [&](PipelineState<kKeyStages> key_state, bool has_waited) {
+    if (!has_waited) mbarrier_wait(storage.keys_full(key_state.stage()), key_state.phase());
+    issue_wgmma_ss<kHeadDimPadded, kHeadPanel, kPartQ, kTileK>(scores, queries, storage.keys(key_state.stage()));
+  };
+  const auto issue_dp_wgmma = [&](PipelineState<kValueStages> value_state, bool has_waited) {
+    if (!has_waited) mbarrier_wait(storage.values_full(value_state.stage()), value_state.phase());
+    issue_wgmma_ss<kValueDimPadded, kValuePanel, kPartQ, kTileK>(d_scores, d_outputs, storage.values(value_state.stage()));
+  };
+
+  if (tiles.count > 0) {
+    mbarrier_wait(storage.queries_full(), 0);
+    issue_qk_wgmma({0}, false);
+    issue_dp_wgmma({0}, false);
+    await_product<1>(scores);
+  }
+  for (int step = 0; step < tiles.count; ++step) {
+    const int first_key = tiles.first_key(step);
+    const PipelineState<kKeyStages> key_state = {step};
+    const PipelineState<kValueStages> value_state = {step};
+    if (first_key + kTileK > arguments.len_k || large_lse) {
+      recompute_p<Masking::kMaskAndBounds>(scores, rows, position, first_key, arguments);
+    } else if (!tiles.full(step)) {
+      recompute_p<Masking::kMask>(scores, rows, position, first_key, arguments);
+    } else {
+      recompute_p<Masking::kNone>(scores, rows, position, first_key, arguments);
+    }
+    await_product<0>(d_scores);
+    release(storage.values_empty(value_state.stage()));
+    compute_ds(d_scores, scores, rows);
+    unsigned fragments[kTileK / 16][4];
+    pack_scores(fragments, d_scores);
+    issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileK>(d_queries, fragments, storage.keys(key_state.stage()));
+    // The last iteration issues the wgmmas of its own S and dP again, without a use: wgmmas in a branch would not
+    // overlap.
+    const bool is_last = step + 1 == tiles.count;
+    const int next = is_last ? step : step + 1;
+    issue_qk_wgmma({next}, is_last);
+    await_product<1>(d_queries);
+    issue_dp_wgmma({next}, is_last);
+    release(storage.keys_empty(key_state.stage()));
+    await_product<1>(scores);
+  }
+  await_product<0>(d_scores);
+  epilogue(d_queries, rows, warpgroup, queries, first_query, work, arguments);
+}
+
+// ---- The kernel -----------------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+attention_backward_dq_bf16_d256_causal_85c4309b(const __grid_constant__ BackwardDqArguments arguments) {
+  const unsigned shared = shared_address(shared_memory);
+  const SharedStorage storage = {shared, shared + kBarrierOffset};
+  if (threadIdx.x == 0) storage.init_barriers();
+  __syncthreads();
+  // Later queries attend to more keys, so the last tiles start first.
+  const WorkTile work = {static_cast<int>(gridDim.x - 1 - blockIdx.x) * kTileQ, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
+
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);   // uniform: a warp has one value
+  if (warpgroup == kConsumers) {
+    registers_decrease<24>();
+    if (threadIdx.x / 32 % 4 == 0 && elect_one()) producer(work, storage, arguments);
+  } else {
+    registers_increase<240>();
+    consumer(work, warpgroup, storage, arguments);
+  }
+}
