@@ -225,9 +225,9 @@ def _own_choice(attention: Any, spec: AttentionSpec, arrays: Arrays, num_splits:
 
 def row(spec: AttentionSpec, size: DecodeSize, target: str, plan: str, milliseconds: Mapping[str, float]) -> DecodeRow:
     """Returns the row of a size from milliseconds by implementation."""
-    elements, moved = _elements_needed(spec, size), bytes_needed(spec, size)
+    moved, of_16_bits = bytes_needed(spec, size), bytes_needed(with_cache(spec), size)
     terabytes = {  # peers read 16 bits per element for every spec
-        name: (elements * spec.element.bytes if name in PEERS or name.endswith("16 bits") else moved) / time / 1e9
+        name: (of_16_bits if name in PEERS or name.endswith("16 bits") else moved) / time / 1e9
         for name, time in milliseconds.items()
     }
     micros = {name: 1e3 * time for name, time in milliseconds.items()}
@@ -237,7 +237,8 @@ def row(spec: AttentionSpec, size: DecodeSize, target: str, plan: str, milliseco
 
 def bytes_needed(spec: AttentionSpec, size: DecodeSize) -> int:
     """Returns the bytes of the keys and values that the mask needs."""
-    return _elements_needed(spec, size) * spec.kv_element.bytes
+    keys = keys_needed(spec, size) * size.batch * size.heads_kv
+    return keys * spec.kv_columns * spec.kv_element.bytes
 
 
 def flops_needed(spec: AttentionSpec, size: DecodeSize) -> float:
@@ -245,10 +246,6 @@ def flops_needed(spec: AttentionSpec, size: DecodeSize) -> float:
     sizes = (size.batch, size.heads, size.heads_kv, size.len_q, keys_needed(spec, size))
     work = WorkSizes(*sizes, pairs=size.batch * size.len_q * keys_needed(spec, size))
     return float(product_flops(spec, "forward", work))
-
-
-def _elements_needed(spec: AttentionSpec, size: DecodeSize) -> int:
-    return keys_needed(spec, size) * size.batch * size.heads_kv * spec.kv_columns
 
 
 def keys_needed(spec: AttentionSpec, size: DecodeSize) -> int:

@@ -60,7 +60,8 @@ def timed(name: str, queries: list[int], keys: list[int]) -> tuple[float, float,
     common = batch_of(queries, keys, device)
     impl, builder = made(backend, len(queries), device)
     one = torch.ones((), device=device)
-    layer: Any = SimpleNamespace(_q_scale=one, _k_scale=one, _v_scale=one)
+    scales = {f"_{name}_scale": one for name in "qkv"} | {f"_{name}_scale_float": 1.0 for name in "qkv"}
+    layer: Any = SimpleNamespace(**scales)
     tokens = common.num_actual_tokens
     packed = torch.randn(tokens, HEADS + 2 * HEADS_KV, DIM, dtype=torch.bfloat16, device=device)
     q, k, v = packed.split([HEADS, HEADS_KV, HEADS_KV], 1)

@@ -148,6 +148,13 @@ def test_latent_attention_reads_each_key_once() -> None:
     assert cells[2:] == ["2.53", "119.2", "613", "1.00"]
 
 
+def test_a_record_has_fewer_bytes_than_a_key_of_16_bits() -> None:
+    records = fg.AttentionSpec(576, "bfloat16", value_dim=512, shared_kv=True, page_size=64, kv_dtype="fp8_ds_mla")
+    row = decode.row(records, decode.LATENT_SIZES[0], "sm_90a", "", {"flashgen": 1e-9, "16 bits": 1e-9})
+    keys = 64 * 4096
+    assert row.bytes == row.terabytes["flashgen"] == keys * 656 and row.terabytes["16 bits"] == keys * 1152
+
+
 def test_latent_peers_get_pages_and_a_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each library is replaced by one that records its calls; plans are created once."""
     torch = pytest.importorskip("torch")
