@@ -598,8 +598,13 @@ FAULTS = [
     ]),
     # Hopper's forward over keys and values of 8 bits
     *caught_by(FORWARD, [ANY_PROTOCOL], [
-        ("a stage overwritten", BYTES, r"mbarrier_wait\(empty, [^;]*;", "", "may still read|over-arrival"),
-        ("a converted tile without a proxy fence", BYTES, r"fence_async_shared\(\);(   // wgmma)", r"\1", UNFENCED),
+        ("a stage overwritten", BYTES, r"if \(first == 0\) mbarrier_wait\(empty, [^;]*;", "", OVERWRITES),
+        ("queries that other warps still convert", BYTES,
+         r"named_barrier_sync\(1 \+ kConsumers \+ warpgroup, 128\);(   // all)", r"\1", OVERWRITTEN),
+        ("a converted tile without a proxy fence", BYTES, r"fence_async_shared\(\);(   // wgmma reads shared)", r"\1",
+         UNFENCED),
+        ("converted queries without a proxy fence", BYTES, r"fence_async_shared\(\);(   // wgmma reads Q)", r"\1",
+         UNFENCED),
         ("a converted tile that is never complete", BYTES, r"(the async proxy\s+__syncwarp\(\);\s+)release\(full\);",
          r"\1"),
         ("copies in flight at the end", BYTES, r"copy_async_wait<0>\(\);(   // the last copies)", r"\1",
@@ -618,9 +623,14 @@ FAULTS = [
     ]),
     *caught_by(FORWARD, [WRONG_OR_REPORTED], [
         ("chunks in their own order", BYTES, r"(column\(\) / 8 \^ )row / \(8 / kWide\) % kWide", r"\g<1>0"),
-        ("another page", BYTES, r"table \+ key / kPageSize", "table + key / 2 / kPageSize"),
-        ("another row of a page", BYTES, r"static_cast<unsigned>\(key\) % kPageSize", "(key + 1) % kPageSize"),
-        ("scores without the scale of keys", BYTES, r"kScoreToLog2 \* key_scale", "kScoreToLog2"),
+        ("another page", BYTES, r"static_cast<unsigned>\(key\) / kPageSize", "unsigned(key) / 2 / kPageSize"),
+        ("another row of a page", BYTES, r"key % kPageSize", "(key + 1) % kPageSize"),
+        ("rows that another lane has looked up", BYTES, r"number % 32 \+ threadIdx\.x % 32",
+         "number % 32 + threadIdx.x % 16"),
+        ("the page of another row", BYTES, r"(kWarpRows \+ number % )Rows::kWarpRows;", r"\g<1>(Rows::kWarpRows / 2);"),
+        ("scores without the scales of their rows", BYTES, r"kScoreToLog2 \* row_scales\[r\]", "kScoreToLog2"),
+        ("the scale of another row", BYTES, r"row_scales\[r\]", "row_scales[1 - r]"),
+        ("a row of queries that is not scaled back", BYTES, r"scales\[r\] \*= [^;]*;", ""),
         ("values without their scale", BYTES, r" \* value_scale;", ";"),
     ]),
     # mma.sync's backward. The first subjects, of which each commit runs every row, cover both modes, warps that share
