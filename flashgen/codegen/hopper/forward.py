@@ -140,7 +140,7 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         "box_keys": box_keys(spec, plan.tile_k),
         "joined": {name: _joined(spec, name) > 1 for name in "kv"},
         "scaled_exponent": bool(spec.kv_dtype) and not spec.score,
-        "convert": f"convert_{EIGHT_BIT_SUFFIXES[spec.kv_dtype]}_f16" if spec.kv_dtype else None,
+        "convert": f"convert_{EIGHT_BIT_SUFFIXES[spec.kv_dtype]}" if spec.kv_dtype else None,
         "converts_queries": bool(spec.kv_dtype) and factor_suffix_of(spec) != suffix_of(spec),
     }
     context |= tiles.sequences(spec, context["struct"], layout)

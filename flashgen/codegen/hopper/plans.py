@@ -36,7 +36,7 @@ from flashgen.codegen.shared_memory import (
     mbarriers,
 )
 from flashgen.codegen.targets import TARGETS, Target
-from flashgen.dtypes import DType
+from flashgen.dtypes import DTYPES, DType
 from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
 
@@ -76,13 +76,14 @@ _REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 _REGISTERS_WITH_PAGES = _REGISTERS | {2: (40, 232)}
 _REGISTERS_WITH_RECORDS = (72, 216)  # the producer warpgroup converts records of keys
 _REGISTERS_TO_SPARE, _LIGHT = (56, 152), 156
-# With K and V of 8 bits all threads of the producer warpgroup convert them, and need more registers. Consumers with a
-# higher estimate (`registers`) than they then have get the second choice.
+# With K and V of 8 bits all threads of the producer warpgroup convert them, and need more registers. The first choice
+# is taken in which consumers have as many as they are estimated to need (`registers`), otherwise the last.
 _REGISTERS_TO_CONVERT = {
-    1: ((104, 256),) * 2,
+    1: ((104, 256),),
     2: ((88, 208), (72, 216)),
     3: ((80, 144), (56, 152)),
 }
+_ROW_SCALES = 2  # registers of a consumer thread for the scales of its two rows, if Q is converted too
 _CHUNK = 16  # elements of 8 bits that a thread converts at a time
 
 
@@ -197,8 +198,8 @@ class HopperPlan(Checked):
         if spec.kv_record:
             return _REGISTERS_WITH_RECORDS
         if spec.kv_dtype:
-            converting, beside_heavy = _REGISTERS_TO_CONVERT[self.consumers]
-            return beside_heavy if self.registers(spec) > converting[1] else converting
+            needed, choices = self.registers(spec), _REGISTERS_TO_CONVERT[self.consumers]
+            return next((choice for choice in choices if choice[1] >= needed), choices[-1])
         if spec.page_size and self.consumers == 3 and self.registers(spec) <= _LIGHT:
             return _REGISTERS_TO_SPARE
         loads = spec.page_size or self.array_stages(spec)
@@ -227,7 +228,8 @@ class HopperPlan(Checked):
         """
         scores, output = _WARP_ROWS * self.tile_k // WARP, _WARP_ROWS * self.output_columns(spec) // WARP
         weight = Weight.BUSY if self.array_stages(spec) else demand_of(spec).weight
-        return scores + scores // 2 + output + _OTHER_REGISTERS[weight]
+        row_scales = _ROW_SCALES if spec.scales_kv and spec.element != DTYPES["float16"] else 0
+        return scores + scores // 2 + output + _OTHER_REGISTERS[weight] + row_scales
 
     def matrix_cycles(self, spec: AttentionSpec) -> float:
         """Estimates the cycles of a tile's products by the rate of the tensor cores."""
