@@ -83,7 +83,9 @@ _REGISTERS_TO_CONVERT = {
     2: ((88, 208), (72, 216)),
     3: ((80, 144), (56, 152)),
 }
-_ROW_SCALES = 2  # registers of a consumer thread for the scales of its two rows, if Q is converted too
+# Registers of a consumer thread for the scales of its two rows if Q is converted too, and an array is read for each
+# score. The numbers of _OTHER_REGISTERS are enough for other variants.
+_ROW_SCALES = 2
 _CHUNK = 16  # elements of 8 bits that a thread converts at a time
 
 
@@ -228,8 +230,8 @@ class HopperPlan(Checked):
         """
         scores, output = _WARP_ROWS * self.tile_k // WARP, _WARP_ROWS * self.output_columns(spec) // WARP
         weight = Weight.BUSY if self.array_stages(spec) else demand_of(spec).weight
-        row_scales = _ROW_SCALES if spec.scales_kv and spec.element != DTYPES["float16"] else 0
-        return scores + scores // 2 + output + _OTHER_REGISTERS[weight] + row_scales
+        converts = spec.scales_kv and spec.element != DTYPES["float16"] and weight == Weight.HEAVY
+        return scores + scores // 2 + output + _OTHER_REGISTERS[weight] + (_ROW_SCALES if converts else 0)
 
     def matrix_cycles(self, spec: AttentionSpec) -> float:
         """Estimates the cycles of a tile's products by the rate of the tensor cores."""
