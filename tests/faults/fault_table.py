@@ -598,17 +598,15 @@ FAULTS = [
     ]),
     # Hopper's forward over keys and values of 8 bits
     *caught_by(FORWARD, [ANY_PROTOCOL], [
-        ("a stage overwritten", BYTES, r"if \(first == 0\) mbarrier_wait\(empty, [^;]*;", "", OVERWRITES),
+        ("a stage overwritten", BYTES, r"if \(first == 0\) mbarrier_wait\([^;]*;", "", OVERWRITES),
         ("queries that other warps still convert", BYTES,
          r"named_barrier_sync\(1 \+ kConsumers \+ warpgroup, 128\);(   // all)", r"\1", OVERWRITTEN),
         ("a converted tile without a proxy fence", BYTES, r"fence_async_shared\(\);(   // wgmma reads shared)", r"\1",
          UNFENCED),
         ("converted queries without a proxy fence", BYTES, r"fence_async_shared\(\);(   // wgmma reads Q)", r"\1",
          UNFENCED),
-        ("a converted tile that is never complete", BYTES, r"(the async proxy\s+__syncwarp\(\);\s+)release\(full\);",
-         r"\1"),
-        ("copies in flight at the end", BYTES, r"copy_async_wait<0>\(\);(   // the last copies)", r"\1",
-         "still in flight"),
+        ("a converted tile that is never complete", BYTES,
+         r"(the async proxy\s+__syncwarp\(\);\s+)release\(stage\.full\);", r"\1"),
     ]),
     *caught_by(FORWARD, [ANY_RANDOM_ENGINES], [
         ("lanes that still convert", BYTES, r"(the async proxy\s+)__syncwarp\(\);", r"\1"),
@@ -618,8 +616,8 @@ FAULTS = [
         ("an index overwritten", BYTES, r"named_barrier_sync\(kProducerBarrier, 128\);(   // all)", r"\1"),
     ]),
     *caught_by(FORWARD, [LATE_COPIES], [
-        ("chunks not waited for", BYTES, r"copy_async_wait<1>\(\);"),
-        ("chunks of the next tile", BYTES, r"copy_async_wait<1>\(\);", "copy_async_wait<2>();"),
+        ("chunks not waited for", BYTES, r"copy_async_wait<0>\(\);"),
+        ("chunks of one tile later", BYTES, r"copy_async_wait<0>\(\);", "copy_async_wait<1>();"),
     ]),
     *caught_by(FORWARD, [WRONG_OR_REPORTED], [
         ("chunks in their own order", BYTES, r"(column\(\) / 8 \^ )row / \(8 / kWide\) % kWide", r"\g<1>0"),
@@ -627,7 +625,8 @@ FAULTS = [
         ("another row of a page", BYTES, r"key % kPageSize", "(key + 1) % kPageSize"),
         ("rows that another lane has looked up", BYTES, r"number % 32 \+ threadIdx\.x % 32",
          "number % 32 + threadIdx.x % 16"),
-        ("the page of another row", BYTES, r"(kWarpRows \+ number % )Rows::kWarpRows;", r"\g<1>(Rows::kWarpRows / 2);"),
+        ("the page of another row", BYTES, r"(kWarpRows \+ number % )Chunks::kWarpRows;",
+         r"\g<1>(Chunks::kWarpRows / 2);"),
         ("scores without the scales of their rows", BYTES, r"(score_to_log2 = )row_scales\[r\]",
          r"\1kScoreToLog2"),
         ("the scale of another row", BYTES, r"row_scales\[r\]", "row_scales[1 - r]"),

@@ -208,15 +208,15 @@ class HopperPlan(Checked):
         return (_REGISTERS_WITH_PAGES if loads else _REGISTERS)[self.consumers]
 
     def _chunks(self, columns: int, panel: int) -> int:
-        """Returns the chunks of a tile of K or V that a thread of the producer warpgroup converts."""
-        rows = WARPGROUP // (panel // _CHUNK)
+        """Returns the chunks of a tile of K or V that a thread converts, of half of the producer warpgroup."""
+        rows = WARPGROUP // 2 // (panel // _CHUNK)
         return columns // panel * -(-self.tile_k // rows)
 
     def _chunk_buffer(self, spec: AttentionSpec) -> Buffer:
         """Returns the buffer of a tile of K and of V of 8 bits. Each thread reads what it has copied itself."""
         keys = self._chunks(padded_head_dim(spec), self.head_panel(spec))
         slots = keys + self._chunks(padded_value_dim(spec), self.value_panel(spec))
-        shape = (literal(slots), literal(WARPGROUP))
+        shape = (literal(slots), literal(WARPGROUP // 2))
         return Buffer("Chunk", "chunks of 8-bit K and V", shape, UINT4, alignment=_CHUNK, member="chunks")
 
     @property
