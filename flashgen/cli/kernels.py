@@ -256,9 +256,8 @@ def write_timeline(
     role = next(iter(kernels)) if name else "forward" if pass_ is Pass.forward else "dkdv"
     plan = kernels[role].plan
     shape = short_shape(plan.tile_q, plan.tile_k, along_keys=pass_ is Pass.forward)
-    run = run_once(
-        spec, target, ("forward" if pass_ is Pass.forward else "backward",), shape, deterministic=deterministic
-    )
+    own = plan if pass_ is Pass.forward else None  # calls of few queries would run smaller tiles
+    run = run_once(spec, target, ("forward" if own else "backward",), shape, deterministic=deterministic, plan=own)
     events = run.events[kernels[role].entry]
     timeline = timeline_of(events, kernels[role])
     if not timeline.spans:

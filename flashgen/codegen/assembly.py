@@ -65,6 +65,11 @@ def suffix_of(spec: AttentionSpec) -> str:
     return spec.element.suffix
 
 
+def factor_suffix_of(spec: AttentionSpec) -> str:
+    """Returns the suffix of the primitives for the factors of products. float16 holds 8-bit values exactly."""
+    return DTYPES["float16"].suffix if spec.scales_kv else suffix_of(spec)
+
+
 def common_context(
     spec: AttentionSpec,
     target: Target,
@@ -83,8 +88,7 @@ def common_context(
     types = environment().get_template("types.cuh.jinja").render(struct=struct, element=spec.element, layout=layout)
     options = {"struct": struct, "variant": variant, "position": position, "gradient": gradient}
     declared = environment().get_template("variant.cuh.jinja").render(options)
-    suffix = suffix_of(spec)
-    factors = DTYPES["float16"].suffix if spec.scales_kv else suffix  # float16 holds 8-bit values exactly
+    suffix, factors = suffix_of(spec), factor_suffix_of(spec)
     return {
         "spec": spec,
         "target": target,
@@ -106,6 +110,7 @@ def common_context(
         "copy": "copy_async_16" if target.asynchronous_copies else "copy_sync_16",
         "mma": f"mma_m16n8k16_{factors}" if target.deep_mma else f"mma_m16n8k8x2_{factors}",
         "pack": f"pack_{suffix}",
+        "pack_factors": f"pack_{factors}",
         "unpack": f"unpack_{suffix}",
     }
 

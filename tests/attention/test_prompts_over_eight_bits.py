@@ -96,20 +96,19 @@ def test_every_value_is_converted_exactly(kind: str, dtype: str) -> None:
     np.testing.assert_array_equal(out[0, 0, 69].astype(np.float32), numbers.astype(np.float32))
 
 
-def test_bits_of_the_conversions_to_bfloat16() -> None:
-    """`convert_e4m3_bf16` and `convert_int8_bf16` as the device computes them, for every pattern except NaN."""
-
-    def number(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        return bits.astype(np.uint16).view(ml_dtypes.bfloat16).astype(np.float64)
-
-    byte = np.arange(256, dtype=np.uint32)
-    with_sign = byte | np.where(byte & 0x80, 0xFF00, 0)
-    found = number(with_sign << 4 & 0x87F0) * number(np.array([0x7B80]))
-    expected = byte.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    finite = (byte & 0x7F) != 0x7F
-    np.testing.assert_array_equal(found[finite], expected[finite])
-    found = number((byte | 0x4300) & 0xFF7F) - number((byte | 0x4300) & 0xFF80)
-    np.testing.assert_array_equal(found, byte.astype(np.uint8).view(np.int8).astype(np.float64))
+@pytest.mark.parametrize("factor", [1e-30, 2.0**-20, 3.0, 2.0**100])
+def test_queries_beyond_the_range_of_float16(factor: float) -> None:
+    """Rows of bfloat16 queries of very different sizes, one of zeros, with a sink, whose score is not scaled."""
+    sink = fg.Tensor("sink", "float32", 1)
+    spec = fg.AttentionSpec(64, "bfloat16", scale=0.5 / factor, kv_dtype="float8_e4m3fn", sink=sink)
+    inputs = random_inputs(spec, Shape(70, 90, 1, 2, 1))
+    rows = np.exp2(-np.arange(70) % 23).reshape(70, 1)
+    rows[31] = 0
+    q = (inputs.q.astype(np.float32) * rows * factor).astype(inputs.q.dtype)
+    compiled = attention.compile(spec, "sm_90a", emulate=True, plan=HopperPlan(1, 32, 2))
+    found = compiled(q, inputs.k, inputs.v, return_lse=True, **inputs.captures)
+    verdict = judged(spec, q, inputs.k, inputs.v, *found, inputs.captures)
+    assert verdict.ok, verdict
 
 
 def test_prompts_take_the_forward_and_few_queries_the_decode_kernel() -> None:

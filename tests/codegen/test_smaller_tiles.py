@@ -28,9 +28,13 @@ from flashgen.verify.variants import spec_of
 SM_90A = target_named("sm_90a")
 CAUSAL = AttentionSpec(128, "bfloat16", mask=fg.causal())
 PAGED = replace(CAUSAL, page_size=16)
+FULL = AttentionSpec(128, "bfloat16")
 LARGER, SMALLER = HopperPlan(3, 80), HopperPlan(2, 128)
 OTHERS = [
-    AttentionSpec(128, "bfloat16"),
+    replace(FULL, head_dim=64, value_dim=64),
+    replace(FULL, dropout=0.1),
+    replace(FULL, page_size=64),
+    replace(FULL, kv_dtype="int8"),
     replace(CAUSAL, head_dim=64, value_dim=64),
     replace(CAUSAL, head_dim=192, value_dim=192),
     replace(CAUSAL, dropout=0.1),
@@ -49,12 +53,16 @@ def chosen(spec: AttentionSpec, batch: int, heads: int, heads_kv: int, len_q: in
 
 
 @pytest.mark.parametrize(
-    "spec", [CAUSAL, PAGED, replace(CAUSAL, mask=fg.sliding_window(1024)), CAUSAL.shard()], ids=str
+    "spec", [CAUSAL, PAGED, replace(CAUSAL, mask=fg.sliding_window(1024)), CAUSAL.shard(), FULL], ids=str
 )
 def test_calls_with_few_tiles_use_smaller_ones(spec: AttentionSpec) -> None:
-    assert default_plan(spec, SM_90A) == LARGER
-    assert chosen(spec, 1, 32, 8, 512, 8192) == SMALLER  # 128 tiles for 132 multiprocessors instead of 96
-    assert chosen(spec, 1, 16, 16, 1024, 1024) == SMALLER
+    larger, smaller = LARGER, SMALLER
+    if spec is FULL:
+        larger, smaller = HopperPlan(3, 64, takes_turns=True), HopperPlan(2, 128, takes_turns=True)
+    assert default_plan(spec, SM_90A) == larger
+    assert chosen(spec, 1, 32, 8, 512, 8192) == smaller  # 128 tiles for 132 multiprocessors instead of 96
+    assert chosen(spec, 1, 16, 16, 1024, 1024) == smaller
+    assert chosen(spec, 1, 32, 32, 2048, 8192) is None  # three waves of 192 rows take as long as four of 128
     assert chosen(spec, 16, 16, 16, 2048, 2048) is None  # 21 waves
     assert chosen(spec, 1, 132, 132, 192, 8192) is None  # each multiprocessor has a full tile
 

@@ -140,9 +140,9 @@ def forward_subjects() -> dict[str, ForwardSubject]:
         "hopper, large pages": ForwardSubject(
             fg.AttentionSpec(32, mask=fg.causal(), page_size=64), Shape(150, 201, 2, 2, 1), stages=2, target="sm_90a"
         ),
-        # Several work tiles per block, with converted keys of two pages each.
+        # Several work tiles per block, with converted queries, and keys of two pages each.
         "hopper, 8 bits": ForwardSubject(
-            fg.AttentionSpec(32, mask=fg.causal(), page_size=16, kv_dtype="float8_e4m3fn"),
+            fg.AttentionSpec(32, dtype="bfloat16", mask=fg.causal(), page_size=16, kv_dtype="float8_e4m3fn"),
             Shape(260, 201, 3, 2, 1),
             stages=2,
             target="sm_90a",

@@ -100,12 +100,12 @@ def key_tile_barriers(
 
 
 def _converted(stages: Extent) -> BarrierGroup:
-    """Returns the barriers of the tiles of K and V that the warps of the producer warpgroup write."""
+    """Returns the barriers of the tiles of K and V, which half of the warps of the producer warpgroup write."""
     comment = (
-        "keys_full, values_full: every producer warp has written its part of a tile of K, or V. keys_empty, "
-        "values_empty: every consumer warp has read it."
+        "keys_full, values_full: each of the two producer warps that convert K, or V, has written its part of a tile. "
+        "keys_empty, values_empty: every consumer warp has read it."
     )
-    barriers = (each for name in ("keys", "values") for each in (_full(name, WARPS_OF_GROUP), _empty(name)))
+    barriers = (each for name in ("keys", "values") for each in (_full(name, WARPS_OF_GROUP // 2), _empty(name)))
     return BarrierGroup(comment, tuple(barriers), stages)
 
 

@@ -15,6 +15,7 @@ from flashgen.codegen.assembly import (
     ENDS_OF_TILES,
     assemble,
     check_spec,
+    factor_suffix_of,
     longest_last,
     suffix_of,
 )
@@ -133,13 +134,14 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         "packed": packed,
         "uniform": _uniformity_test(spec, plan),
         "map_rows": MAP_ROWS,
-        "suffix": suffix_of(spec),
+        "suffix": factor_suffix_of(spec),
         "page_size": spec.page_size,
         "prefill_queries": tiles.prefill_queries,
         "box_keys": box_keys(spec, plan.tile_k),
         "joined": {name: _joined(spec, name) > 1 for name in "kv"},
         "scaled_exponent": bool(spec.kv_dtype) and not spec.score,
-        "convert": f"convert_{EIGHT_BIT_SUFFIXES[spec.kv_dtype]}_{suffix_of(spec)}" if spec.kv_dtype else None,
+        "convert": f"convert_{EIGHT_BIT_SUFFIXES[spec.kv_dtype]}" if spec.kv_dtype else None,
+        "converts_queries": bool(spec.kv_dtype) and factor_suffix_of(spec) != suffix_of(spec),
     }
     context |= tiles.sequences(spec, context["struct"], layout)
     of_output = (plan.output_columns(spec), "true")

@@ -36,7 +36,7 @@ from flashgen.codegen.shared_memory import (
     mbarriers,
 )
 from flashgen.codegen.targets import TARGETS, Target
-from flashgen.dtypes import DType
+from flashgen.dtypes import DTYPES, DType
 from flashgen.language.operations import HEAD
 from flashgen.language.spec import AttentionSpec
 
@@ -76,13 +76,16 @@ _REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 _REGISTERS_WITH_PAGES = _REGISTERS | {2: (40, 232)}
 _REGISTERS_WITH_RECORDS = (72, 216)  # the producer warpgroup converts records of keys
 _REGISTERS_TO_SPARE, _LIGHT = (56, 152), 156
-# With K and V of 8 bits all threads of the producer warpgroup convert them, and need more registers. Consumers with a
-# higher estimate (`registers`) than they then have get the second choice.
+# With K and V of 8 bits all threads of the producer warpgroup convert them, and need more registers. The first choice
+# is taken in which consumers have as many as they are estimated to need (`registers`), otherwise the last.
 _REGISTERS_TO_CONVERT = {
-    1: ((104, 256),) * 2,
+    1: ((104, 256),),
     2: ((88, 208), (72, 216)),
     3: ((80, 144), (56, 152)),
 }
+# Registers of a consumer thread for the scales of its two rows if Q is converted too, and an array is read for each
+# score. The numbers of _OTHER_REGISTERS are enough for other variants.
+_ROW_SCALES = 2
 _CHUNK = 16  # elements of 8 bits that a thread converts at a time
 
 
@@ -197,23 +200,23 @@ class HopperPlan(Checked):
         if spec.kv_record:
             return _REGISTERS_WITH_RECORDS
         if spec.kv_dtype:
-            converting, beside_heavy = _REGISTERS_TO_CONVERT[self.consumers]
-            return beside_heavy if self.registers(spec) > converting[1] else converting
+            needed, choices = self.registers(spec), _REGISTERS_TO_CONVERT[self.consumers]
+            return next((choice for choice in choices if choice[1] >= needed), choices[-1])
         if spec.page_size and self.consumers == 3 and self.registers(spec) <= _LIGHT:
             return _REGISTERS_TO_SPARE
         loads = spec.page_size or self.array_stages(spec)
         return (_REGISTERS_WITH_PAGES if loads else _REGISTERS)[self.consumers]
 
     def _chunks(self, columns: int, panel: int) -> int:
-        """Returns the chunks of a tile of K or V that a thread of the producer warpgroup converts."""
-        rows = WARPGROUP // (panel // _CHUNK)
+        """Returns the chunks of a tile of K or V that a thread converts, of half of the producer warpgroup."""
+        rows = WARPGROUP // 2 // (panel // _CHUNK)
         return columns // panel * -(-self.tile_k // rows)
 
     def _chunk_buffer(self, spec: AttentionSpec) -> Buffer:
         """Returns the buffer of a tile of K and of V of 8 bits. Each thread reads what it has copied itself."""
         keys = self._chunks(padded_head_dim(spec), self.head_panel(spec))
         slots = keys + self._chunks(padded_value_dim(spec), self.value_panel(spec))
-        shape = (literal(slots), literal(WARPGROUP))
+        shape = (literal(slots), literal(WARPGROUP // 2))
         return Buffer("Chunk", "chunks of 8-bit K and V", shape, UINT4, alignment=_CHUNK, member="chunks")
 
     @property
@@ -227,7 +230,8 @@ class HopperPlan(Checked):
         """
         scores, output = _WARP_ROWS * self.tile_k // WARP, _WARP_ROWS * self.output_columns(spec) // WARP
         weight = Weight.BUSY if self.array_stages(spec) else demand_of(spec).weight
-        return scores + scores // 2 + output + _OTHER_REGISTERS[weight]
+        converts = spec.scales_kv and spec.element != DTYPES["float16"] and weight == Weight.HEAVY
+        return scores + scores // 2 + output + _OTHER_REGISTERS[weight] + (_ROW_SCALES if converts else 0)
 
     def matrix_cycles(self, spec: AttentionSpec) -> float:
         """Estimates the cycles of a tile's products by the rate of the tensor cores."""
