@@ -76,6 +76,14 @@ def test_scales_of_any_sign(scale: list[float], score: Any) -> None:
     assert_right(spec, Shape(70, 90, 1, 2, 2), HopperPlan(1, 32, 2), scale)
 
 
+@pytest.mark.parametrize(("dim", "page_size"), [(128, 64), (128, 1), (96, 16), (160, 16)])
+def test_a_lane_looks_up_several_pages(dim: int, page_size: int) -> None:
+    """The default tiles of 128 keys: a warp that converts K, or V, has 64 rows of each."""
+    spec = fg.AttentionSpec(dim, "bfloat16", value_dim=128, page_size=page_size, kv_dtype="float8_e4m3fn")
+    plan = HopperPlan(2, 128 if dim <= 128 else 96)
+    assert_right(spec, Shape(70, 300, 2, 2, 1), plan, schedule=Schedule("random", "late", seed=3))
+
+
 def test_packed_heads() -> None:
     spec = fg.AttentionSpec(64, mask=fg.causal(), page_size=16, kv_dtype="float8_e4m3fn")
     assert_right(spec, Shape(40, 150, 1, 8, 2), HopperPlan(2, 64, 2, packed_heads=4))
