@@ -132,7 +132,7 @@ def test_text_loads_elements_of_tiles_that_the_mask_cuts(target: str) -> None:
 
 @TARGETS_TESTED
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(4)
 def test_accesses_stay_within_the_mask(target: str, sanitize: Any) -> None:
     for columns in (LEN_K, LEN_K + 1, 256):
         spec = fg.AttentionSpec(32, "bfloat16", mask=by_score)

@@ -92,7 +92,7 @@ def test_in_varied_orders(schedule: Schedule, name: str) -> None:
 
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 @pytest.mark.parametrize("name", ["causal bias", "mask"])
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(4)
 def test_accesses(name: str, sanitize: Any) -> None:
     spec = SPECS[name](32)
     check(spec, numbers(spec, columns=304), sanitize=sanitize)

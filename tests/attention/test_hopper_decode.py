@@ -49,7 +49,7 @@ def _plan(options: Mapping[str, Any], shape: Shape) -> Any:
     return compiled.plan_for(shape.len_q, shape.len_k, shape.batch, shape.heads_q, shape.heads_kv)
 
 
-@pytest.mark.rotated(5)
+@pytest.mark.rotated(10)
 @pytest.mark.parametrize("sanitize", [None, "address", "thread"])
 @pytest.mark.parametrize("name", CALLS)
 def test_calls(name: str, sanitize: Any) -> None:

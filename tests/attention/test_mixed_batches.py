@@ -126,7 +126,7 @@ def test_page_sizes(size: int) -> None:
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(4)
 def test_specs(spec: fg.AttentionSpec, heads: tuple[int, int]) -> None:
     """Tiles of rows of several queries and heads, and several such tiles with masks that need different keys."""
     for target in ("sm_75", "sm_80", "sm_90a" if spec.max_dim <= 256 else "sm_90"):

@@ -133,7 +133,7 @@ def test_prompts_take_the_forward_and_few_queries_the_decode_kernel() -> None:
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 @pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(48)
 def test_no_spills(number: int, dim: int) -> None:
     spec = replace(spec_of(VARIANTS[number], dim, DTYPES[number % 2]), kv_dtype=KINDS[number // 2 % 2])
     for each in (spec, replace(spec, page_size=16)):

@@ -33,7 +33,7 @@ def check(spec: fg.AttentionSpec, target: str | None, shape: Shape, emulate: boo
         assert result.ok, (result.problem, result.verdicts)
 
 
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(12)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", SPECS)

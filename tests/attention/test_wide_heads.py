@@ -99,7 +99,7 @@ def assert_hopper_is_right(spec: fg.AttentionSpec, shape: Shape, plan: HopperPla
     assert verdict.ok, f"{plan}, {shape}: {verdict}"
 
 
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(12)
 @pytest.mark.parametrize("sanitize", [None, "thread", "address"])
 @pytest.mark.parametrize(("order", "copies"), [("reverse", "early"), ("greedy_warp", "late"), ("random", "random")])
 @pytest.mark.parametrize("plan", HOPPER_PLANS, ids=str)

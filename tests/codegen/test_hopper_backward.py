@@ -82,7 +82,7 @@ def compiled(kernel: RenderedKernel, most_spilled: int = 0) -> nvrtc.Compiled:
 @needs_nvrtc
 @modes
 @pytest.mark.parametrize(("variant", "dim", "dtype"), CASES)
-@pytest.mark.rotated(36)
+@pytest.mark.rotated(72)
 def test_every_variant_compiles_without_spills_or_serialized_products(
     variant: Variant, dim: int, dtype: str, deterministic: bool
 ) -> None:
@@ -94,7 +94,7 @@ def test_every_variant_compiles_without_spills_or_serialized_products(
 @needs_nvrtc
 @modes
 @pytest.mark.parametrize("dim", range(8, 257, 8))
-@pytest.mark.rotated(36)
+@pytest.mark.rotated(72)
 def test_every_dim_compiles_without_spills_or_serialized_products(dim: int, deterministic: bool) -> None:
     for mask in (fg.full(), fg.causal(), *([fg.document("ids")] if deterministic else [])):
         kernels = own_kernels(AttentionSpec(dim, "bfloat16", mask=mask), deterministic)

@@ -66,7 +66,7 @@ def test_texts(dims: str, variant: str, page_size: int | None, scheduled: bool) 
 
 
 @needs_nvrtc
-@pytest.mark.rotated(36)
+@pytest.mark.rotated(72)
 @pytest.mark.parametrize(("dims", "variant", "page_size", "scheduled"), cases())
 def test_default_plans_do_not_spill(dims: str, variant: str, page_size: int | None, scheduled: bool) -> None:
     for kernel in kernels(dims, variant, page_size, scheduled):

@@ -52,7 +52,7 @@ def without_spills(kernel: RenderedKernel, most: int = 0) -> None:
 
 @needs_nvrtc
 @pytest.mark.parametrize(("variant", "dim", "dtype", "size"), CASES)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(48)
 def test_every_variant_compiles_without_spills(variant: Variant, dim: int, dtype: str, size: int) -> None:
     (kernel,) = rendered(variant, dim, dtype, size)
     without_spills(kernel)

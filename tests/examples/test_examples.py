@@ -36,7 +36,7 @@ def shown(name: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("name", [name for name in NEEDS if name not in ("serve.py", "train_gpt2.py")])
 def test_on_the_emulator(name: str) -> None:
     """Each example checks its results."""

@@ -82,7 +82,7 @@ class Fault:
     pattern: str = ""
     replacement: str = ""
     report: str = ""
-    rotated: int = 2
+    rotated: int = 3
     number: int = 0
     count: int = 1
     shared_bytes: int = 0

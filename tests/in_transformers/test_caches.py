@@ -94,7 +94,7 @@ def generate(name: str, mode: str, device: str) -> None:
     compare(name, device, lambda model: torch.stack(model.generate(**given_to(model, inputs), **options).logits))
 
 
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(48)
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_generation(name: str, mode: str, device: str) -> None:
     generate(name, mode, device)

@@ -60,7 +60,7 @@ def invoke(command: str, expect: int = 0) -> Result:
 
 
 @needs_nvrtc
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 @pytest.mark.parametrize("words", KINDS)
 def test_reports_agree_with_other_commands(words: str, tmp_path: Path) -> None:
     path = tmp_path / "report.html"

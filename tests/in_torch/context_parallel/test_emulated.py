@@ -56,7 +56,7 @@ WITH_HALOS = ["window", "both_sides", "dropped", "near", "parts"]
 
 @pytest.mark.parametrize("spec", WITH_HALOS)
 @pytest.mark.parametrize("shards", ["zigzag", "plain"])
-@pytest.mark.covering(3)
+@pytest.mark.covering(6)
 def test_boundaries_of_windows(two: Any, spec: str, shards: str) -> None:
     assert two.run("boundaries", spec=spec, shards=shards)[0] == []
 
@@ -94,7 +94,7 @@ def test_a_layer_is_trained(two: Any, kind: str) -> None:
         ("Mistral", "ulysses", "zigzag", False),
     ],
 )
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(4)
 def test_models_of_transformers(two: Any, name: str, scheme: str, shards: str, padded: bool) -> None:
     pytest.importorskip("transformers")
     for errors in two.run("models", name=name, scheme=scheme, shards=shards, padded=padded):
