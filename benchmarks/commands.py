@@ -123,7 +123,7 @@ def measure_training(
     ] = False,
     sdpa_registry: Annotated[
         bool,
-        typer.Option("--sdpa-registry", help="Also train with torch's SDPA, and flashgen activated in its registry."),
+        typer.Option("--sdpa-registry", help="Also train with SDPA and each flash implementation of torch's registry."),
     ] = False,
     output: Output = Path("flashgen-train.json"),
     force: Force = False,
@@ -142,7 +142,8 @@ def measure_training(
     on, and by more than the floor.
     """
     require_gpu()
-    names = [*chosen(attentions, "--attentions", train.ATTENTIONS), *([train.REGISTRY] if sdpa_registry else [])]
+    registered = train.registered_names() if sdpa_registry else []
+    names = [*chosen(attentions, "--attentions", train.ATTENTIONS), *registered]
     named = chosen(modes, "--modes", train.MODES)
     sizes = [shape_of(text) for text in listed(shapes)]
     rows = train.train_rows(names, named, sizes, loss_steps, long)

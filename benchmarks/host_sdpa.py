@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.host import CALLS, GROUPS, ONE_TILE, HostRow, Run, Timed, costs_in_turns
-from benchmarks.train import flashgen_in_sdpa
+from benchmarks.train import in_sdpa
 
 OWN, OURS = "SDPA, torch's flash operator", "SDPA, flashgen in its place"
 _CHAIN = 16  # calls in one backward
@@ -38,7 +38,7 @@ def registry_rows(groups: int = GROUPS, calls: int = CALLS) -> Iterator[HostRow]
 
     q, k, v, d_out = (torch.randn((*ONE_TILE, _DIM), device="cuda", dtype=torch.float16) for _ in range(4))
     for name in (OWN, OURS) * _ROUNDS:
-        with flashgen_in_sdpa() if name == OURS else nullcontext(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        with in_sdpa("flashgen") if name == OURS else nullcontext(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             runs = _runs(q, k, v, d_out)
             of = [_CHAIN if timed == "backward" else 1 for _, timed in _CASES]
             shares = [calls // each for each in of]

@@ -22,7 +22,7 @@ from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.timing import free_flush_buffer
 
 ATTENTIONS = (STANDARD, "FA2", "cuDNN", "Flex", "flashgen")
-REGISTRY = "flashgen in SDPA"  # torch's function, with flashgen activated in torch's registry
+IN_SDPA = " in SDPA"  # ends the names of flash implementations that are activated in torch's registry
 MODES = ("eager", "compile")
 SHAPES = ((32, 1024), (4, 8192))  # (batch, length)
 LONG = (1, 65536)
@@ -67,8 +67,8 @@ def train_rows(
     """Trains a model for each shape, mode and attention, and yields their rows.
 
     Args:
-        names, modes, shapes: what to train; names from ATTENTIONS or REGISTRY, modes from MODES, shapes as (batch,
-            length).
+        names, modes, shapes: what to train; names from ATTENTIONS or `registered_names`, modes from MODES, shapes as
+            (batch, length).
         loss_steps: the number of steps whose losses are recorded, at the first shape and in the first mode. Standard
             attention is then also trained with scores in float32, as the floor of comparisons.
         long: train at 65536 tokens instead of `shapes`, with a sliding window of 1024 in 16 packed documents, with
@@ -79,21 +79,34 @@ def train_rows(
     except ImportError:
         raise LaunchError("models are trained in torch, which is not installed: pip install torch") from None
     for name, mode, (batch, length), steps in trainings(names, modes, shapes, loss_steps, long):
-        with flashgen_in_sdpa() if name == REGISTRY else nullcontext():
-            attend = _long(name, length) if long else _causal(name)
-            yield _row(name, mode, batch, length, attend, steps)
+        try:
+            with in_sdpa(name.removesuffix(IN_SDPA)) if name.endswith(IN_SDPA) else nullcontext():
+                attend = _long(name, length) if long else _causal(name)
+                yield _row(name, mode, batch, length, attend, steps)
+        except (ImportError, RuntimeError, ValueError) as error:  # it cannot be activated
+            yield TrainRow(name, mode, batch, length, None, None, None, (), _reason(error))
         torch.compiler.reset()
 
 
+def registered_names() -> list[str]:
+    """Returns the names of the flash implementations in torch's registry, with flashgen's."""
+    from torch.nn.attention import list_flash_attention_impls
+
+    from flashgen.torch import register_sdpa
+
+    register_sdpa()
+    return [name + IN_SDPA for name in sorted(list_flash_attention_impls())]
+
+
 @contextmanager
-def flashgen_in_sdpa() -> Iterator[None]:
-    """Activates flashgen in torch's registry of flash implementations."""
+def in_sdpa(implementation: str) -> Iterator[None]:
+    """Activates a flash implementation of torch's registry, such as "flashgen" or "FA4"."""
     from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
     from flashgen.torch import register_sdpa
 
     register_sdpa()
-    activate_flash_attention_impl("flashgen")
+    activate_flash_attention_impl(implementation)
     try:
         yield
     finally:
@@ -126,9 +139,14 @@ def _row(name: str, mode: str, batch: int, length: int, attend: Callable[..., An
     try:
         times, peak, losses = _trained(attend, mode, batch, length, loss_steps)
     except (RuntimeError, ValueError) as error:  # the peer does not support the shape, or memory is exhausted
-        return row(None, None, None, (), f"{type(error).__name__}: {str(error).splitlines()[0]}"[:200])
+        return row(None, None, None, (), _reason(error))
     ms = statistics.median(times)
     return row(ms, 1000 * batch * length / ms, peak, losses)
+
+
+def _reason(error: Exception) -> str:
+    """Returns the first line of an error's message, after the name of its class."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
 
 
 def _trained(
@@ -231,7 +249,7 @@ def train_summary(rows: Sequence[TrainRow]) -> list[str]:
     lines = []
     for mode, batch, length in dict.fromkeys((row.mode, row.batch, row.length) for row in rows):
         timed = {row.name: row for row in rows if (row.mode, row.batch, row.length) == (mode, batch, length) and row.ms}
-        others = [row for name, row in timed.items() if name not in ("flashgen", REGISTRY)]
+        others = [row for name, row in timed.items() if not name.startswith("flashgen")]
         ours = timed.get("flashgen")
         if ours and ours.ms and others:
             best = min(others, key=lambda row: row.ms or 0)

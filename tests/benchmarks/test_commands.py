@@ -93,8 +93,16 @@ def test_train_passes_its_options_on_and_compares(
     assert "RuntimeError: none" in result.stdout
     assert "such as 32x1024" in invoke("train", "--shapes", "32", expect=2).stderr
     asked.clear()
+    monkeypatch.setattr(train, "registered_names", lambda: ["FA4 in SDPA", "flashgen in SDPA"])
     invoke("train", "--attentions", "FA2", "--sdpa-registry", "--force", *output)
-    assert asked[0] == ["FA2", train.REGISTRY]
+    assert asked[0] == ["FA2", "FA4 in SDPA", "flashgen in SDPA"]
+
+
+def test_an_implementation_that_cannot_be_activated_has_a_row_with_the_reason() -> None:
+    pytest.importorskip("torch")
+    assert "flashgen in SDPA" in train.registered_names()
+    (row,) = train.train_rows(["nobody's in SDPA"], ["eager"], [(1, 64)])
+    assert row.ms is None and row.problem.startswith("ValueError: Unknown flash attention impl")
 
 
 def test_train_adds_a_floor_to_standard_attentions_losses() -> None:

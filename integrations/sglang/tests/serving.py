@@ -72,6 +72,7 @@ class Server:
         after = [n + count for n, count in zip(before, counts, strict=True)]
         table, ints = self.runner.req_to_token_pool.req_to_token, {"dtype": torch.int64, "device": self.device}
         slots = [table[i, a:b] for i, a, b in zip(which, before, after, strict=True)]
+        positions = [torch.arange(a, b, **ints) for a, b in zip(before, after, strict=True)]
         batch = ForwardBatch(
             forward_mode=mode,
             batch_size=len(which),
@@ -81,6 +82,7 @@ class Server:
             seq_lens_cpu=None,
             out_cache_loc=torch.cat(slots).to(torch.int64),
             seq_lens_sum=None,
+            positions=torch.cat(positions),
         )
         self.runner.kv_index_translator.bind_own_plan(batch)
         if not mode.is_decode():
