@@ -62,7 +62,7 @@ def check(spec: fg.AttentionSpec, kept: Any, target: str, heads_kv: int = 2, **o
 @pytest.mark.parametrize("heads_kv", [2, 1])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("mask", [by_score, below_diagonal, of_numbers])
-@pytest.mark.covering(6)
+@pytest.mark.covering(9)
 def test_masks_in_both_passes(mask: Any, deterministic: bool, heads_kv: int, head_dim: int, target: str) -> None:
     spec = fg.AttentionSpec(head_dim, "bfloat16", mask=mask)
     assert len(paired_mask_elements(spec)) == 1
@@ -75,7 +75,7 @@ def test_masks_in_both_passes(mask: Any, deterministic: bool, heads_kv: int, hea
     "shape",
     [(1, 1, LEN_Q, LEN_K), (BATCH, 1, 1, LEN_K), (1, 1, LEN_Q, 1), (BATCH, 1, LEN_Q, 192), (1, HEADS, LEN_Q, 151)],
 )
-@pytest.mark.covering(5)
+@pytest.mark.covering(8)
 def test_masks_of_several_heads_queries_or_keys(shape: tuple[int, ...], target: str) -> None:
     check(fg.AttentionSpec(32, "bfloat16", mask=by_score), mask_of(shape), target)
 
@@ -91,7 +91,7 @@ def test_masks_of_several_heads_queries_or_keys(shape: tuple[int, ...], target: 
         lambda kept: np.broadcast_to(kept[:1, :1, :LEN_Q, :LEN_K], (BATCH, HEADS, LEN_Q, LEN_K)),
     ],
 )
-@pytest.mark.covering(5)
+@pytest.mark.covering(8)
 def test_masks_of_any_strides(view: Callable[[Any], Any], target: str) -> None:
     check(fg.AttentionSpec(32, "bfloat16", mask=by_score), view(mask_of((BATCH, HEADS, 320, 320))), target)
 
@@ -132,7 +132,7 @@ def test_text_loads_elements_of_tiles_that_the_mask_cuts(target: str) -> None:
 
 @TARGETS_TESTED
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(6)
 def test_accesses_stay_within_the_mask(target: str, sanitize: Any) -> None:
     for columns in (LEN_K, LEN_K + 1, 256):
         spec = fg.AttentionSpec(32, "bfloat16", mask=by_score)

@@ -71,7 +71,7 @@ SPECS = {
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.covering(4)
+@pytest.mark.covering(6)
 def test_both_passes(deterministic: bool, name: str, head_dim: int) -> None:
     spec = SPECS[name](head_dim)
     assert "array_producer" in forward_kernels(spec, TARGETS["sm_90a"])["forward"].source
@@ -84,7 +84,7 @@ def test_both_passes(deterministic: bool, name: str, head_dim: int) -> None:
 @pytest.mark.parametrize(
     "schedule", [Schedule("greedy_warp", "early"), Schedule("reverse", "late"), Schedule("random", "random", 5)]
 )
-@pytest.mark.covering(4)
+@pytest.mark.covering(6)
 def test_in_varied_orders(schedule: Schedule, name: str) -> None:
     spec = SPECS[name](64)
     check(spec, numbers(spec), schedule=schedule)
@@ -92,7 +92,7 @@ def test_in_varied_orders(schedule: Schedule, name: str) -> None:
 
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 @pytest.mark.parametrize("name", ["causal bias", "mask"])
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(6)
 def test_accesses(name: str, sanitize: Any) -> None:
     spec = SPECS[name](32)
     check(spec, numbers(spec, columns=304), sanitize=sanitize)
@@ -125,7 +125,7 @@ def test_varlen_batches(name: str) -> None:
     "plan", [HopperBackwardPlan(128, early_scores=False), HopperBackwardPlan(64, heads_apart=True)]
 )
 @pytest.mark.parametrize("name", ["causal bias", "mask"])
-@pytest.mark.covering(2)
+@pytest.mark.covering(3)
 def test_plans_of_the_backward(name: str, plan: HopperBackwardPlan) -> None:
     spec = SPECS[name](32)
     assert plan.array_stages(spec) == 2

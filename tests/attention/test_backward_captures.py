@@ -58,7 +58,7 @@ def check(spec: fg.AttentionSpec, deterministic: bool, target: str | None = None
 
 @MODES
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.covering(3)
+@pytest.mark.covering(4)
 def test_every_dtype(dtype: str, deterministic: bool) -> None:
     spec = fg.AttentionSpec(16, mask=fg.causal(), score=bias(2, dtype))
     check(spec, deterministic, bias=values(40, 70, dtype=dtype))
@@ -66,7 +66,7 @@ def test_every_dtype(dtype: str, deterministic: bool) -> None:
 
 @MODES
 @pytest.mark.parametrize("ndim", [1, 2, 3, 4])
-@pytest.mark.covering(4)
+@pytest.mark.covering(6)
 def test_every_number_of_dimensions_and_broadcasting(ndim: int, deterministic: bool) -> None:
     spec = fg.AttentionSpec(16, score=bias(ndim))
     whole = (2, 4, 40, 70)[4 - ndim :] if ndim > 1 else (4,)
@@ -77,7 +77,7 @@ def test_every_number_of_dimensions_and_broadcasting(ndim: int, deterministic: b
 
 @MODES
 @pytest.mark.parametrize(("target", "head_dim"), [("sm_80", 16), ("sm_90a", 16), ("sm_90a", 160)])
-@pytest.mark.covering(3)
+@pytest.mark.covering(4)
 def test_two_tables_by_distance(target: str, head_dim: int, deterministic: bool) -> None:
     """Each table has its own sums along the diagonals of a tile, in one function of the kernel."""
     near, far = (fg.Tensor(name, "float32", 1, grad=True) for name in ("near", "far"))
@@ -116,6 +116,7 @@ def test_captures_gathered_several_times(deterministic: bool) -> None:
     assert list(gradients.captures) == ["gain", "table"]
 
 
+@pytest.mark.rotated(3)
 @MODES
 @pytest.mark.parametrize("by", ["distances", "sums", "steps", "lanes"])
 def test_sequences_of_reads_of_element_0(by: str, deterministic: bool) -> None:

@@ -55,7 +55,7 @@ def assert_right(spec: fg.AttentionSpec, inputs: Inputs, d_out: Any, found: dict
 @MODES
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("size", [1e2, 1e4, 1e15])
-@pytest.mark.covering(4)
+@pytest.mark.covering(6)
 def test_lse_rounding_does_not_change_probabilities(size: float, variant: str, deterministic: bool) -> None:
     """Forward and backward add scores in different orders, which differ by 1e23 at 1e30.
 
@@ -99,7 +99,7 @@ def hides_rows(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 @MODES
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("score", [hides_first, hides_rows])
-@pytest.mark.covering(4)
+@pytest.mark.covering(6)
 def test_scores_of_minus_infinity(score: Any, mask: str, deterministic: bool) -> None:
     spec = fg.AttentionSpec(64, mask=MASKS[mask], score=fg.trace_score(score, score.__name__))
     inputs = changed_inputs(spec)

@@ -115,7 +115,7 @@ def test_grouped_heads(heads: tuple[int, int], agrees: Any) -> None:
 
 @pytest.mark.parametrize(
     "dim",
-    [pytest.param(dim, marks=[pytest.mark.rotated(6)] if dim % 64 not in (0, 8) else []) for dim in range(8, 264, 8)],
+    [pytest.param(dim, marks=[pytest.mark.rotated(9)] if dim % 64 not in (0, 8) else []) for dim in range(8, 264, 8)],
 )
 def test_every_head_dim(dim: int, agrees: Any) -> None:
     dtype = ("float16", "bfloat16")[dim // 8 % 2]

@@ -33,6 +33,7 @@ def check(spec: fg.AttentionSpec, right: Any, sanitize: Any = None, **captures: 
     right(spec, Inputs(inputs.q, inputs.k, inputs.v, captures), out, lse)
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("dtype", CAPTURES)
 def test_every_dtype(dtype: str, right: Any) -> None:
     table = fg.Tensor("table", dtype, 2)

@@ -125,7 +125,7 @@ def check_tiles(compiled: Any, case: Decided, spec: fg.AttentionSpec) -> None:
         assert not (kind == EMPTY and tile.any()) and not (kind == FULL and not tile.all()), (row, column)
 
 
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 @pytest.mark.parametrize(
     ("name", "target"), [*((name, "sm_80") for name in ALL), *((name, "sm_90a") for name in EXTRA_TARGET)]
 )

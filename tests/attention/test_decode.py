@@ -44,7 +44,7 @@ def assert_right(
 
 
 @pytest.mark.slow
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
 def test_every_variant(number: int) -> None:
     """With and without splits, with rows of several heads, partial tiles, and more rows than a tile has."""

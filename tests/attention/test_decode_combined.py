@@ -40,7 +40,7 @@ def assert_right(spec: fg.AttentionSpec, shape: Shape, splits: int | None, **giv
 
 @pytest.mark.parametrize("splits", [None, 1, 3, 40])
 @stored
-@pytest.mark.covering(4)
+@pytest.mark.covering(6)
 def test_a_sink_counts_once(how: dict[str, Any], splits: int | None) -> None:
     """For any number of warps and blocks per row; also with a score function, whose scores are not scaled."""
     for more in ({}, {"score": fg.softcap(5.0)}):

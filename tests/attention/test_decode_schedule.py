@@ -89,6 +89,7 @@ def test_lengths_and_thread_orders(lengths: tuple[int, ...], order: Any, copies:
     assert_right(CAUSAL, inputs_of(CAUSAL, lengths), schedule=Schedule(order, copies, seed=len(order)))
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize(
     ("spec", "len_q", "heads"),
     [
@@ -110,7 +111,7 @@ def test_specs(spec: fg.AttentionSpec, len_q: int, heads: tuple[int, int]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: f"{VARIANTS[number].mask}-{number}")
 def test_every_variant(number: int) -> None:
     """Random lengths with pages of every size; rows that are no keys are NaN; also with dropout."""

@@ -58,7 +58,7 @@ def check(spec: fg.AttentionSpec, array: Any, target: str, heads_kv: int = 2, **
 @TARGETS_TESTED
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("axes", ["hqk", "bhqk", "qk", "bqk", "qhk", "hbqk"])
-@pytest.mark.covering(6)
+@pytest.mark.covering(9)
 def test_each_order_of_indices(axes: str, dtype: str, target: str) -> None:
     spec = fg.AttentionSpec(32, score=indexed(axes, dtype))
     assert len(dense_loads(spec)) == 1
@@ -71,7 +71,7 @@ def test_each_order_of_indices(axes: str, dtype: str, target: str) -> None:
 @pytest.mark.parametrize(
     "mask", [fg.full(), fg.causal(), fg.sliding_window(30), fg.causal("top_left"), fg.dilated_window(30, 2)]
 )
-@pytest.mark.covering(8)
+@pytest.mark.covering(12)
 def test_each_mask_and_group(mask: fg.Mask, heads_kv: int, deterministic: bool, target: str) -> None:
     spec = fg.AttentionSpec(48, "bfloat16", score=indexed("hqk"), mask=mask)
     check(spec, numbers((HEADS, LEN_Q, LEN_K)), target, heads_kv, deterministic=deterministic)
@@ -88,7 +88,7 @@ def test_each_mask_and_group(mask: fg.Mask, heads_kv: int, deterministic: bool, 
         (3, 5, 130, 260),  # elements that nothing reads have gradients of 0
     ],
 )
-@pytest.mark.covering(6)
+@pytest.mark.covering(9)
 def test_arrays_smaller_and_larger_than_the_call(shape: tuple[int, ...], target: str) -> None:
     spec = fg.AttentionSpec(32, "bfloat16", score=indexed("bhqk"))
     found = check(spec, numbers(shape), target)
@@ -111,7 +111,7 @@ def test_arrays_smaller_and_larger_than_the_call(shape: tuple[int, ...], target:
         lambda array: array.transpose(0, 2, 1)[:, :LEN_Q],
     ],
 )
-@pytest.mark.covering(4)
+@pytest.mark.covering(6)
 def test_arrays_of_any_strides(view: Callable[[Any], Any], target: str) -> None:
     check(fg.AttentionSpec(32, "bfloat16", score=indexed("hqk")), view(numbers((HEADS, 320, 320))), target)
 
@@ -132,7 +132,7 @@ def with_others(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 @TARGETS_TESTED
 @pytest.mark.parametrize("score", [scaled, capped, with_others])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.covering(6)
+@pytest.mark.covering(9)
 def test_scores_of_other_forms(score: Score, dropout: float, target: str) -> None:
     spec = fg.AttentionSpec(32, "bfloat16", score=score, dropout=dropout, mask=fg.causal())
     check(spec, numbers((HEADS, LEN_Q, LEN_K)), target)
@@ -185,7 +185,7 @@ def test_text_loads_elements_in_pairs_or_as_tiles(target: str) -> None:
 
 @TARGETS_TESTED
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(6)
 def test_accesses_stay_within_the_arrays(target: str, sanitize: Any) -> None:
     spec = fg.AttentionSpec(32, "bfloat16", score=indexed("hqk"), mask=fg.causal())
     for columns in (LEN_K, LEN_K + 1, 256):

@@ -79,7 +79,7 @@ IN_ANY_ORDER: dict[str, tuple[AttentionSpec, HopperBackwardPlan]] = {
 
 @pytest.mark.parametrize("schedule", [*SIDE_BY_SIDE, ONE_BY_ONE[1]], ids=str)
 @pytest.mark.parametrize("name", IN_ANY_ORDER)
-@pytest.mark.rotated(12)
+@pytest.mark.rotated(18)
 def test_first_cta_of_a_dq_tile_stores(name: str, schedule: Schedule) -> None:
     spec, plan = IN_ANY_ORDER[name]
     gradients(spec, plan, Shape(600, 330, 2, 4, 2), schedule)
@@ -97,7 +97,7 @@ UNEVEN = [Shape(330, 600, 1, 2, 1), Shape(200, 200, 2, 4, 2), Shape(500, 90, 1, 
 
 @pytest.mark.parametrize("shape", UNEVEN, ids=str)
 @pytest.mark.parametrize("name", IN_PARTS)
-@pytest.mark.rotated(12)
+@pytest.mark.rotated(18)
 def test_split_tiles(name: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, plan = IN_PARTS[name]
     monkeypatch.setattr(backward_scheduler, "_MIN_QUERIES", 64)  # the emulator's calls have few blocks

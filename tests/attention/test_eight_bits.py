@@ -45,7 +45,7 @@ def assert_right(
 
 
 @pytest.mark.slow
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
 def test_every_variant(number: int) -> None:
     """Contiguous and paged; more rows than a tile has; tile lists."""
@@ -148,6 +148,7 @@ def test_unused_rows_of_a_page_have_no_effect(kind: str) -> None:
         np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 def test_under_sanitizers(sanitize: Any, kind: str) -> None:
@@ -245,7 +246,7 @@ def test_unsupported_uses_of_8_bits() -> None:
 
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_100", "sm_120"])
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_no_spills(target: str) -> None:
     dtype = "float16" if target == "sm_75" else "bfloat16"
     for number, spec in enumerate((fg.AttentionSpec(128, dtype, mask=fg.causal()), fg.AttentionSpec(64, dtype))):

@@ -55,7 +55,7 @@ def test_scores_beyond_the_precision_of_the_offset(variant: str, target: str) ->
 @FAMILIES
 @pytest.mark.parametrize("variant", MASKS)
 @pytest.mark.parametrize("scale", [1e9, 1e30])
-@pytest.mark.covering(4)
+@pytest.mark.covering(6)
 def test_scales_beyond_the_precision_of_the_offset(scale: float, variant: str, target: str) -> None:
     spec = fg.AttentionSpec(64, "bfloat16", scale=scale, mask=MASKS[variant])
     inputs, out, lse = called(spec, target, lambda q, k, v: (q, k, v))

@@ -48,7 +48,7 @@ VARIANTS = (
 
 
 @pytest.mark.parametrize("spec", VARIANTS, ids=lambda spec: spec.name)
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(6)
 def test_variants(spec: fg.AttentionSpec) -> None:
     for shape in (Shape(37, 140, 2, 4, 2), Shape(150, 129, 1, 6, 1)):
         assert_right(spec, shape, emulate=True, schedule=Schedule("random", "late", seed=1))

@@ -36,7 +36,7 @@ def assert_right(spec: fg.AttentionSpec, shape: Shape, captures: Any = None, **h
     assert verdict.ok, verdict
 
 
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 @pytest.mark.parametrize("case", named_cases(1), ids=str)
 def test_every_variant(case: Case) -> None:
     assert_right(case.spec, case.shape, case.captures, schedule=Schedule("random", "late", seed=1))
@@ -54,7 +54,7 @@ PLANS = (
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("order", ["in_order", "random", "greedy_warp"])
-@pytest.mark.covering(4)
+@pytest.mark.covering(6)
 def test_plans_and_thread_orders(plan: HopperPlan, order: Any) -> None:
     schedule = Schedule(order, "random", seed=3)
     # Tiles of queries without keys between others: a persistent block skips them.
@@ -66,7 +66,7 @@ def test_plans_and_thread_orders(plan: HopperPlan, order: Any) -> None:
 
 @pytest.mark.parametrize("copies", COPIES)
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.covering(4)
+@pytest.mark.covering(6)
 def test_a_tile_without_separate_output_memory(order: Any, copies: Any) -> None:
     spec, plan = fg.AttentionSpec(256, "bfloat16", mask=fg.causal()), HopperPlan(2, 80)
     assert not plan.output_apart(spec) and plan.output_apart(CAUSAL)
@@ -76,7 +76,7 @@ def test_a_tile_without_separate_output_memory(order: Any, copies: Any) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("growth", [0.01, 0.1, 1.0, 3.0, -1.0], ids=str)
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "window"])
-@pytest.mark.covering(4)
+@pytest.mark.covering(6)
 def test_row_maxima_of_earlier_tiles(growth: float, dtype: Any, masked: bool) -> None:
     """Scores grow along the keys: slightly, so that old maxima suffice; and much, so that powers of 2 overflow."""
     mask = fg.sliding_window(90, 10) if masked else fg.full()
@@ -166,7 +166,7 @@ def test_persistent_blocks_take_tiles_by_a_counter() -> None:
 
 @pytest.mark.parametrize("mask", [fg.full(), fg.causal(), fg.document("ids")], ids=str)
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.covering(4)
+@pytest.mark.covering(6)
 def test_a_launch_resets_its_counter(mask: Any, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches of several threads on one stream therefore need no work between them that could be interleaved."""
     counter = np.zeros(1, np.uint32)

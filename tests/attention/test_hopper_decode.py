@@ -49,7 +49,7 @@ def _plan(options: Mapping[str, Any], shape: Shape) -> Any:
     return compiled.plan_for(shape.len_q, shape.len_k, shape.batch, shape.heads_q, shape.heads_kv)
 
 
-@pytest.mark.rotated(10)
+@pytest.mark.rotated(15)
 @pytest.mark.parametrize("sanitize", [None, "address", "thread"])
 @pytest.mark.parametrize("name", CALLS)
 def test_calls(name: str, sanitize: Any) -> None:
@@ -70,7 +70,7 @@ def test_calls_on_a_gpu(name: str) -> None:
         assert result.ok, (result.problem, result.verdicts)
 
 
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("splits", [1, 2, 3, 20])
 def test_any_number_of_splits(splits: int) -> None:
     """Also more splits than there are tiles of keys, some of which have no key."""
@@ -87,7 +87,7 @@ def test_the_number_of_splits_decides_the_bits_of_a_sequence() -> None:
     assert np.array_equal(whole[1:2], alone)
 
 
-@pytest.mark.rotated(5)
+@pytest.mark.rotated(8)
 @pytest.mark.parametrize("len_k", [1, 31, 32, 33, 63, 64, 65, 129])
 def test_lengths_around_page_and_tile_borders(len_k: int) -> None:
     """Unused rows of the last page are NaN."""

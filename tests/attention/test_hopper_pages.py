@@ -35,7 +35,7 @@ VARIANTS = [variant for variant in variants() if not variant.equal]
 DIMS = (64, 128, 40, 96, 32, 256, 80, 192, 8, 160)
 
 
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("plan", [PLAN, HopperPlan(1, 80, 3), HopperPlan(3, 128), HopperPlan(1, 256, 1)], ids=str)
 def test_prompts_over_pages_of_every_size(size: int, plan: HopperPlan) -> None:
@@ -44,6 +44,7 @@ def test_prompts_over_pages_of_every_size(size: int, plan: HopperPlan) -> None:
     assert_right(spec, Shape(130, 300, 2, 4, 2), plan=plan, schedule=Schedule("random", "late", seed=size))
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("len_k", [1, 15, 16, 17, 32, 47, 48, 49, 64, 95, 96, 97, 144])
 def test_lengths_around_page_and_tile_borders(len_k: int) -> None:
     """Unused rows of the last page are NaN, in K and V."""
@@ -55,7 +56,7 @@ def test_lengths_around_page_and_tile_borders(len_k: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
 def test_every_variant(number: int) -> None:
     """With the default plan; masks without a closed form visit all tiles over pages."""
@@ -79,7 +80,7 @@ def test_every_variant(number: int) -> None:
     ],
     ids=str,
 )
-@pytest.mark.covering(2)
+@pytest.mark.covering(3)
 def test_under_sanitizers(sanitize: Any, kind: str, size: int, plan: HopperPlan) -> None:
     spec = with_pages(KINDS[kind], size)
     for how in ("late", "early"):
@@ -89,7 +90,7 @@ def test_under_sanitizers(sanitize: Any, kind: str, size: int, plan: HopperPlan)
 
 @pytest.mark.parametrize(("kind", "size"), [("single", 8), ("single", 64), ("joined", 16)])
 @pytest.mark.parametrize("what", WRONG)
-@pytest.mark.covering(3)
+@pytest.mark.covering(4)
 def test_invalid_tables_are_clamped(what: str, kind: str, size: int) -> None:
     spec = with_pages(KINDS[kind], size)
     inputs = random_inputs(spec, Shape(70, 150, 3, 2, 1))

@@ -73,7 +73,7 @@ def test_the_bytes_of_a_record() -> None:
     assert np.array_equal(decoded[:, 512:], rows[:, 512:].astype(np.float64))
 
 
-@pytest.mark.rotated(12)
+@pytest.mark.rotated(18)
 @pytest.mark.parametrize("sanitize", [None, "address", "thread"])
 @pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_90a"])
 @pytest.mark.parametrize("name", CASES)

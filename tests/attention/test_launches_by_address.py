@@ -33,7 +33,7 @@ SPECS = (
 SHAPE = Shape(150, 150, 2, 4, 2)
 
 
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 @pytest.mark.parametrize("given", [False, True], ids=["made", "given"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])

@@ -50,7 +50,7 @@ def assert_merged(found: Any, outs: list[Any], lses: list[Any], dtype: str, layo
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("parts", "dim"), [(2, 64), (3, 8), (5, 24), (16, 256), (2, 512)])
-@pytest.mark.covering(4)
+@pytest.mark.covering(6)
 def test_merged_states_equal_the_reference(dtype: str, parts: int, dim: int, layout: str) -> None:
     outs, lses = parts_of(dtype, parts, (2, 3, 7, dim), layout)
     assert_merged(fg.merge_states(outs, lses, layout=layout, emulate=True), outs, lses, dtype, layout)
@@ -74,6 +74,7 @@ def test_a_prefix_merged_with_the_rest_equals_attention_over_all(layout: str) ->
     assert verdict.ok, verdict
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_under_sanitizers(sanitize: Any, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:

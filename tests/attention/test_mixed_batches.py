@@ -93,7 +93,7 @@ def assert_right(spec: fg.AttentionSpec, inputs: Inputs, **how: Any) -> None:
 
 @pytest.mark.parametrize("lengths", MIXTURES.values(), ids=list(MIXTURES))
 @pytest.mark.parametrize(("order", "copies"), [("reverse", "early"), ("greedy_warp", "late"), ("random", "random")])
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 def test_mixtures_and_thread_orders(lengths: Lengths, order: Any, copies: Any) -> None:
     """With the default plan, and with small tiles, so that there are many blocks of both kinds."""
     inputs, schedule = inputs_of(CAUSAL, lengths), Schedule(order, copies, seed=len(order))
@@ -102,7 +102,7 @@ def test_mixtures_and_thread_orders(lengths: Lengths, order: Any, copies: Any) -
 
 
 @pytest.mark.parametrize(
-    "size", [1, 16, 128, *(pytest.param(size, marks=pytest.mark.rotated(5)) for size in (2, 4, 8, 32, 64, 256))]
+    "size", [1, 16, 128, *(pytest.param(size, marks=pytest.mark.rotated(8)) for size in (2, 4, 8, 32, 64, 256))]
 )
 def test_page_sizes(size: int) -> None:
     """Lengths at and around page borders."""
@@ -126,7 +126,7 @@ def test_page_sizes(size: int) -> None:
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(6)
 def test_specs(spec: fg.AttentionSpec, heads: tuple[int, int]) -> None:
     """Tiles of rows of several queries and heads, and several such tiles with masks that need different keys."""
     for target in ("sm_75", "sm_80", "sm_90a" if spec.max_dim <= 256 else "sm_90"):
@@ -166,7 +166,7 @@ def case_of(number: int, len_q: int, len_k: int) -> tuple[fg.AttentionSpec, Inpu
 
 
 @pytest.mark.slow
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
 def test_every_variant(number: int) -> None:
     """Rows that are no keys are NaN; includes dropout and masks without a closed form."""
@@ -177,7 +177,7 @@ def test_every_variant(number: int) -> None:
 
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 @pytest.mark.parametrize("plan", [None, *PLANS], ids=["default", "small tiles", "two kernels"])
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 def test_under_sanitizers(sanitize: Any, plan: MixedPlan | HopperMixedPlan | None) -> None:
     for number, name in enumerate(("a prompt among single queries", "sequences without queries")):
         schedule = Schedule("random", "late", seed=number)
@@ -188,7 +188,7 @@ def test_under_sanitizers(sanitize: Any, plan: MixedPlan | HopperMixedPlan | Non
 @pytest.mark.parametrize(
     "options", [{"mask": fg.causal(), "page_size": 1}, {"kv_dtype": "int8", "page_size": 16}], ids=["causal", "int8"]
 )
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_shared_tiles_under_sanitizers(options: Any, sanitize: Any) -> None:
     spec = fg.AttentionSpec(288, layout="thd", **options)
     inputs, schedule = inputs_of(spec, ((1, 60), (66, 70), (1, 0)), (2, 1)), Schedule("random", "late", seed=3)
@@ -247,6 +247,7 @@ def test_a_prompt_has_the_same_bits_alone(plan: MixedPlan | HopperMixedPlan) -> 
 # ---- bounds of device values
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize(
     "change",
     [

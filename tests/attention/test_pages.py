@@ -31,7 +31,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @pytest.mark.parametrize(
-    "size", [1, 16, 128, *(pytest.param(size, marks=pytest.mark.rotated(5)) for size in (2, 4, 8, 32, 64, 256))]
+    "size", [1, 16, 128, *(pytest.param(size, marks=pytest.mark.rotated(8)) for size in (2, 4, 8, 32, 64, 256))]
 )
 def test_page_sizes(size: int) -> None:
     """Pages smaller and larger than a step, lengths at and around borders; one split and several."""
@@ -41,7 +41,7 @@ def test_page_sizes(size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
 def test_every_variant(number: int) -> None:
     """Includes masks without a closed form: there are no lists over pages."""
@@ -70,6 +70,7 @@ def test_a_prompt_over_pages() -> None:
         assert_right(CAUSAL, Shape(len_q, 100, 2, 4, 2))
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 @pytest.mark.parametrize("size", [4, 64])
 def test_under_sanitizers(sanitize: Any, size: int) -> None:
@@ -231,7 +232,7 @@ def test_prompts_run_the_forward_kernel(target: str, size: int, plan: type[Any])
     assert isinstance(compiled.plan_for(64, 100, 1, 1, 1), DecodePlan), "a tile on 3 multiprocessors"
 
 
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     "plan", [ForwardPlan(64, 32, 4), ForwardPlan(32, 48, 2, 2), ForwardPlan(128, 64, 4, 2)], ids=str
@@ -260,6 +261,7 @@ def test_prompts_with_invalid_tables() -> None:
         assert judged(CAUSAL, inputs.q, inputs.k, inputs.v, out, lse, wrong).ok
 
 
+@pytest.mark.rotated(4)
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_86", "sm_120"])
 def test_prompts_have_no_spills(target: str) -> None:

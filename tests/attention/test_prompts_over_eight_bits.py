@@ -44,7 +44,7 @@ def assert_right(spec: fg.AttentionSpec, shape: Shape, plan: HopperPlan, scale: 
 
 
 @pytest.mark.slow
-@pytest.mark.rotated(16)
+@pytest.mark.rotated(24)
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: VARIANTS[number].name)
 def test_every_variant(number: int) -> None:
     """Contiguous keys and pages of 1, 16 and 64, several work tiles of a CTA, one to three warpgroups."""
@@ -60,6 +60,7 @@ def test_every_variant(number: int) -> None:
     assert_right(spec, shape, plan, captures=variant.captures, schedule=Schedule("random", "late", seed=number))
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_under_sanitizers(sanitize: Any, page_size: int | None) -> None:

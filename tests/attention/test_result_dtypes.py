@@ -33,7 +33,7 @@ def check(spec: fg.AttentionSpec, target: str | None, shape: Shape, emulate: boo
         assert result.ok, (result.problem, result.verdicts)
 
 
-@pytest.mark.rotated(12)
+@pytest.mark.rotated(18)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", SPECS)
@@ -44,7 +44,7 @@ def test_both_passes_give_float32_results(name: str, target: str, deterministic:
     check(spec, target, Shape(150, 170, 2, 4, 2), passes=("forward", "backward"), deterministic=deterministic)
 
 
-@pytest.mark.rotated(5)
+@pytest.mark.rotated(8)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("len_q", [3, 150])
 @pytest.mark.parametrize("name", CACHES)

@@ -26,7 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90a"])
 @pytest.mark.parametrize("scale", [0.0, -0.5])
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.covering(8)
+@pytest.mark.covering(12)
 def test_both_passes(name: str, scale: float, target: str) -> None:
     spec = fg.AttentionSpec(64, scale=scale, **VARIANTS[name])
     if spec.is_varlen and target == "sm_75":

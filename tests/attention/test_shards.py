@@ -65,7 +65,7 @@ def test_the_sharded_reference_equals_the_full_one(name: str) -> None:
         np.testing.assert_allclose(got, wanted, atol=1e-12)
 
 
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90a"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_kernels_equal_the_reference(name: str, target: str) -> None:
@@ -93,7 +93,7 @@ def test_packed_heads_use_the_positions_of_their_queries(spec: fg.AttentionSpec)
         np.testing.assert_allclose(each, right, atol=2e-3)
 
 
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 @pytest.mark.parametrize("case", shard_cases()[::3], ids=str)
 def test_sweep_cases_on_the_emulator(case: Case) -> None:
     for result in verify([case], target="sm_90a", passes=("forward", "backward"), emulate=True):

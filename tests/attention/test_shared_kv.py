@@ -30,7 +30,7 @@ SPECS: Mapping[str, dict[str, Any]] = {
 TARGETS_TESTED = ("sm_80", "sm_86", "sm_90a")
 
 
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 @pytest.mark.parametrize("target", TARGETS_TESTED)
 @pytest.mark.parametrize("name", SPECS)
 def test_both_passes(name: str, target: str) -> None:
@@ -40,7 +40,7 @@ def test_both_passes(name: str, target: str) -> None:
         assert result.ok, (result.problem, result.verdicts)
 
 
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 @pytest.mark.parametrize("name", SPECS)
 def test_deterministic_backward(name: str) -> None:
     shape = Shape(70, 70, 2, 4, 2) if "ids" in str(SPECS[name]) else Shape(70, 100, 2, 4, 2)
@@ -64,7 +64,7 @@ CACHED: Mapping[str, tuple[dict[str, Any], Shape]] = {
 }
 
 
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 @pytest.mark.parametrize("sanitize", [None, "address", "thread"])
 @pytest.mark.parametrize("target", TARGETS_TESTED)
 @pytest.mark.parametrize("name", CACHED)
@@ -84,7 +84,7 @@ def test_caches_on_a_gpu(name: str) -> None:
         assert result.ok, (result.problem, result.verdicts)
 
 
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 @pytest.mark.parametrize("dims", [(576, 512), (80, 40)])
 def test_races_and_overflows(dims: tuple[int, int], sanitize: Any) -> None:

@@ -46,7 +46,7 @@ def test_every_family_on_the_emulator(case: Case, target: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 @pytest.mark.parametrize("case", sink_cases()[::3], ids=str)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_sanitizers_find_nothing(case: Case, sanitize: Any) -> None:
     """One problem, where `verify` uses several because a sink has few elements: each costs as many launches."""
     target = TARGETS[sink_cases().index(case) // 3 % len(TARGETS)]
@@ -197,7 +197,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 @pytest.mark.parametrize("fault", FAULTS)
 @targets
 def test_planted_mistakes_are_noticed(fault: str, target: str) -> None:

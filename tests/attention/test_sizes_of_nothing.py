@@ -54,7 +54,7 @@ SHAPES = [(0, 0), (0, 1), (1, 0), (1, 1), (5, 0), (0, 5), (5, 1), (1, 5), (300, 
 @targets
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.covering(4)
+@pytest.mark.covering(6)
 def test_lengths(name: str, deterministic: bool, target: str, tmp_path: Path, right: Any, gradients_right: Any) -> None:
     spec = SPECS[name]
     it = compiled(spec, target, tmp_path, deterministic=deterministic)
@@ -74,7 +74,7 @@ def test_lengths(name: str, deterministic: bool, target: str, tmp_path: Path, ri
 @targets
 @pytest.mark.parametrize("sink", [None, SINKS], ids=["plain", "sink"])
 @pytest.mark.parametrize("head_dim", [32, 160])
-@pytest.mark.covering(4)
+@pytest.mark.covering(6)
 def test_varlen_batches(head_dim: int, sink: Any, target: str, tmp_path: Path) -> None:
     """Without sequences, with empty ones, without tokens, and with tokens that belong to no sequence."""
     spec = fg.AttentionSpec(head_dim, mask=fg.causal(), layout="thd", sink=sink)
@@ -212,7 +212,7 @@ LEARNED = fg.Tensor("bias", "float16", 1, grad=True)
 
 @targets
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
-@pytest.mark.covering(2)
+@pytest.mark.covering(3)
 def test_captures_with_gradients_and_dropout(deterministic: bool, target: str, tmp_path: Path) -> None:
     spec = fg.AttentionSpec(32, score=fg.trace_score(lambda s, b, h, q, k: s + LEARNED[k]), dropout=0.25, sink=SINKS)
     it = compiled(spec, target, tmp_path, deterministic=deterministic)

@@ -234,7 +234,7 @@ def test_the_commands_of_the_error_build_what_is_missing(
 
 @pytest.mark.parametrize("spec", [SPEC, LISTED, LEARNED], ids=lambda spec: spec.name)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
-@pytest.mark.covering(3)
+@pytest.mark.covering(4)
 def test_both_passes_of_hopper_on_the_emulator(spec: fg.AttentionSpec, deterministic: bool) -> None:
     """The backward uses the output and LSE of the forward."""
     cases = [Case(spec, Shape(150, 170, 1, 4, 2)), Case(spec, Shape(1, 33, 2, 2, 1), lse_gradient=True)]

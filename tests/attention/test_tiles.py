@@ -56,7 +56,7 @@ def compiled_with(mask: fg.Mask, plan: ForwardPlan = PLAN) -> Attention:
     "plan", [PLAN, ForwardPlan(64, 32, 4), ForwardPlan(32, 64, 2)], ids=["32x32", "64x32", "32x64"]
 )
 @pytest.mark.parametrize("name", LISTED)
-@pytest.mark.covering(4)
+@pytest.mark.covering(6)
 def test_lists_equal_the_classes(name: str, plan: ForwardPlan) -> None:
     mask, shape = LISTED[name]
     compiled = compiled_with(mask, plan)
@@ -120,7 +120,7 @@ def visited_classes(
     return notes.reshape(shape)
 
 
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 @pytest.mark.parametrize("lengths", [(70, 150), (150, 70), (128, 128), (1, 97), (97, 1)], ids=str)
 @pytest.mark.parametrize("name", RANGED)
 def test_loops_visit_exactly_the_tiles(name: str, lengths: tuple[int, int]) -> None:

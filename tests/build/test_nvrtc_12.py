@@ -62,12 +62,14 @@ def test_it_is_version_12_and_knows_the_targets() -> None:
         assert known == set(TARGETS)
 
 
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize(("name", "target"), FORWARDS)
 def test_forward_kernels_compile_without_spills(name: str, target: str) -> None:
     for kernel in kernels_of(SPECS[name], TARGETS[target]).values():
         assert_compiles(kernel)
 
 
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("name", "target"), BACKWARDS)
 def test_backward_kernels_compile(name: str, target: str, deterministic: bool) -> None:

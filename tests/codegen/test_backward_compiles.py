@@ -69,7 +69,7 @@ def test_common_kernels_compile_for_every_target(mask: fg.Mask, target: str) -> 
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_scores_with_dropout_and_learned_tables_hardly_spill(target: str) -> None:
     """They once spilled 168 bytes per thread: sums need the registers of scores and of loads of a learned table.
 
@@ -84,7 +84,7 @@ def test_scores_with_dropout_and_learned_tables_hardly_spill(target: str) -> Non
 # Three blocks with small heads share the registers of a multiprocessor, 168 per thread. In the deterministic mode one
 # or two are spilled before the loop and loaded once per step.
 @pytest.mark.parametrize("mask", [fg.full(), fg.causal()], ids=str)
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_small_heads_on_tuned_targets_hardly_spill(mask: fg.Mask) -> None:
     for deterministic in MODES:
         for kernel in parts(AttentionSpec(64, "bfloat16", mask=mask), "sm_90a", deterministic).values():

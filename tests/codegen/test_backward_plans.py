@@ -111,6 +111,7 @@ def fits(plan: Any, shared: int, target: Target) -> None:
     assert 32 <= plan.threads <= 1024 and plan.blocks * plan.threads * 32 <= 65536
 
 
+@pytest.mark.rotated(4)
 @every_target
 @pytest.mark.parametrize("deterministic", MODES, ids=["default", "deterministic"])
 def test_default_plans_fit(target: Target, deterministic: bool) -> None:
@@ -126,7 +127,7 @@ def test_default_plans_fit(target: Target, deterministic: bool) -> None:
 
 
 @every_target
-@pytest.mark.rotated(5)
+@pytest.mark.rotated(8)
 def test_default_plans_fit_every_variant(target: Target) -> None:
     for variant, dim in product(variants(), (8, 64, 128, 160, 256)):
         spec = spec_of(variant, dim, "float16")

@@ -235,7 +235,7 @@ def test_every_kind_of_plan_has_a_tidy_text(split: int, stages: int, determinist
     assert (f"4 warps, {split} of which share rows" in kernel.source) == (split > 1)
 
 
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_rendering_is_deterministic_across_processes() -> None:
     program = (
         "import hashlib, json, sys\n"

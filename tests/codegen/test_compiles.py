@@ -43,6 +43,7 @@ def dtype_of(target: str, number: int) -> str:
     return "float16" if target == "sm_75" or number % 2 else "bfloat16"
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("target", ISSUE_TARGETS)
 @pytest.mark.parametrize("mask", [fg.full(), fg.causal()], ids=str)
 def test_common_kernels_compile_without_spills_for_every_target(mask: fg.Mask, target: str) -> None:
@@ -50,7 +51,7 @@ def test_common_kernels_compile_without_spills_for_every_target(mask: fg.Mask, t
 
 
 @pytest.mark.parametrize("target", ISSUE_TARGETS)
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_the_largest_head_dims_compile(target: str) -> None:
     for kernel in kernels_of(AttentionSpec(256, dtype_of(target, 1), mask=fg.causal()), TARGETS[target]):
         nvrtc.compile(kernel.source, target, kernel.name)
@@ -103,7 +104,7 @@ OF_64_BITS = (
 
 
 @pytest.mark.parametrize("target", ISSUE_TARGETS)
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_integers_of_64_bits_compile_without_spills(target: str) -> None:
     """In attention kernels and in list kernels; each mask is compiled for each target at one of two head dims."""
     for number, mask in enumerate(OF_64_BITS):

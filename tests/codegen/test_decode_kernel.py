@@ -273,7 +273,7 @@ def assert_no_spills(spec: AttentionSpec, name: str) -> None:
 
 @needs_nvrtc
 @pytest.mark.parametrize("target", COMPILED_FOR)
-@pytest.mark.rotated(5)
+@pytest.mark.rotated(8)
 def test_common_kernels_compile_without_spills_for_every_target(target: str) -> None:
     dtype = "float16" if target == "sm_75" else "bfloat16"
     for dim in (64, 128):
@@ -314,7 +314,7 @@ def test_text_over_pages_follows_the_conventions_of_all_kernels(page_size: int) 
 
 
 @needs_nvrtc
-@pytest.mark.rotated(5)
+@pytest.mark.rotated(8)
 @pytest.mark.parametrize("page_size", [1, 16, 256])
 def test_pages_use_no_local_memory(page_size: int) -> None:
     """The arguments with the length of a sequence are not copied to local memory."""

@@ -105,7 +105,7 @@ def test_a_full_mask_needs_no_mask() -> None:
     assert "mask_mod" not in source and "score_mod" not in source and "philox" not in source
 
 
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_rendering_is_deterministic_across_processes() -> None:
     program = (
         "import hashlib, json, sys\n"

@@ -120,7 +120,7 @@ def test_large_heads_of_variants_that_need_more_than_p(
 
 @needs_nvrtc
 @pytest.mark.parametrize("dims", [(8, 128), (128, 8), (64, 128), (192, 128), (96, 40), (40, 256), (256, 16)], ids=str)
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_unequal_value_dims_compile(dims: tuple[int, int]) -> None:
     for kernel in own_kernels(AttentionSpec(dims[0], value_dim=dims[1], mask=fg.causal()), False).values():
         compiled(kernel)
@@ -138,7 +138,7 @@ IN_CHUNKS_CASES = [
 
 @needs_nvrtc
 @pytest.mark.parametrize("spec", IN_CHUNKS_CASES, ids=lambda spec: spec.name)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_dq_in_chunks_compiles_without_spills_or_serialized_products(spec: AttentionSpec) -> None:
     kernel = own_kernels(spec, False)["dkdv"]
     light = demand_of(spec).weight not in (Weight.LOADING, Weight.HEAVY) or demand_of(spec).mask_axes == 1
@@ -172,7 +172,7 @@ def kernels_of_variant(number: int, mode: str) -> list[RenderedKernel]:
 
 @pytest.mark.parametrize("mode", ["default", "deterministic", "in turns"])
 @pytest.mark.parametrize("number", range(len(VARIANTS)), ids=lambda number: f"{VARIANTS[number].name}-{number}")
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_text_is_tidy_short_and_fully_used(number: int, mode: str) -> None:
     for kernel in kernels_of_variant(number, mode):
         assert_tidy_small_and_all_used(kernel)
@@ -203,7 +203,7 @@ OF_CLUSTERS = [
 
 @needs_nvrtc
 @pytest.mark.parametrize("spec", OF_CLUSTERS, ids=lambda spec: spec.name)
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_clusters_compile_without_spills_or_serialized_products(spec: AttentionSpec) -> None:
     kernels = {role: kernel for role, kernel in backward_kernels(spec, SM_90A).items() if role in ("dkdv", "dq")}
     assert [type(kernel.plan) for kernel in kernels.values()] == [HopperClusterPlan, HopperClusterQueriesPlan]

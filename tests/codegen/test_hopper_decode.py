@@ -53,7 +53,7 @@ def cases() -> list[Any]:
     return [each for each in every if each[2] or not each[3]]
 
 
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 @pytest.mark.parametrize(("dims", "variant", "page_size", "scheduled"), cases())
 def test_texts(dims: str, variant: str, page_size: int | None, scheduled: bool) -> None:
     for kernel in kernels(dims, variant, page_size, scheduled):

@@ -70,7 +70,7 @@ def test_every_variant_of_wide_heads_compiles(variant: Variant, dim: int, dtype:
 @pytest.mark.parametrize(
     "plan", [HopperPlan(2, 64, 1, split=2), HopperPlan(2, 48, 1, split=2), HopperPlan(2, 32, 2, split=2)]
 )
-@pytest.mark.rotated(5)
+@pytest.mark.rotated(8)
 def test_wide_plans_compile_with_packed_heads(plan: HopperPlan) -> None:
     for heads in (1, 8, 64):
         for options in ({"mask": fg.causal()}, {"score": fg.alibi("slopes")}):
@@ -89,7 +89,7 @@ def test_every_dim_compiles_without_spills_with_some_variant(dim: int) -> None:
 
 @needs_nvrtc
 @pytest.mark.parametrize("dims", [(8, 128), (128, 8), (64, 128), (192, 128), (96, 40), (40, 256)], ids=str)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_unequal_value_dims_compile(dims: tuple[int, int]) -> None:
     for mask in (fg.full(), fg.causal()):
         compiled(render_forward(AttentionSpec(dims[0], "bfloat16", value_dim=dims[1], mask=mask), SM_90A))
@@ -115,6 +115,7 @@ def test_machine_code_uses_hoppers_instructions() -> None:
     assert " HMMA" not in text and "LDL" not in text and "STL" not in text
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("variant", variants(), ids=lambda v: f"{v.mask}-{v.score}-{v.dropout}")
 def test_text_is_short_and_tidy(variant: Variant) -> None:
     assert_short_and_tidy(render_forward(spec_of(variant, 64, "float16"), SM_90A).source, 0)

@@ -63,7 +63,7 @@ def test_every_variant_compiles_without_spills(variant: Variant, dim: int, dtype
 
 @needs_nvrtc
 @pytest.mark.parametrize("heads", [2, 8])
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_packed_heads_compile_without_spills(heads: int) -> None:
     for dim, score in ((128, None), (64, fg.alibi("slopes")), (256, None)):
         spec = AttentionSpec(dim, "bfloat16", mask=fg.causal(), score=score, page_size=16)
@@ -71,6 +71,7 @@ def test_packed_heads_compile_without_spills(heads: int) -> None:
         without_spills(render_forward(spec, SM_90A, plan.packing(heads, spec)))
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize(("variant", "dim", "dtype", "size"), CASES)
 def test_text_is_short_and_tidy(variant: Variant, dim: int, dtype: str, size: int) -> None:
     (kernel,) = rendered(variant, dim, dtype, size)

@@ -90,6 +90,7 @@ def source_of(use: str) -> str:
     return tidy(f"{MAP}\n{STRUCT}\n{primitives}\n{head}(const __grid_constant__ Arguments arguments) {{\n  {use}\n}}\n")
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.split("(")[0][-40:])
 def test_a_primitive_is_its_instruction(use: str) -> None:
     source = source_of(use)

@@ -41,6 +41,7 @@ def rendered(spec: AttentionSpec, target: str) -> RenderedKernel:
     return kernel
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("number", range(len(variants())))
 def test_text_follows_the_conventions_of_all_kernels(number: int) -> None:
     for target in ("sm_80", "sm_90"):
@@ -71,6 +72,7 @@ def _is_text(kernel: RenderedKernel) -> None:
 # ---- plans
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_target_has_plans_that_fit(name: str) -> None:
     target = TARGETS[name]
@@ -118,7 +120,7 @@ def test_numbers_of_tiles_beyond_int32() -> None:
 
 @needs_nvrtc
 @pytest.mark.slow
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 @pytest.mark.parametrize("number", range(len(variants())))
 def test_no_spills(number: int) -> None:
     for target in ("sm_90", ("sm_80", "sm_86", "sm_120")[number % 3]):
@@ -126,7 +128,7 @@ def test_no_spills(number: int) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90", "sm_120"])
 def test_masks_scores_and_8_bit_keys_do_not_spill(target: str) -> None:
     dtype = "float16" if target == "sm_75" else "bfloat16"

@@ -133,7 +133,7 @@ def test_the_packed_kernel_of_a_default_plan() -> None:
     ],
     ids=str,
 )
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_packed_kernels_compile_without_spills_or_serialized_products(spec: AttentionSpec, packed: int) -> None:
     (kernel,) = kernels_of(spec, SM_90A, packed_heads=packed).values()
     result: Any = nvrtc.compile(kernel.source, "sm_90a", kernel.name)

@@ -51,6 +51,7 @@ def test_shared_memory_is_the_size_of_the_tiles() -> None:
     assert [padded(width) for width in (8, 16, 24, 256)] == [16, 16, 32, 256]
 
 
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize("name", TARGETS)
 def test_default_plans_fit(name: str) -> None:
     target = TARGETS[name]

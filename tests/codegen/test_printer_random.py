@@ -148,7 +148,7 @@ def comparable(node: sympy.Basic, values: Any, captures: Any) -> np.ndarray[Any,
     suppress_health_check=list(HealthCheck),
 )
 @given(st.integers(0, 2**32 - 1))
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_printed_text_has_numpys_values(run: Any, values: Any, captures: Any, seed: int) -> None:
     grower = Grower(random.Random(seed))
     nodes = [grower.grow(kind, 5) for kind in ("bool", "int", "float", "int") * (BATCH_OF // 4)]

@@ -55,7 +55,7 @@ def test_texts(variant: str, page_size: int, target: str) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.rotated(8)
+@pytest.mark.rotated(12)
 @pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_90a"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_default_plans_do_not_spill(variant: str, target: str) -> None:

@@ -41,7 +41,7 @@ def check(spec: fg.AttentionSpec, array: Any, target: str, heads_kv: int = 2, **
     assert verdict.ok, verdict
 
 
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("target", TARGETS_TESTED)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32", "int8"])
 def test_elements_of_each_type(dtype: str, target: str) -> None:
@@ -51,7 +51,7 @@ def test_elements_of_each_type(dtype: str, target: str) -> None:
     check(spec, numbers((2, 4, LENGTH_Q, LENGTH_K), dtype), target)
 
 
-@pytest.mark.rotated(5)
+@pytest.mark.rotated(8)
 @pytest.mark.parametrize("target", TARGETS_TESTED)
 @pytest.mark.parametrize("grouped", [2, 1])
 @pytest.mark.parametrize("mask", [fg.full(), fg.causal(), fg.sliding_window(30)])
@@ -60,7 +60,7 @@ def test_bias_of_each_mask_and_group(mask: fg.Mask, grouped: int, target: str) -
     check(spec, numbers((4, LENGTH_Q, LENGTH_K), "bfloat16"), target, heads_kv=grouped)
 
 
-@pytest.mark.rotated(5)
+@pytest.mark.rotated(8)
 @pytest.mark.parametrize("target", TARGETS_TESTED)
 @pytest.mark.parametrize(
     "view",
@@ -123,7 +123,7 @@ def test_text_loads_before_or_beside_the_products(target: str, dtype: str, load:
     assert source.rindex(load) < source.rindex(awaited) and "bias_of(pairs.element0[n / 2], n % 2)" in source
 
 
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 @pytest.mark.parametrize("target", TARGETS_TESTED)
 def test_loads_stay_within_the_array(target: str, sanitize: Any) -> None:

@@ -218,7 +218,7 @@ def assert_consistent(kernel: RenderedKernel) -> None:
     assert named >= 2 or len(layout.buffers) < 2, f"{kernel.name} does not use its layout"
 
 
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 @pytest.mark.parametrize("number", range(len(variants())))
 def test_emitted_constants_equal_the_layout(number: int) -> None:
     for kernel in kernels_of_variant(number):

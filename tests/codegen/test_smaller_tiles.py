@@ -155,7 +155,7 @@ RANGES = [
 
 
 @needs_nvrtc
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 @pytest.mark.parametrize(("variant", "dim", "page_size"), RANGES, ids=str)
 def test_they_compile_without_spills(variant: object, dim: int, page_size: int | None) -> None:
     spec = replace(spec_of(variant, dim, "bfloat16"), page_size=page_size)

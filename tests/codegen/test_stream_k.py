@@ -108,7 +108,7 @@ def test_parts_of_calls_over_pages() -> None:
 # ---- assembled code
 
 
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 @pytest.mark.parametrize("name", ["sm_75", "sm_80", "sm_86", "sm_90a", "sm_120"])
 @pytest.mark.parametrize("dim", [64, 128, 256])

@@ -20,7 +20,7 @@ def without_threads(text: str) -> str:
     return re.sub(r"thread T\d+|cp\.async T\d+", "thread", text)
 
 
-@pytest.mark.rotated(5)
+@pytest.mark.rotated(8)
 def test_cells_print_what_the_notebook_keeps() -> None:
     assert without_threads(RUN["refreshed_notebook"](TEXT)) == without_threads(TEXT), "run: python docs/refresh.py"
 

@@ -40,7 +40,7 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 @pytest.mark.parametrize("page", OF_PYTHON, ids=name)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     """The blocks of a page run one after another, as a reader would type them; excerpts are not run."""
@@ -67,13 +67,13 @@ def test_code_is_in_fenced_blocks(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_transcripts_and_excerpts_are_current(page: Path) -> None:
     text = text_of(page)
     assert REFRESH["refreshed"](text) == text, "make it anew: python docs/refresh.py"
 
 
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 @pytest.mark.parametrize(("picture", "command"), sorted(set(REFRESH["pictures"]())), ids=lambda value: Path(value).name)
 def test_pictures_are_current(picture: Path, command: str) -> None:
     if not REFRESH["is_drawn_here"](command):
@@ -82,7 +82,7 @@ def test_pictures_are_current(picture: Path, command: str) -> None:
     assert shown[0] and shown[0] == shown[1], "draw it anew: python docs/refresh.py"
 
 
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_a_stale_page_is_noticed() -> None:
     """A transcript and an excerpt of one page, both at once, because printing takes long."""
     page = DOCS / "papers.md"

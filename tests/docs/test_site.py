@@ -143,7 +143,7 @@ def cut_off(folder: Path, pages: list[str], profile: Path) -> dict[str, list[str
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt-get install chromium")
-@pytest.mark.rotated(5)
+@pytest.mark.rotated(8)
 def test_no_code_or_table_is_cut_off(site: Path, tmp_path: Path) -> None:
     wide = "<style>article { width: 500px; overflow: hidden }</style><article><pre>" + "x" * 200 + "</pre></article>"
     (site / "wide.html").write_text(f"<!DOCTYPE html>{wide}", encoding="utf-8")

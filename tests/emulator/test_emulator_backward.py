@@ -67,14 +67,14 @@ def check(plan: BackwardPlan, found: dict[str, Any]) -> None:
 
 
 @every_plan
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 def test_gradients_are_right_in_every_thread_order(plan: BackwardPlan) -> None:
     for schedule in schedules(12):
         check(plan, gradients(plan, False, schedule))
 
 
 @every_plan
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 def test_deterministic_gradients_have_the_same_bits_in_every_thread_order(plan: BackwardPlan) -> None:
     first = gradients(plan, True, Schedule())
     check(plan, first)
@@ -92,7 +92,7 @@ def test_workers_divide_the_blocks(plan: BackwardPlan) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 @pytest.mark.parametrize(("plan", "deterministic"), [(PLANS[0], False), (PLANS[3], True), (PLANS[4], False)], ids=str)
-@pytest.mark.covering(6)
+@pytest.mark.covering(9)
 def test_sanitizers_find_nothing(plan: BackwardPlan, deterministic: bool, sanitize: str) -> None:
     for schedule in (Schedule("greedy_warp", "late"), Schedule("reverse", "early")):
         check(plan, gradients(plan, deterministic, schedule, sanitize))

@@ -25,6 +25,7 @@ def test_every_thread_order(run: Any, schedule: Schedule) -> None:
         check(run, kernel, schedule=schedule)
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_sanitizers_find_nothing(run: Any, kernel: Any, sanitize: str) -> None:

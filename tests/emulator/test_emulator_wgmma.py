@@ -22,6 +22,7 @@ def product(run: Any, case: ProductCase, accumulate: bool = True, **how: Any) ->
     np.testing.assert_array_equal(d, want)
 
 
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize("case", PRODUCTS, ids=str)
 def test_operand_layouts(run: Any, case: ProductCase) -> None:
     product(run, case)

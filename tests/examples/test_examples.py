@@ -36,14 +36,14 @@ def shown(name: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.rotated(3)
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize("name", [name for name in NEEDS if name not in ("serve.py", "train_gpt2.py")])
 def test_on_the_emulator(name: str) -> None:
     """Each example checks its results."""
     assert shown(name, "--emulate")
 
 
-@pytest.mark.rotated(5)
+@pytest.mark.rotated(8)
 def test_training_on_the_emulator(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     options = ("--emulate", "--folder", str(tmp_path))
@@ -67,7 +67,7 @@ def test_error_without_the_framework(name: str) -> None:
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "pip install" in done.stderr
 
 
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 @pytest.mark.parametrize("name", NEEDS)
 def test_error_without_a_gpu(name: str) -> None:
     for package in NEEDS[name]:

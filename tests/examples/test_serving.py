@@ -36,7 +36,7 @@ def served(monkeypatch: pytest.MonkeyPatch, capsys: Any, example: Any, *argument
     return [tuple(map(int, row)) for row in counts]
 
 
-@pytest.mark.rotated(5)
+@pytest.mark.rotated(8)
 @pytest.mark.parametrize("size", [1, 8, 16])
 def test_with_pages_and_with_sdpa(monkeypatch: Any, capsys: Any, example: Any, size: int) -> None:
     """Both loops make the same steps, and every token is right."""

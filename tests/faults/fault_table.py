@@ -74,13 +74,13 @@ def text(statement: str) -> str:
     return re.escape(statement)
 
 
-def caught_by(kind: str, checks: Sequence[Check], rows: Sequence[tuple[str, ...]], *, rotated: int = 3) -> list[Fault]:
+def caught_by(kind: str, checks: Sequence[Check], rows: Sequence[tuple[str, ...]], *, rotated: int = 5) -> list[Fault]:
     """Returns the faults of these rows, each of which every check must catch."""
     return [Fault(kind, subject, name, tuple(checks), *change, rotated=rotated) for name, subject, *change in rows]
 
 
 def each_without(
-    kind: str, checks: Sequence[Check], pattern: str, counts: Mapping[str, int], *, rotated: int = 3
+    kind: str, checks: Sequence[Check], pattern: str, counts: Mapping[str, int], *, rotated: int = 5
 ) -> list[Fault]:
     """Returns, for each match of a pattern, a fault that removes it. counts: number of matches by subject."""
     statement = pattern.replace("\\", "")
@@ -264,7 +264,7 @@ FAULTS = [
         ("upper halves used twice", "bytes", r"halves_of\(left, right, 0x5410\)", "halves_of(left, right, 0x7632)"),
         ("bytes exchanged", "bytes", r"keys\.x, keys\.y", "keys.y, keys.x"),
         ("odd columns in place of even ones", "bytes", r"first\.y, second\.y", "first.x, second.x"),
-    ], rotated=9),
+    ], rotated=12),
     *caught_by(FORWARD, [NAN], [
         ("unguarded weight", "splits, rows without keys", r"state\[i\]\.x == minus_infinity\(\) \? 0\.0f : "),
         ("unguarded division", "splits, rows without keys", r"empty \? make_uint2\(0, 0\) : rounded", "rounded"),
@@ -529,7 +529,7 @@ FAULTS = [
         ("P of records not scaled up", "records", r"scores\[n\] \* kWidened", "scores[n]"),
         ("other columns of Q from the first on", "records", r"(source - chunk \* 8\)) \+ plain", r"\1"),
         ("output of records not scaled", "records", r"output\[even\] \* scale", "output[even]"),
-    ], rotated=9),
+    ], rotated=12),
     *caught_by(FORWARD, [NAN], [
         ("records behind the last", "records", r"first \+ thread < chunks", "true"),
         ("records behind the last of small pages", "records, small pages", r"= first \+ thread < chunks", "= true"),
@@ -563,7 +563,7 @@ FAULTS = [
         ("scale of the first group for all", "hopper records", r"(\+ kScaledColumns\)) \+ lane / 8", r"\1"),
         ("parts of the first warp", "hopper records", r"(\(last \? 0 : i \+ 1\) \* 4) \+ warp;", r"\1;"),
         ("pages of the previous tile", "hopper records", r"pages = next_pages;"),
-    ], rotated=9),
+    ], rotated=12),
     # Hopper's forward over pages
     *caught_by(FORWARD, [ANY_PROTOCOL, EARLY_RACE_AT_LINE], [
         ("a tail cleared before it lands", PAGES, r"mbarrier_wait\(full, phases >> 1\);"),
@@ -776,7 +776,7 @@ FAULTS = [
         ("a gather without its factor", "slopes", r" \* gather0_factor\(q, k, arguments\)"),
         ("exact sums of magnitudes", "exact bias", r"negative = bits >> 31", "negative = false"),
         ("exact sums without the carry", "exact bias", r"if \(high\) atomicAdd[^;]*;"),
-    ], rotated=9),
+    ], rotated=12),
     *caught_by(BACKWARD, [OVERFLOW], [
         ("one row of dK and dV too many", "two stages", r"(first_row \+ row) < (row_count && chunk \* 8)", r"\1 <= \2"),
         ("one row of Q or K too many", "two stages", r"(first_row \+ row) < (row_count && \()", r"\1 <= \2"),
@@ -1166,7 +1166,7 @@ FAULTS = [
         ("LSE stride by the length of the sequence", "sm_80",
          text("arguments.lse[head * arguments.total_q + indices.query]"),
          "arguments.lse[head * arguments.len_q + indices.query]"),
-    ], rotated=9),
+    ], rotated=12),
     *caught_by(MIXED, [DATA_RACE], [
         ("sums of other warps", "sm_80", text(f"warp_sums[warp] = sum;\n  {SYNC}"), "warp_sums[warp] = sum;"),
         ("empty marker over a work unit", "sm_80", text(f"// an empty unit\n  {SYNC}")),

@@ -62,6 +62,6 @@ def test_a_planted_fault_is_caught(fault: Fault, check: Check) -> None:
 
 @pytest.mark.parametrize("schedule", EVERY_ORDER, ids=str)
 @pytest.mark.parametrize("name", SUBJECTS["Hopper's backward"])
-@pytest.mark.covering(3)
+@pytest.mark.covering(4)
 def test_hoppers_backward_is_right_as_emitted(name: str, schedule: Schedule) -> None:
     assert as_emitted("Hopper's backward", name, None, schedule).is_right

@@ -33,7 +33,7 @@ def assert_agrees(entry: Entry, shapes: tuple[Shape, ...], head_dim: int, dtype:
 
 
 @pytest.mark.parametrize("number", range(len(SMALL)), ids=lambda number: SMALL[number].name)
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 def test_on_the_emulator(number: int) -> None:
     assert_agrees(SMALL[number], EMULATED_SHAPES[1:], 16, DTYPES[number % 2], emulate=True)
 

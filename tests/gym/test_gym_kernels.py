@@ -30,7 +30,7 @@ def assert_agrees(entry: Entry, shapes: tuple[Shape, ...], head_dim: int, dtype:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("entry", SMALL, ids=named)
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 def test_on_the_emulator(entry: Entry, dtype: str) -> None:
     assert_agrees(entry, EMULATED_SHAPES, 16, dtype, emulate=True)
 

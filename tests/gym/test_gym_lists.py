@@ -29,6 +29,7 @@ TILE = (32, 32)
 PLAN = ForwardPlan(*TILE, warps=2, stages=1)
 
 
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize("entry", LISTED, ids=named)
 def test_lists_of_keys_are_exact(entry: Entry) -> None:
     compiled = attention.compile(spec_of(entry.variant, 16, "float16"), emulate=True, plan=PLAN)
@@ -38,6 +39,7 @@ def test_lists_of_keys_are_exact(entry: Entry) -> None:
         assert_exact(lists.tile_map().classes, entry, shape)
 
 
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize("entry", LISTED, ids=named)
 def test_lists_of_queries_are_exact(entry: Entry) -> None:
     spec = spec_of(entry.variant, 16, "float16")

@@ -65,6 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.quick
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_gradients_are_those_of_jax(name: str) -> None:

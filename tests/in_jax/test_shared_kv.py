@@ -58,7 +58,7 @@ def assert_close(got: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_results_and_gradients(wrap: Any) -> None:
     given = (*inputs(), SLOPES)
 
@@ -103,7 +103,7 @@ assert jnp.abs(ours - expected).max() <= 2e-2 * jnp.abs(expected).max()
 """
 
 
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_shard_map() -> None:
     """On two CPU devices, which a process has from its start."""
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}

@@ -131,6 +131,7 @@ def view(tensor: torch.Tensor) -> View:
     return View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), dtype, None, tensor)
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("call", CALLS)
 def test_launches_are_those_of_flashgen(
     call: str,

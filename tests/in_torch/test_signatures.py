@@ -79,7 +79,7 @@ def test_refusals_of_sdpa() -> None:
         ours.scaled_dot_product_attention(q.float(), q.float(), q.float())
 
 
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 @pytest.mark.parametrize("name", functions.every_function("cpu"))
 def test_flex_attention(name: str) -> None:
     """Compared with FlexAttention itself; only the import differs."""
@@ -185,7 +185,7 @@ def test_refusals_of_flex_attention() -> None:
         ours.flex_attention(q, q, q, return_aux=True)
 
 
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [(-1, -1), (5, 0), (3, 4)])
 @pytest.mark.parametrize("alike", [True, False])

@@ -115,6 +115,7 @@ def results(attend: Attend, given: list[Any]) -> list[Any]:
     return [alone, out.detach(), *(each for each in gradients if each is not None)]
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("name", attends(True, 1))
 def test_threads_that_start_together(name: str, at_once: AtOnce, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of the specs is registered when they start: one entry is created for each, with the bits of one thread."""

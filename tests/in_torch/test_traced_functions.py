@@ -363,6 +363,7 @@ def stopped(s: Any, gate: Any) -> Any:
         return s * gate
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("name", STOPPED)
 def test_gradients_equal_autograds(name: str, q: Any, kv: Any) -> None:
     gate = torch.randn(HEADS, requires_grad=True)

@@ -48,7 +48,7 @@ def in_three_ways(model: Any, call: Callable[[], Any]) -> tuple[Any, Any, Any]:
     return made[0], made[1], made[2]
 
 
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 @pytest.mark.parametrize(("name", "padding"), CASES)
 def test_logits_and_gradients(name: str, padding: str, device: str) -> None:
     """Outputs of padding tokens are not compared."""

@@ -128,7 +128,7 @@ def in_steps(name: str, make: Callable[[Any], Any], sizes: tuple[int, ...], padd
     compare(name, device, call)
 
 
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 @pytest.mark.parametrize("padding", ["whole", "left"])
 @pytest.mark.parametrize("sizes", STEPS, ids=lambda sizes: f"{len(sizes)}-steps")
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_steps_of_a_decoder_behind_an_encoder(name: str, static: bool, device: s
     compare(name, device, call)
 
 
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("padding", ["whole", "left"])
 @pytest.mark.parametrize("name", ["Llama", "GptOss"])
 def test_compiled_steps_with_masks_created_before(name: str, padding: str, device: str) -> None:

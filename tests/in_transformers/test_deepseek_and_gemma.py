@@ -42,7 +42,7 @@ def assert_logits(model: Any, name: str = "flashgen", **options: Any) -> None:
     assert not torch.equal(made[0], made[1]), "flashgen computed the attention"
 
 
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize(("name", "shared"), [("DeepseekV4", True), ("Gemma4Text", False)])
 def test_k_and_v_that_are_one_tensor(name: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSeek-V4 attends to one tensor. Gemma 4 projects K and V in one, and normalizes and rotates them apart."""
@@ -59,7 +59,7 @@ def test_k_and_v_that_are_one_tensor(name: str, shared: bool, monkeypatch: pytes
     assert {entry.spec.head_dim for entry in entries} == ({512} if shared else {256, 512})
 
 
-@pytest.mark.rotated(5)
+@pytest.mark.rotated(8)
 @pytest.mark.parametrize("kept", [0, 1, 3])
 def test_layers_that_compute_only_the_last_queries(kept: int) -> None:
     assert_logits(model_of("Gemma4Text", "cpu"), OTHER_NAME, logits_to_keep=kept)

@@ -304,7 +304,7 @@ CASES: dict[str, Listed] = {
 }  # fmt: skip
 
 
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_lists_equal_the_classes(name: str, direction: Direction, check: Callable[..., Any]) -> None:
@@ -329,6 +329,7 @@ def test_thread_orders_give_the_same_lists(schedule: Any, check: Callable[..., A
         check(CASES[name], (32, 16), schedule=schedule)
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 @pytest.mark.parametrize("name", ["documents, causal", "layout coarser than tiles", "windows by token"])
 def test_no_access_outside_the_arrays(name: str, sanitize: str, check: Callable[..., Any]) -> None:

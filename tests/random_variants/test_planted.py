@@ -164,6 +164,7 @@ PASSING: dict[str, tuple[Case, dict[str, int]]] = {
 }
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("name", PASSING)
 def test_cases_without_a_fault_pass(name: str) -> None:
     case, counted = PASSING[name]
@@ -233,6 +234,7 @@ FAULTS: dict[str, tuple[Case, Planter, str]] = {
 }
 
 
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, plant, message = FAULTS[name]

@@ -24,7 +24,7 @@ def test_search(search_slice: tuple[Iterable[int], float], gpu: bool, request: p
     assert counts["predicates"] > 0
 
 
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_fixed_variants(pytestconfig: pytest.Config) -> None:
     if pytestconfig.getoption("--random-minutes") is not None:
         pytest.skip("a search of a given length draws its own variants")

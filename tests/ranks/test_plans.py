@@ -68,7 +68,7 @@ def computed(plan: Plan, rank: int) -> Any:
     return counts
 
 
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize(("scheme", "shards"), [("ring", "zigzag"), ("ring", "plain"), ("all_gather", "zigzag")])
 @pytest.mark.parametrize(("ranks", "length"), [(4, 2048), (3, 1536), (2, 3072)])

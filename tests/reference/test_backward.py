@@ -131,6 +131,7 @@ def assert_gradients(spec, q, k, v, d_out, d_lse, **arguments):
             np.testing.assert_allclose((gradient * direction).sum(), expected, rtol=1e-7, atol=1e-11)
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("mask", ["full", "causal", "some rows have nothing"])
 def test_every_score(mask, score):

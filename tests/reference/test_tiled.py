@@ -74,7 +74,7 @@ def assert_all_agree(spec, q, k, v, on_chip, **arguments):
         assert out.shape == expected.shape
 
 
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 @pytest.mark.parametrize("on_chip", [192, 480, 4000])  # 4 rows and keys per block; unequal blocks; larger than the keys
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_mask(mask, on_chip):
@@ -83,7 +83,7 @@ def test_every_mask(mask, on_chip):
     assert_all_agree(spec, *inputs(batch=1), on_chip, **captures)
 
 
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("mask", ["full", "causal", "rows with nothing"])
 def test_every_score_with_dropout_in_the_other_layout(score, mask):

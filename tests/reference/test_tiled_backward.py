@@ -62,7 +62,7 @@ def run_both(spec, q, k, v, d_out, on_chip, **arguments):
     )
 
 
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 @pytest.mark.parametrize("on_chip", [192, 480, 4000])  # 4 rows and keys per block; unequal blocks; larger than the keys
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("variant", VARIANTS)

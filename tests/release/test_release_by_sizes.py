@@ -34,6 +34,7 @@ def sources(spec: fg.AttentionSpec, passes: tuple[str, ...], heads_per_kv: int) 
     return {kernel.rendered.source for kernel in emit([request])}
 
 
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize("heads_per_kv", [1, 4, 6])
 @pytest.mark.parametrize("name", SPECS)
 def test_it_has_the_forward_kernels_of_every_size(name: str, heads_per_kv: int) -> None:

@@ -47,7 +47,7 @@ def test_it_has_all_kernels_of_calls_over_pages(target: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 @pytest.mark.parametrize("part", range(8))
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_every_kernel_compiles_without_spills(part: int) -> None:
     for kernel in list(emit(release.read_requests(MANIFEST)))[part::8]:
         rendered = kernel.rendered

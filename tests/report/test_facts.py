@@ -60,7 +60,7 @@ def invoke(command: str, expect: int = 0) -> Result:
 
 
 @needs_nvrtc
-@pytest.mark.rotated(9)
+@pytest.mark.rotated(12)
 @pytest.mark.parametrize("words", KINDS)
 def test_reports_agree_with_other_commands(words: str, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
@@ -211,7 +211,7 @@ def test_kernels_without_a_timeline_are_refused(of: str) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_a_page_draws_the_layout_of_shared_memory(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     invoke(f'report "causal()" --head-dim 128 --target sm_90a --output {path}')

@@ -44,14 +44,14 @@ def assert_agrees(case: Case, deterministic: bool = False, **engine: Any) -> Non
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.rotated(18)
+@pytest.mark.rotated(27)
 def test_every_variant(case: Case) -> None:
     assert_agrees(case, schedule_count=2)
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
-@pytest.mark.rotated(3)
+@pytest.mark.rotated(4)
 def test_thread_and_copy_orders(layout: str, deterministic: bool) -> None:
     """In the deterministic mode each order gives the same bits."""
     case = Case(in_layout(CAUSAL, layout), Shape(90, 133, 2, 2, 1), lse_gradient=True)
@@ -59,7 +59,7 @@ def test_thread_and_copy_orders(layout: str, deterministic: bool) -> None:
 
 
 @pytest.mark.parametrize(("tile_q", "stages"), [(16, 4), (32, 3), (48, 2), (64, 2), (80, 2)])
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_plans(tile_q: int, stages: int) -> None:
     """The kernel of dQ streams as many keys as that of dK and dV streams queries."""
     spec, shape = fg.AttentionSpec(320, mask=fg.causal()), Shape(100, 140, 1, 2, 1)
@@ -74,7 +74,7 @@ def test_plans(tile_q: int, stages: int) -> None:
 
 
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_sanitizers_find_nothing(sanitize: str) -> None:
     assert_agrees(Case(CAUSAL, Shape(70, 70, 1, 2, 1)), sanitize=sanitize)
 

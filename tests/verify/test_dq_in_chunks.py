@@ -45,13 +45,13 @@ def assert_agrees(case: Case, **engine: object) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_every_variant(case: Case) -> None:
     assert_agrees(case, schedule_count=2)
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "thd"])
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_thread_and_copy_orders(layout: str) -> None:
     assert_agrees(Case(in_layout(CAUSAL, layout), Shape(150, 333, 2, 4, 2), lse_gradient=True), schedule_count=4)
 

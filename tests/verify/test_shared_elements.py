@@ -39,7 +39,7 @@ SHARED = {
 
 @pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
 @pytest.mark.parametrize("name", SHARED)
-@pytest.mark.rotated(10)
+@pytest.mark.rotated(15)
 def test_on_the_emulator(name: str, target: str) -> None:
     score, dropout, shared = SHARED[name]
     spec = fg.AttentionSpec(64, score=score, dropout=dropout)

@@ -43,7 +43,7 @@ def assert_agrees(cases: tuple[Case, ...], **engine: object) -> None:
 
 
 @pytest.mark.parametrize("cases", grouped(named_cases()), ids=name_of)
-@pytest.mark.rotated(3)
+@pytest.mark.rotated(4)
 def test_on_the_emulator(cases: tuple[Case, ...]) -> None:
     assert_agrees(cases, emulate=True, schedule_count=2)
 
@@ -69,7 +69,7 @@ def test_thread_sanitizer_finds_nothing(cases: tuple[Case, ...]) -> None:
 
 
 @pytest.mark.parametrize("cases", grouped(named_cases()), ids=name_of)
-@pytest.mark.rotated(5)
+@pytest.mark.rotated(8)
 def test_gradients_on_the_emulator(cases: tuple[Case, ...]) -> None:
     assert_agrees(cases, passes=BACKWARD, emulate=True)
 

@@ -58,7 +58,7 @@ def assert_agrees(case: Case, deterministic: bool = False, **engine: object) -> 
 
 
 @pytest.mark.parametrize(("case", "deterministic"), [*cases()], ids=str)
-@pytest.mark.rotated(24)
+@pytest.mark.rotated(36)
 def test_every_variant(case: Case, deterministic: bool) -> None:
     assert_agrees(case, deterministic, schedule_count=2)
 
@@ -73,7 +73,7 @@ def test_what_is_exchanged() -> None:
 @pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
 @pytest.mark.parametrize("layout", ["bhsd", "thd"])
 @pytest.mark.parametrize("spec", [DROPPED, LEARNED], ids=["factors", "products"])
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 def test_thread_and_copy_orders(spec: fg.AttentionSpec, layout: str, deterministic: bool) -> None:
     """In the deterministic mode each order gives the same bits."""
     case = Case(in_layout(spec, layout), Shape(90, 133, 2, 4, 2), lse_gradient=True)
@@ -100,6 +100,6 @@ def assert_plan_agrees(spec: fg.AttentionSpec, plan: HopperWidePlan, **given: in
 
 @pytest.mark.parametrize("sanitize", ["address", "thread"])
 @pytest.mark.parametrize("spec", [DROPPED, LEARNED], ids=["factors", "products"])
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(6)
 def test_sanitizers_find_nothing(spec: fg.AttentionSpec, sanitize: str) -> None:
     assert_agrees(Case(spec, Shape(70, 70, 1, 2, 1)), sanitize=sanitize)

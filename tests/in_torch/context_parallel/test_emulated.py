@@ -23,13 +23,14 @@ def two() -> Iterator[Any]:
     ranks.close()
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
 @pytest.mark.parametrize("shards", ["zigzag", "plain", "random"])
 def test_two_ranks_equal_one(two: Any, scheme: str, shards: str) -> None:
     assert two.run("acceptance", spec="causal", scheme=scheme, shards=shards)[0] == []
 
 
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(9)
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_kind_of_variant_in_a_ring(two: Any, spec: str) -> None:
     assert two.run("acceptance", spec=spec, scheme="ring")[0] == []
@@ -37,7 +38,7 @@ def test_every_kind_of_variant_in_a_ring(two: Any, spec: str) -> None:
 
 @pytest.mark.parametrize("spec", ["documents", "of_heads", "learned", "sinks", "dropped", "bshd"])
 @pytest.mark.parametrize("scheme", ["all_gather", "ulysses"])
-@pytest.mark.covering(3)
+@pytest.mark.covering(4)
 def test_variants_in_other_schemes(two: Any, spec: str, scheme: str) -> None:
     assert two.run("acceptance", spec=spec, scheme=scheme)[0] == []
 
@@ -56,7 +57,7 @@ WITH_HALOS = ["window", "both_sides", "dropped", "near", "parts"]
 
 @pytest.mark.parametrize("spec", WITH_HALOS)
 @pytest.mark.parametrize("shards", ["zigzag", "plain"])
-@pytest.mark.covering(6)
+@pytest.mark.covering(9)
 def test_boundaries_of_windows(two: Any, spec: str, shards: str) -> None:
     assert two.run("boundaries", spec=spec, shards=shards)[0] == []
 
@@ -94,7 +95,7 @@ def test_a_layer_is_trained(two: Any, kind: str) -> None:
         ("Mistral", "ulysses", "zigzag", False),
     ],
 )
-@pytest.mark.rotated(4)
+@pytest.mark.rotated(6)
 def test_models_of_transformers(two: Any, name: str, scheme: str, shards: str, padded: bool) -> None:
     pytest.importorskip("transformers")
     for errors in two.run("models", name=name, scheme=scheme, shards=shards, padded=padded):
@@ -103,7 +104,7 @@ def test_models_of_transformers(two: Any, name: str, scheme: str, shards: str, p
 
 
 @pytest.mark.parametrize(("name", "halos"), [("Mistral", 2), ("Gemma2", 1)])
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_window_layers_of_models_have_halos(two: Any, name: str, halos: int) -> None:
     """With the sharding that suits the causal layers, which alternate with window layers in Gemma."""
     pytest.importorskip("transformers")
@@ -146,7 +147,7 @@ def test_unshard_inverts_shard(two: Any, shards: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
 @pytest.mark.parametrize(("spec", "shards"), [("causal", "zigzag"), ("window", "plain"), ("documents", "plain")])
-@pytest.mark.covering(3)
+@pytest.mark.covering(4)
 def test_sent_bytes_equal_the_plan(two: Any, spec: str, scheme: str, shards: str) -> None:
     for forward, planned, backward, planned_backward in two.run(
         "bytes_are_those_of_the_plan", spec=spec, scheme=scheme, shards=shards

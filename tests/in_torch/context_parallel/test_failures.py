@@ -34,7 +34,7 @@ def errors_of_others(ranks: Any, rank: int, **arguments: Any) -> list[str]:
     ("scheme", "during"),
     [("ring", "forward"), ("ring", "backward"), ("all_gather", "backward"), ("ulysses", "backward")],
 )
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 def test_a_rank_that_hangs(four: Any, scheme: str, during: str) -> None:
     """The errors say where to set the timeout.
 

@@ -21,28 +21,28 @@ def four() -> Iterator[Any]:
 
 @pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
 @pytest.mark.parametrize("shards", ["zigzag", "random"])
-@pytest.mark.covering(3)
+@pytest.mark.covering(4)
 def test_four_ranks_equal_one(four: Any, scheme: str, shards: str) -> None:
     assert four.run("acceptance", spec="causal", scheme=scheme, shards=shards)[0] == []
 
 
 @pytest.mark.parametrize("spec", ["causal", "of_heads", "learned", "sinks", "dropped"])
 @pytest.mark.parametrize("shards", ["zigzag", "plain", "random"])
-@pytest.mark.covering(4)
+@pytest.mark.covering(6)
 def test_heads_within_a_node_and_a_ring_across(four: Any, spec: str, shards: str) -> None:
     assert four.run("acceptance", spec=spec, scheme="ulysses_ring", shards=shards)[0] == []
 
 
 @pytest.mark.parametrize("spec", ["window", "documents", "all_of_it"])
 @pytest.mark.parametrize("shards", ["zigzag", "plain"])
-@pytest.mark.covering(3)
+@pytest.mark.covering(4)
 def test_variants_in_a_ring(four: Any, spec: str, shards: str) -> None:
     assert four.run("acceptance", spec=spec, scheme="ring", shards=shards)[0] == []
 
 
 @pytest.mark.parametrize("spec", ["window", "dropped"])
 @pytest.mark.parametrize("shards", ["zigzag", "plain"])
-@pytest.mark.covering(2)
+@pytest.mark.covering(3)
 def test_halos_between_neighbours(four: Any, spec: str, shards: str) -> None:
     assert four.run("boundaries", spec=spec, shards=shards)[0] == []
 
