@@ -85,6 +85,19 @@ def test_a_lane_looks_up_several_pages(dim: int, page_size: int) -> None:
     assert_right(spec, Shape(70, 300, 2, 2, 1), plan, schedule=Schedule("random", "late", seed=3))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("page_size", "tile_k", "pages"),
+    [(16, 128, 8), (32, 96, 3), (64, 128, 2), (64, 64, 1), (256, 128, 1), (64, 96, None), (1, 128, None)],
+)
+def test_pages_of_a_tile(page_size: int, tile_k: int, pages: int | None, dtype: str) -> None:
+    """Tiles of one page or several, and tiles that end inside of a page, whose lanes look up a page for each row."""
+    spec = fg.AttentionSpec(128, dtype, mask=fg.causal(), page_size=page_size, kv_dtype="float8_e4m3fn")
+    plan = HopperPlan(2, tile_k)
+    assert plan.pages_of_tile(spec) == pages
+    assert_right(spec, Shape(100, 420, 2, 2, 1), plan, schedule=Schedule("random", "late", seed=4))
+
+
 def test_packed_heads() -> None:
     spec = fg.AttentionSpec(64, mask=fg.causal(), page_size=16, kv_dtype="float8_e4m3fn")
     assert_right(spec, Shape(40, 150, 1, 8, 2), HopperPlan(2, 64, 2, packed_heads=4))

@@ -67,6 +67,7 @@ OVERWRITES, OVERWRITTEN = "may still read|over-arrival", "may still read|over-ar
 UNFENCED = r"fence_async_shared\(\) is missing"
 # Subjects.
 PAGES, LARGE, BYTES = "hopper, pages", "hopper, large pages", "hopper, 8 bits"
+BYTES_OF_PAGES = "hopper, 8 bits, tiles of two pages"
 
 
 def text(statement: str) -> str:
@@ -603,10 +604,12 @@ FAULTS = [
          r"named_barrier_sync\(1 \+ kConsumers \+ warpgroup, 128\);(   // all)", r"\1", OVERWRITTEN),
         ("a converted tile without a proxy fence", BYTES, r"fence_async_shared\(\);(   // wgmma reads shared)", r"\1",
          UNFENCED),
-        ("converted queries without a proxy fence", BYTES, r"fence_async_shared\(\);(   // wgmma reads Q)", r"\1",
-         UNFENCED),
+        ("converted queries without a proxy fence", BYTES_OF_PAGES,
+         r"fence_async_shared\(\);(   // wgmma reads Q)", r"\1", UNFENCED),
         ("a converted tile that is never complete", BYTES,
          r"(the async proxy\s+__syncwarp\(\);\s+)release\(stage\.full\);", r"\1"),
+        ("copies in flight at the end", BYTES, r"copy_async_wait<0>\(\);(   // the last copies)", r"\1",
+         "still in flight"),
     ]),
     *caught_by(FORWARD, [ANY_RANDOM_ENGINES], [
         ("lanes that still convert", BYTES, r"(the async proxy\s+)__syncwarp\(\);", r"\1"),
@@ -616,8 +619,8 @@ FAULTS = [
         ("an index overwritten", BYTES, r"named_barrier_sync\(kProducerBarrier, 128\);(   // all)", r"\1"),
     ]),
     *caught_by(FORWARD, [LATE_COPIES], [
-        ("chunks not waited for", BYTES, r"copy_async_wait<0>\(\);"),
-        ("chunks of one tile later", BYTES, r"copy_async_wait<0>\(\);", "copy_async_wait<1>();"),
+        ("chunks not waited for", BYTES, r"copy_async_wait<0>\(\);\n"),
+        ("chunks of one tile later", BYTES, r"copy_async_wait<0>\(\);\n", "copy_async_wait<1>();\n"),
     ]),
     *caught_by(FORWARD, [WRONG_OR_REPORTED], [
         ("chunks in their own order", BYTES, r"(column\(\) / 8 \^ )row / \(8 / kWide\) % kWide", r"\g<1>0"),
@@ -627,6 +630,9 @@ FAULTS = [
          "number % 32 + threadIdx.x % 16"),
         ("the page of another row", BYTES, r"(kWarpRows \+ number % )Chunks::kWarpRows;",
          r"\g<1>(Chunks::kWarpRows / 2);"),
+        ("the first page for all", BYTES_OF_PAGES, r"page, begin / kPageKeys", "page, 0"),
+        ("rows in place of the next ones", BYTES_OF_PAGES, r"row \+= Chunks::kRows \* head\.row;"),
+        ("queries in their own order", BYTES_OF_PAGES, r"(depth \* 2 % kChunks \+ lane / 16\) \^ )swizzle", r"\g<1>0"),
         ("scores without the scales of their rows", BYTES, r"(score_to_log2 = )row_scales\[r\]",
          r"\1kScoreToLog2"),
         ("the scale of another row", BYTES, r"row_scales\[r\]", "row_scales[1 - r]"),

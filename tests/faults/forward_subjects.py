@@ -140,11 +140,21 @@ def forward_subjects() -> dict[str, ForwardSubject]:
         "hopper, large pages": ForwardSubject(
             fg.AttentionSpec(32, mask=fg.causal(), page_size=64), Shape(150, 201, 2, 2, 1), stages=2, target="sm_90a"
         ),
-        # Several work tiles per block, with converted queries, and keys of two pages each.
+        # Several work tiles per block, with converted queries in shared memory, and keys of two pages each.
         "hopper, 8 bits": ForwardSubject(
-            fg.AttentionSpec(32, dtype="bfloat16", mask=fg.causal(), page_size=16, kv_dtype="float8_e4m3fn"),
+            fg.AttentionSpec(
+                160, dtype="bfloat16", value_dim=32, mask=fg.causal(), page_size=16, kv_dtype="float8_e4m3fn"
+            ),
             Shape(260, 201, 3, 2, 1),
             stages=2,
+            target="sm_90a",
+        ),
+        # Consumers hold a part of the queries in registers.
+        "hopper, 8 bits, tiles of two pages": ForwardSubject(
+            fg.AttentionSpec(128, dtype="bfloat16", mask=fg.causal(), page_size=32, kv_dtype="float8_e4m3fn"),
+            Shape(140, 201, 2, 2, 1),
+            stages=2,
+            tile_k=64,
             target="sm_90a",
         ),
         "one split": ForwardSubject(causal, Shape(5, 210, 1, 6, 2), stages=2, splits=1),

@@ -119,6 +119,8 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     cost, option = tiles.cost(spec), smaller_option(plan, spec, target)
     names, stages = _device_names(plan), plan.array_stages(spec)
     method = _CONVERTING_METHOD if spec.kv_dtype else _METHOD
+    held = plan.held_columns(spec)
+    pages_of_tile = plan.pages_of_tile(spec) if spec.scales_kv else None
     by_rows: dict[str, Any] = {"by_rows": True, "array_stages": stages}
     context = forward_context(spec, target, plan, layout, "scores[n]", names, bounds, **by_rows) | {
         "header": header(spec, target, plan, _GRID, method, tiles.title, cost, option),
@@ -142,11 +144,15 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         "scaled_exponent": bool(spec.kv_dtype) and not spec.score,
         "convert": f"convert_{EIGHT_BIT_SUFFIXES[spec.kv_dtype]}" if spec.kv_dtype else None,
         "converts_queries": bool(spec.kv_dtype) and factor_suffix_of(spec) != suffix_of(spec),
+        "held_columns": held,
+        "pages_of_tile": pages_of_tile,
+        "looks_up_rows": bool(spec.page_size and not pages_of_tile),
     }
     context |= tiles.sequences(spec, context["struct"], layout)
     of_output = (plan.output_columns(spec), "true")
-    shared_forms = [(plan.tile_k, "false"), *([of_output] if plan.split > 1 else [])]
-    sizes = {"shared_forms": shared_forms, "register_forms": [of_output]}
+    of_scores = (plan.tile_k, "false")
+    shared_forms = [*([of_scores] if held < context["head_padded"] else []), *([of_output] if plan.split > 1 else [])]
+    sizes = {"shared_forms": shared_forms, "register_forms": [*([of_scores] if held else []), of_output]}
     kernel = forward_kernel(
         spec,
         target,

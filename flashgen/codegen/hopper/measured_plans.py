@@ -85,7 +85,7 @@ _WITH_8_BITS: dict[Kind, tuple[HopperPlan, ...]] = {
     "dropout": (_Turn(2, 128), _Turn(2, 96),  _Turn(2, 64), _Plan(2, 32)),
     "tables":  (_Turn(2, 128), _Turn(2, 96),  _Plan(2, 64), _Plan(2, 48)),
     "ids":     (_Turn(2, 128), _Plan(2, 96),  _Plan(2, 64), _Plan(2, 32)),
-    "batched": (_Plan(2, 96),  _Plan(2, 80), _Plan(2, 64), _Turn(2, 32)),
+    "batched": (_Plan(2, 96),  _Plan(2, 80), _Plan(2, 64), _Plan(2, 32)),
     "pairs":   (_Plan(2, 128), _Turn(2, 96),  _Plan(2, 48), _Plan(2, 32)),
     "arrays":  (_Turn(2, 64),  _Plan(2, 64),  _Plan(2, 64), _Plan(2, 32, 3)),
 }

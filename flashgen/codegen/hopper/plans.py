@@ -80,9 +80,10 @@ _REGISTERS_TO_SPARE, _LIGHT = (56, 152), 156
 # is taken in which consumers have as many as they are estimated to need (`registers`), otherwise the last.
 _REGISTERS_TO_CONVERT = {
     1: ((104, 256),),
-    2: ((88, 208), (72, 216)),
+    2: ((88, 208), (72, 216), (56, 224)),
     3: ((80, 144), (56, 152)),
 }
+_MAX_HELD_COLUMNS = 128  # of rows of Q that consumers hold in registers
 # Registers of a consumer thread for the scales of its two rows if Q is converted too, and an array is read for each
 # score. The numbers of _OTHER_REGISTERS are enough for other variants.
 _ROW_SCALES = 2
@@ -102,6 +103,16 @@ def panel_columns(width: int, element: DType) -> int:
 def widest_panel(element: DType, *widths: int) -> int:
     """Returns the widest panel that TMA swizzles and that divides all of these widths."""
     return next(columns for columns in swizzled_columns(element) if not any(width % columns for width in widths))
+
+
+def _registers_of_queries(columns: int) -> int:
+    """Returns the registers of a thread for columns of Q in 16 bits."""
+    return _WARP_ROWS * columns // 2 // WARP
+
+
+def _rows_at_once(panel: int) -> int:
+    """Returns the rows of K or V that the two producer warps which convert it copy at a time."""
+    return WARPGROUP // 2 // (panel // _CHUNK)
 
 
 @dataclass(frozen=True)
@@ -207,10 +218,35 @@ class HopperPlan(Checked):
         loads = spec.page_size or self.array_stages(spec)
         return (_REGISTERS_WITH_PAGES if loads else _REGISTERS)[self.consumers]
 
+    def held_columns(self, spec: AttentionSpec) -> int:
+        """Returns the columns of Q that consumers hold in registers: those of short rows, for K and V of 8 bits.
+
+        The products then read K alone from shared memory, whose bandwidth limits kernels that convert K and V. Score
+        functions and dropout need the registers instead, and so does the producer over pages, which leaves 64 columns.
+        """
+        columns = padded_head_dim(spec)
+        if not spec.scales_kv or columns > _MAX_HELD_COLUMNS or demand_of(spec).weight > Weight.PLAIN:
+            return 0
+        held, choice = (min(columns, 64), 0) if spec.page_size else (columns, -1)
+        _, available = _REGISTERS_TO_CONVERT[self.consumers][choice]
+        return held if self._registers_beside(spec) + _registers_of_queries(held) <= available else 0
+
+    def pages_of_tile(self, spec: AttentionSpec) -> int | None:
+        """Returns how many pages have the keys of a tile, for kernels that convert K and V.
+
+        None without pages, if pages and tiles are not aligned, if the rows of K or V that the producer warps copy at a
+        time may belong to two pages, or if a tile has more pages than a warp has lanes, which look them up.
+        """
+        rows = max(_rows_at_once(self.head_panel(spec)), _rows_at_once(self.value_panel(spec)))
+        if not spec.page_size or spec.page_size % rows:
+            return None
+        pages = max(self.tile_k // spec.page_size, 1)
+        aligned = self.tile_k % spec.page_size == 0 or spec.page_size % self.tile_k == 0
+        return pages if aligned and pages <= WARP else None
+
     def _chunks(self, columns: int, panel: int) -> int:
         """Returns the chunks of a tile of K or V that a thread converts, of half of the producer warpgroup."""
-        rows = WARPGROUP // 2 // (panel // _CHUNK)
-        return columns // panel * -(-self.tile_k // rows)
+        return columns // panel * -(-self.tile_k // _rows_at_once(panel))
 
     def _chunk_buffer(self, spec: AttentionSpec) -> Buffer:
         """Returns the buffer of a tile of K and of V of 8 bits. Each thread reads what it has copied itself."""
@@ -228,6 +264,10 @@ class HopperPlan(Checked):
 
         The 16-bit probabilities of one iteration are live together with the scores of the next.
         """
+        return self._registers_beside(spec) + _registers_of_queries(self.held_columns(spec))
+
+    def _registers_beside(self, spec: AttentionSpec) -> int:
+        """Returns the estimate without the registers of Q."""
         scores, output = _WARP_ROWS * self.tile_k // WARP, _WARP_ROWS * self.output_columns(spec) // WARP
         weight = Weight.BUSY if self.array_stages(spec) else demand_of(spec).weight
         converts = spec.scales_kv and spec.element != DTYPES["float16"] and weight == Weight.HEAVY
