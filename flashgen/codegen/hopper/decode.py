@@ -102,6 +102,7 @@ def render_hopper_decode(spec: AttentionSpec, target: Target, plan: HopperDecode
             "split_depth": False,
             "widen": None,
             "opaque_keys": True,
+            "held_columns": 0,
         }
     )
     columns = (forward.output_columns(spec), "true")

@@ -83,7 +83,10 @@ _REGISTERS_TO_CONVERT = {
     2: ((88, 208), (72, 216), (56, 224)),
     3: ((80, 144), (56, 152)),
 }
-_MAX_HELD_COLUMNS = 128  # of rows of Q that consumers hold in registers
+_MAX_HELD_COLUMNS = 128  # of rows of Q that consumers hold in registers as a whole
+# The columns of wide rows of Q that they hold if so many registers are left, of which some must stay free: varlen
+# kernels of 512 columns spill otherwise.
+_HELD_OF_WIDE, _FREE_OF_WIDE = (128, 96, 64), 8
 # Registers of a consumer thread for the scales of its two rows if Q is converted too, and an array is read for each
 # score. The numbers of _OTHER_REGISTERS are enough for other variants.
 _ROW_SCALES = 2
@@ -219,17 +222,29 @@ class HopperPlan(Checked):
         return (_REGISTERS_WITH_PAGES if loads else _REGISTERS)[self.consumers]
 
     def held_columns(self, spec: AttentionSpec) -> int:
-        """Returns the columns of Q that consumers hold in registers: those of short rows, for K and V of 8 bits.
+        """Returns the columns of Q that consumers hold in registers. The products read the others from shared memory.
 
-        The products then read K alone from shared memory, whose bandwidth limits kernels that convert K and V. Score
-        functions and dropout need the registers instead, and so does the producer over pages, which leaves 64 columns.
+        Its bandwidth limits kernels that convert K and V of 8 bits, and those of wide rows, where one warpgroup
+        multiplies 64 rows of Q by K. Score functions and dropout need the registers instead.
         """
-        columns = padded_head_dim(spec)
-        if not spec.scales_kv or columns > _MAX_HELD_COLUMNS or demand_of(spec).weight > Weight.PLAIN:
+        if demand_of(spec).weight > Weight.PLAIN:
             return 0
-        held, choice = (min(columns, 64), 0) if spec.page_size else (columns, -1)
-        _, available = _REGISTERS_TO_CONVERT[self.consumers][choice]
-        return held if self._registers_beside(spec) + _registers_of_queries(held) <= available else 0
+        choices, available = self._held_choices(spec)
+        left = available - self._registers_beside(spec)
+        return next((held for held in choices if _registers_of_queries(held) <= left), 0)
+
+    def _held_choices(self, spec: AttentionSpec) -> tuple[tuple[int, ...], int]:
+        """Returns numbers of columns of Q to hold, the best first, and the registers of a consumer thread."""
+        columns = padded_head_dim(spec)
+        if spec.scales_kv and columns <= _MAX_HELD_COLUMNS:
+            of_pages, others = _REGISTERS_TO_CONVERT[self.consumers][0], _REGISTERS_TO_CONVERT[self.consumers][-1]
+            # A producer that converts pages needs more registers.
+            return ((min(columns, 64),), of_pages[1]) if spec.page_size else ((columns,), others[1])
+        if self.split > 1:
+            first = self.output_columns(spec) if spec.shared_kv else columns  # of a part of K that lands on its own
+            held = tuple(held for held in _HELD_OF_WIDE if held <= first)
+            return held, self.warpgroup_registers(spec)[1] - _FREE_OF_WIDE
+        return (), 0
 
     def pages_of_tile(self, spec: AttentionSpec) -> int | None:
         """Returns how many pages have the keys of a tile, for kernels that convert K and V.
