@@ -26,8 +26,8 @@ struct BackwardDkdvArguments {
   const Element* d_o;
   const float* lse_and_d;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
   float* dq_accum;   // (batch, heads_q, rows, padded head_dim), in fragment order
-  Element* dk;
-  Element* dv;
+  Element* dk;   // (batch, heads_kv, len_k, head_dim)
+  Element* dv;   // (batch, heads_kv, len_k, value_dim)
   Strides q_strides;
   Strides k_strides;
   Strides v_strides;
@@ -68,7 +68,9 @@ constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of LS
 // The masking that the scores of a tile need.
 //   kNone: none, since all scores are allowed.
 //   kMask: the mask.
-//   kMaskAndBounds: the mask, the ends of the sequences, and the correction of exponents for large LSEs.
+//   kMaskAndBounds: the mask, the bounds, and the clamp of exponents that large LSEs need. It is chosen if the tile
+//     extends beyond a bound or an LSE is large.
+//     The only bound is the end of the keys.
 enum class Masking { kNone, kMask, kMaskAndBounds };
 
 // The warps that divide a tile of dQ along its rows and columns, and the mma tiles of each of them.
@@ -217,8 +219,8 @@ struct WorkTile {
   int first_key, head_kv, batch;
 };
 
-// The query tiles that are visited for a key tile: the first one is `begin`, and their number is `count`. Each is a
-// step of the mainloop. Those from full_begin to full_end need no mask.
+// The query tiles that are visited for a key tile. Each is an iteration of the mainloop. Those from full_begin to
+// full_end need no mask. begin, full_begin and full_end are indices of tiles; count is a number of tiles.
 struct QueryTiles {
   int begin, count, full_begin, full_end;
 
@@ -231,13 +233,13 @@ __device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int h
   const int k_first = work.first_key;
   const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;
   // The bounds are half-open ranges of queries.
-  const int begin = max(0, k_first + arguments.len_q - arguments.len_k);
-  const int end = arguments.len_q;
-  const int full_begin = max(0, k_last + arguments.len_q - arguments.len_k);
-  const int full_end = arguments.len_q;
-  const int first_tile = begin / kTileQ;
-  const int count = end > begin ? (end + kTileQ - 1) / kTileQ - first_tile : 0;
-  return {first_tile, count, (full_begin + kTileQ - 1) / kTileQ, full_end / kTileQ};
+  const int first_query = max(0, k_first + arguments.len_q - arguments.len_k);
+  const int end_query = arguments.len_q;
+  const int full_first_query = max(0, k_last + arguments.len_q - arguments.len_k);
+  const int full_end_query = arguments.len_q;
+  const int first_tile = first_query / kTileQ;
+  const int count = end_query > first_query ? (end_query + kTileQ - 1) / kTileQ - first_tile : 0;
+  return {first_tile, count, (full_first_query + kTileQ - 1) / kTileQ, full_end_query / kTileQ};
 }
 
 // ---- Loads and products ---------------------------------------------------------------------------------------------
@@ -427,8 +429,9 @@ __device__ __forceinline__ void store_rounded(const Values& values, float factor
 
 // ---- Score gradients ------------------------------------------------------------------------------------------------
 
-// Returns (LSE, D, LSE, D) of the two adjacent queries, columns of the fragment, of this lane's pairs j in all of its
-// rows.
+// Returns LSE and D of the two adjacent queries of this lane's pair j: (LSE, D) of the first, then of the second. A
+// column of the transposed scores is a query, so that pair j has the same queries in all rows of the lane. lse_and_d:
+// the tile's (kTileQ, 2) floats in shared memory.
 __device__ __forceinline__ float4 lse_and_d_of(const unsigned char* lse_and_d, int j) {
   const int query = threadIdx.x / 32 % kSplit * kQueriesPerWarp + Scores::column(Scores::pair(0, j)) + threadIdx.x % 4 * 2;
   return *reinterpret_cast<const float4*>(lse_and_d + query * 8);
@@ -445,9 +448,8 @@ __device__ __forceinline__ bool has_large_lse(const unsigned char* lse_and_d) {
 }
 
 // Recomputes P and dS in place. The products Q * K^T become P, and dP becomes dS = P * (dP - D) with D = rowsum(dO *
-// O).
-// P and dS of masked-out scores are 0. If an LSE may be large, P is 1 wherever it differs from 1 by no more than the
-// rounding of the LSE.
+// O). P and dS of masked-out scores are 0. With kMaskAndBounds, an exponent above -|LSE| * kLseRounding counts as 0: P
+// is then at most 1, and exactly 1 if it differs from 1 by no more than the rounding of the LSE.
 template <Masking kMasking>
 __device__ __forceinline__ void recompute_p_and_ds(Scores& probabilities,
                                                    Scores& d_scores,

@@ -40,7 +40,7 @@ RETIRED = {
     "drawn_at": "dropout_bits_at",
     "blocks_drawn": "philox_blocks",
     "draw_steps": "generate_steps",
-    "head_chunks": "head_groups",
+    "head_chunks": "groups_per_head",
     "head_of_all": "batch_head",
     "in_parts": "keys_in_two_parts",
     "passes_tests": "passes_masking",
@@ -150,6 +150,13 @@ RETIRED = {
     "work_tile_of_prompts": "prefill_work_tile",
     "arguments.statistics": "arguments.lse_and_d",
     "statistics_of": "lse_and_d_of",
+    "has_waited": "waits",
+    "shrink[r]": "rescale_factor",
+    "float shrink": "rescale_factor",
+    "head_groups = arguments": "groups_per_head or groups_per_kv_head",
+    "kDqPartBytes": "kDqWarpBytes",
+    "kRowsBytes": "kWarpgroupBytes",
+    "kRowsOffset": "kWarpgroupOffset",
     "varlen %}": "a macro of templates/batch or of a scheduler",
     "{% if varlen": "a macro of templates/batch or of a scheduler",
     # Dispatch and launch cache.
@@ -172,6 +179,7 @@ RETIRED = {
     "KeysPlan": "DkdvPlan",
     "Rim": "BoundaryBlock",
     "_put_right": "_copy_if_misaligned",
+    "class Memory": "ArraySpec",
     "_said": "a name that says what it holds",
 }
 WORD = re.compile(r"(?<![\w/.-])(?:" + "|".join(map(re.escape, RETIRED)) + r")(?![\w-])")

@@ -203,7 +203,7 @@ class HopperBackwardPlan(Checked):
         work_bytes = literal(batch_traits(spec).key_tile_bytes)
         arrays = Extent("kArrayStages", array_stages) if array_stages else None
         tile = array_tile(spec, self.tile_k) if arrays else None
-        barriers = key_barriers(stages, ds_stages, dq_apart, not self.adds_dq(spec), arrays)
+        barriers = key_barriers(stages, ds_stages, dq_apart, not self.adds_dq(spec), self.in_turns, arrays)
         panels, own_parts = "a panel of 64 keys for each warpgroup", "the parts of the warps side by side"
         d_scores = Buffer("Ds", "dS", (queries, keys), element, copies=ds_stages, note=panels, member="ds")
         staged = Buffer("Dq", "dQ", (queries, head), FLOAT, note=own_parts, member="dq")

@@ -156,13 +156,19 @@ def _between_consumers(comment: str, name: str, stages: Extent, arrivals: str) -
 
 @cache
 def key_barriers(
-    stages: Extent, ds_stages: Extent, dq_apart: bool, stages_dq: bool, array_stages: Extent | None = None
+    stages: Extent,
+    ds_stages: Extent,
+    dq_apart: bool,
+    stages_dq: bool,
+    in_turns: bool,
+    array_stages: Extent | None = None,
 ) -> tuple[BarrierGroup, ...]:
     """Returns the barriers of the persistent backward kernel.
 
     Args:
         dq_apart: Whether another kernel computes dQ.
         stages_dq: Whether dQ is staged in shared memory for a dQ writer, unless another kernel computes it.
+        in_turns: Whether there are two dQ writers, for alternate iterations.
         array_stages: Stages of the tiles of a captured array, if idle warps load them.
     """
     stages_dq = stages_dq and not dq_apart
@@ -170,9 +176,11 @@ def key_barriers(
     ds = _between_consumers(ds_comment, "ds", ds_stages, _CONSUMER_WARPS)
     dq_read = "dq_empty: the dQ writer has read a tile of dQ. There is one phase for each iteration."
     dq_written = (
-        "dq_full(iteration % 2): every consumer warp has written its part of the iteration's tile of dQ. There are "
-        "two, since in the deterministic mode two writers wait for alternate iterations."
+        "dq_full(parity): every consumer warp has written its part of dQ of an iteration with this parity. Both "
+        "barriers guard the same buffer."
     )
+    if in_turns:
+        dq_written += " Each of the two dQ writers waits for one of them."
     dq = (
         BarrierGroup(dq_read, (Barrier("dq_empty", _ONE_THREAD),)),
         BarrierGroup(dq_written, (Barrier("dq_full", _CONSUMER_WARPS),), literal(2)),
