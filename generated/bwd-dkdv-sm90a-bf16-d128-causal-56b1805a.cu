@@ -106,7 +106,7 @@ static_assert(kDqColumns % kHeadPanel == 0, "a part of dQ has whole panels of K"
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
-constexpr int kDOutputBytes = kTileQ * kValueDimPadded * kElementBytes;
+constexpr int kDoBytes = kTileQ * kValueDimPadded * kElementBytes;
 constexpr int kDsBytes = kTileQ * kTileK * kElementBytes;
 constexpr int kDqBytes = kTileQ * kHeadDimPadded * sizeof(float);
 constexpr int kLseAndDBytes = kTileQ * sizeof(float2);
@@ -114,14 +114,14 @@ constexpr int kBarrierBytes = (4 * kStages + 2 * kDsStages + 1 + 2 + 2 + 2 * 2) 
 constexpr int kWorkTileBytes = 16;
 constexpr int kValueOffset = kKeyBytes;
 constexpr int kQueryOffset = kValueOffset + kValueBytes;
-constexpr int kDOutputOffset = kQueryOffset + kStages * kQueryBytes;
-constexpr int kDsOffset = kDOutputOffset + kStages * kDOutputBytes;
+constexpr int kDoOffset = kQueryOffset + kStages * kQueryBytes;
+constexpr int kDsOffset = kDoOffset + kStages * kDoBytes;
 constexpr int kDqOffset = kDsOffset + kDsStages * kDsBytes;
 constexpr int kLseAndDOffset = kDqOffset + kDqBytes;
 constexpr int kBarrierOffset = kLseAndDOffset + kStages * kLseAndDBytes;
 constexpr int kWorkTileOffset = kBarrierOffset + kBarrierBytes;
-constexpr int kKeyGradientOffset = kDqOffset;
-constexpr int kValueGradientOffset = kValueOffset;
+constexpr int kDkOffset = kDqOffset;
+constexpr int kDvOffset = kValueOffset;
 static_assert(kWorkTileOffset + 2 * kWorkTileBytes <= 231144, "the shared memory of the launch");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
@@ -463,20 +463,20 @@ struct SharedStorage {
   __device__ __forceinline__ unsigned keys() const { return base; }
   __device__ __forceinline__ unsigned values() const { return base + kValueOffset; }
   __device__ __forceinline__ unsigned queries(int stage) const { return base + (kQueryOffset + stage * kQueryBytes); }
-  __device__ __forceinline__ unsigned d_outputs(int stage) const { return base + (kDOutputOffset + stage * kDOutputBytes); }
+  __device__ __forceinline__ unsigned d_o(int stage) const { return base + (kDoOffset + stage * kDoBytes); }
   __device__ __forceinline__ unsigned ds(int stage) const { return base + (kDsOffset + stage * kDsBytes); }
   __device__ __forceinline__ unsigned dq() const { return base + kDqOffset; }
   __device__ __forceinline__ unsigned lse_and_d(int stage) const { return base + (kLseAndDOffset + stage * kLseAndDBytes); }
-  __device__ __forceinline__ unsigned dk() const { return base + kKeyGradientOffset; }
-  __device__ __forceinline__ unsigned dv() const { return base + kValueGradientOffset; }
+  __device__ __forceinline__ unsigned dk() const { return base + kDkOffset; }
+  __device__ __forceinline__ unsigned dv() const { return base + kDvOffset; }
 
-  // queries_full: a tile of Q, LSE and D have landed, and K if it is the first of a work tile. d_outputs_full: a tile
-  // of dO has landed, and V if it is the first of a work tile. queries_empty, d_outputs_empty: every consumer warp has
-  // read Q, or dO.
+  // queries_full: a tile of Q, LSE and D have landed, and K if it is the first of a work tile. d_o_full: a tile of dO
+  // has landed, and V if it is the first of a work tile. queries_empty, d_o_empty: every consumer warp has read Q, or
+  // dO.
   __device__ __forceinline__ unsigned queries_full(int stage) const { return barriers + stage * 32; }
   __device__ __forceinline__ unsigned queries_empty(int stage) const { return barriers + 8 + stage * 32; }
-  __device__ __forceinline__ unsigned d_outputs_full(int stage) const { return barriers + 16 + stage * 32; }
-  __device__ __forceinline__ unsigned d_outputs_empty(int stage) const { return barriers + 24 + stage * 32; }
+  __device__ __forceinline__ unsigned d_o_full(int stage) const { return barriers + 16 + stage * 32; }
+  __device__ __forceinline__ unsigned d_o_empty(int stage) const { return barriers + 24 + stage * 32; }
 
   // ds_full: every consumer warp has written its part of dS. ds_empty: every consumer warp has read dS.
   __device__ __forceinline__ unsigned ds_full(int stage) const { return barriers + kStages * 32 + stage * 16; }
@@ -508,8 +508,8 @@ struct SharedStorage {
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(queries_full(stage), 1);
       mbarrier_init(queries_empty(stage), kConsumers * 4);
-      mbarrier_init(d_outputs_full(stage), 1);
-      mbarrier_init(d_outputs_empty(stage), kConsumers * 4);
+      mbarrier_init(d_o_full(stage), 1);
+      mbarrier_init(d_o_empty(stage), kConsumers * 4);
     }
     for (int stage = 0; stage < kDsStages; ++stage) {
       mbarrier_init(ds_full(stage), kConsumers * 4);
@@ -765,14 +765,14 @@ __device__ __forceinline__ void load_work_tile(const WorkTile& work, QueryIterat
       load_rows<kTileK, kHeadDimPadded, kHeadPanel>(storage.keys(), arguments.k_map, storage.queries_full(state.stage()),
                                                     work.first_key, work.head_kv, work.batch);
     }
-    mbarrier_wait(storage.d_outputs_empty(state.stage()), state.phase() ^ 1);
-    mbarrier_arrive_expect_bytes(storage.d_outputs_full(state.stage()), kDOutputBytes + (first ? kValueBytes : 0));
-    load_rows<kTileQ, kValueDimPadded, kValuePanel>(storage.d_outputs(state.stage()), arguments.d_o_map,
-          storage.d_outputs_full(state.stage()), iterator.first_query(), head, work.batch);
+    mbarrier_wait(storage.d_o_empty(state.stage()), state.phase() ^ 1);
+    mbarrier_arrive_expect_bytes(storage.d_o_full(state.stage()), kDoBytes + (first ? kValueBytes : 0));
+    load_rows<kTileQ, kValueDimPadded, kValuePanel>(storage.d_o(state.stage()), arguments.d_o_map,
+          storage.d_o_full(state.stage()), iterator.first_query(), head, work.batch);
     if (first) {
       mbarrier_wait(storage.values_empty(), kv_state.phase() ^ 1);
       load_rows<kTileK, kValueDimPadded, kValuePanel>(storage.values(), arguments.v_map,
-            storage.d_outputs_full(state.stage()), work.first_key, work.head_kv, work.batch);
+            storage.d_o_full(state.stage()), work.first_key, work.head_kv, work.batch);
     }
   }
 }
@@ -817,12 +817,12 @@ __device__ __forceinline__ int warp_part_of_dq(int warpgroup) {
 // Releases dS of an iteration, and stores this warp's part of dQ to shared memory for the dQ writer, once the writer
 // has read dQ of the previous iteration. In the first iteration of a work tile `has_stored` is false, and nothing is
 // waited for: the epilogue of the previous work tile has waited.
-__device__ __forceinline__ void store_dq(const float (&d_queries)[kDqColumns / 2], int warpgroup,
+__device__ __forceinline__ void store_dq(const float (&dq)[kDqColumns / 2], int warpgroup,
                                          const SharedStorage& storage, PipelineState<kDsStages> state, bool has_stored) {
   release(storage.ds_empty(state.stage()));
   if (has_stored) mbarrier_wait(storage.dq_empty(), PipelineState<1>{state.iteration}.phase() ^ 1);
   store_fragments<kDqColumns>(
-      d_queries, storage.pointer<unsigned char>(storage.dq()) + warp_part_of_dq(warpgroup) * kDqWarpBytes);
+      dq, storage.pointer<unsigned char>(storage.dq()) + warp_part_of_dq(warpgroup) * kDqWarpBytes);
   fence_async_shared();
   __syncwarp();
   release(storage.dq_full(state.iteration % 2));
@@ -964,7 +964,7 @@ __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
 }
 
 // Turns dP into dS = P * (dP - D) with D from the preprocess kernel.
-__device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
+__device__ __forceinline__ void compute_ds(float (&ds)[Scores::kElements],
                                            const float (&probabilities)[Scores::kElements],
                                            const unsigned char* lse_and_d) {
 #pragma unroll
@@ -973,7 +973,7 @@ __device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
 #pragma unroll
     for (int m = 0; m < Scores::kRows * 2; ++m) {
       const int n = Scores::pair(m / 2, j) + m % 2;
-      d_scores[n] = probabilities[n] * (d_scores[n] - (m % 2 ? statistics.w : statistics.y));
+      ds[n] = probabilities[n] * (ds[n] - (m % 2 ? statistics.w : statistics.y));
     }
   }
 }
@@ -999,15 +999,15 @@ __device__ __forceinline__ void issue_qk_wgmma(float (&scores)[kTileQ / 2], int 
 
 // Issues the wgmmas of dP^T = V * dO^T for the keys of a warpgroup. If `waits`, first waits for the full barrier of the
 // stage of dO.
-__device__ __forceinline__ void issue_dp_wgmma(float (&d_scores)[kTileQ / 2], int warpgroup, const SharedStorage& storage,
+__device__ __forceinline__ void issue_dp_wgmma(float (&dp)[kTileQ / 2], int warpgroup, const SharedStorage& storage,
                                                PipelineState<kStages> state, bool waits) {
-  if (waits) mbarrier_wait(storage.d_outputs_full(state.stage()), state.phase());
+  if (waits) mbarrier_wait(storage.d_o_full(state.stage()), state.phase());
   const unsigned values = storage.values() + warpgroup * kPartK * kValuePanel * kElementBytes;
-  issue_wgmma_ss<kValueDimPadded, kValuePanel, kTileK, kTileQ>(d_scores, values, storage.d_outputs(state.stage()));
+  issue_wgmma_ss<kValueDimPadded, kValuePanel, kTileK, kTileQ>(dp, values, storage.d_o(state.stage()));
 }
 
 // Turns the scores into P while the wgmma of dP runs, and then dP into dS.
-__device__ __forceinline__ void compute_p_and_ds(float (&scores)[kTileQ / 2], float (&d_scores)[kTileQ / 2],
+__device__ __forceinline__ void compute_p_and_ds(float (&scores)[kTileQ / 2], float (&ds)[kTileQ / 2],
                                                  const QueryIterator& iterator, const SharedStorage& storage,
                                                  PipelineState<kStages> state, const WorkTile& work,
                                                  const Position& position, const BackwardDkdvArguments& arguments) {
@@ -1020,8 +1020,8 @@ __device__ __forceinline__ void compute_p_and_ds(float (&scores)[kTileQ / 2], fl
   } else {
     recompute_p<Masking::kNone>(scores, lse_and_d, position, first_query, arguments);
   }
-  await_product<0>(d_scores);
-  compute_ds(d_scores, scores, lse_and_d);
+  await_product<0>(ds);
+  compute_ds(ds, scores, lse_and_d);
 }
 
 // Writes dS of this warp's 16 keys to its stage in shared memory, as an operand of dQ: a row for each query, and a
@@ -1042,10 +1042,10 @@ __device__ __forceinline__ void store_ds(const unsigned (&fragments)[kTileQ / 16
 }
 
 // Issues the wgmmas of dQ = dS * K for the part of a tile of dQ that a warpgroup computes.
-__device__ __forceinline__ void issue_dq_wgmma(float (&d_queries)[kDqColumns / 2], int warpgroup, unsigned ds, unsigned keys) {
+__device__ __forceinline__ void issue_dq_wgmma(float (&dq)[kDqColumns / 2], int warpgroup, unsigned ds, unsigned keys) {
   constexpr int kSwizzle = kHeadPanel * kElementBytes;
   const int row_part = warpgroup / kDqColumnParts, column_part = warpgroup % kDqColumnParts;
-  order_registers(d_queries);
+  order_registers(dq);
   wgmma_fence();
   const unsigned long long a = matrix_descriptor<128>(ds + row_part * 64 * 128, 16, 8 * 128);
   const unsigned long long b = matrix_descriptor<kSwizzle>(
@@ -1053,7 +1053,7 @@ __device__ __forceinline__ void issue_dq_wgmma(float (&d_queries)[kDqColumns / 2
 #pragma unroll
   for (int depth = 0; depth < kTileK; depth += 16) {
     wgmma_shared_bf16<kDqColumns, true>(
-        d_queries, a + (depth / 64 * kTileQ * 128 + depth % 64 * kElementBytes) / 16, b + depth * kSwizzle / 16, depth > 0);
+        dq, a + (depth / 64 * kTileQ * 128 + depth % 64 * kElementBytes) / 16, b + depth * kSwizzle / 16, depth > 0);
   }
   wgmma_commit();
 }
@@ -1061,24 +1061,24 @@ __device__ __forceinline__ void issue_dq_wgmma(float (&d_queries)[kDqColumns / 2
 // The mainloop over the query tiles of a work tile, which has one at least: a warpgroup accumulates dK and dV of its
 // keys. It computes its part of an iteration's dQ in the next iteration, when the other warpgroup has written its dS as
 // well. The wgmmas of one warpgroup run while the other one computes P and dS.
-__device__ __forceinline__ void mainloop(float (&d_keys)[kHeadDimPadded / 2], float (&d_values)[kValueDimPadded / 2],
+__device__ __forceinline__ void mainloop(float (&dk)[kHeadDimPadded / 2], float (&dv)[kValueDimPadded / 2],
                                          const WorkTile& work, QueryIterator& iterator, PipelineState<kStages>& state,
                                          int warpgroup, SharedStorage storage, const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32, key = work.first_key + warpgroup * kPartK + threadIdx.x / 32 % 4 * 16 + lane / 4;
-  float scores[kTileQ / 2], d_scores[kTileQ / 2];
-  float(&d_queries)[kDqColumns / 2] = scores;   // the scores are no longer needed when dQ starts
+  float scores[kTileQ / 2], ds[kTileQ / 2];   // S, which becomes P, and dP, which becomes dS
+  float(&dq)[kDqColumns / 2] = scores;   // the scores are no longer needed when dQ starts
   bool has_previous = false, has_stored = false;   // this is not the first iteration; a tile of dQ has been stored
   issue_qk_wgmma(scores, warpgroup, storage, state, true);
-  issue_dp_wgmma(d_scores, warpgroup, storage, state, true);
+  issue_dp_wgmma(ds, warpgroup, storage, state, true);
   await_product<1>(scores);
   // `base` is opaque to the compiler in each iteration. Registers would otherwise hold the addresses of K and V.
   for (bool is_done = false; !is_done; ++state, storage.base = opaque(storage.base)) {
     const PipelineState<kDsStages> ds_state = {state.iteration};
     const Position position = {work.batch, iterator.head(work, arguments), lane % 4 * 2, key};
-    compute_p_and_ds(scores, d_scores, iterator, storage, state, work, position, arguments);
+    compute_p_and_ds(scores, ds, iterator, storage, state, work, position, arguments);
     unsigned p_fragments[kTileQ / 16][4], ds_fragments[kTileQ / 16][4];
     pack_scores(p_fragments, scores);
-    pack_scores(ds_fragments, d_scores);
+    pack_scores(ds_fragments, ds);
     store_ds(ds_fragments, warpgroup, storage, ds_state);
     iterator.advance(work, arguments);
     is_done = iterator.done(arguments);
@@ -1086,15 +1086,15 @@ __device__ __forceinline__ void mainloop(float (&d_keys)[kHeadDimPadded / 2], fl
     // wgmmas start in this order: dQ of the previous iteration, dV, dK, and S and dP of the next iteration. Each is a
     // group of its own. dQ waits for nothing: at the end of the previous iteration both warpgroups had written dS.
     const auto issue_dk_and_dv_wgmma = [&] {
-      issue_wgmma_rs<kValueDimPadded, kValuePanel, kTileQ>(d_values, p_fragments, storage.d_outputs(state.stage()));
-      issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, ds_fragments, storage.queries(state.stage()));
+      issue_wgmma_rs<kValueDimPadded, kValuePanel, kTileQ>(dv, p_fragments, storage.d_o(state.stage()));
+      issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileQ>(dk, ds_fragments, storage.queries(state.stage()));
     };
     if (has_previous) {
       const PipelineState<kDsStages> previous_ds = {state.iteration - 1};
-      issue_dq_wgmma(d_queries, warpgroup, storage.ds(previous_ds.stage()), storage.keys());
+      issue_dq_wgmma(dq, warpgroup, storage.ds(previous_ds.stage()), storage.keys());
       issue_dk_and_dv_wgmma();
-      await_product<2>(d_queries);
-      store_dq(d_queries, warpgroup, storage, previous_ds, has_stored);
+      await_product<2>(dq);
+      store_dq(dq, warpgroup, storage, previous_ds, has_stored);
       has_stored = true;
     } else {
       issue_dk_and_dv_wgmma();
@@ -1106,37 +1106,37 @@ __device__ __forceinline__ void mainloop(float (&d_keys)[kHeadDimPadded / 2], fl
     // compiler would serialize all of them.
     const PipelineState<kStages> next = state + (is_done ? 0 : 1);
     issue_qk_wgmma(scores, warpgroup, storage, next, !is_done);
-    await_product<2>(d_values);
-    await_product<1>(d_keys);
-    issue_dp_wgmma(d_scores, warpgroup, storage, next, !is_done);
+    await_product<2>(dv);
+    await_product<1>(dk);
+    issue_dp_wgmma(ds, warpgroup, storage, next, !is_done);
     if (!is_done) {   // otherwise the wgmmas that were started again still read these stages
-      release(storage.d_outputs_empty(state.stage()));
+      release(storage.d_o_empty(state.stage()));
       release(storage.queries_empty(state.stage()));
     }
     await_product<1>(scores);
     mbarrier_wait(storage.ds_full(ds_state.stage()), ds_state.phase());
   }
-  await_product<0>(d_scores);
+  await_product<0>(ds);
   const PipelineState<kStages> last = {state.iteration - 1};
-  release(storage.d_outputs_empty(last.stage()));
+  release(storage.d_o_empty(last.stage()));
   release(storage.queries_empty(last.stage()));
   const PipelineState<kDsStages> last_ds = {last.iteration};
-  issue_dq_wgmma(d_queries, warpgroup, storage.ds(last_ds.stage()), storage.keys());
-  await_product<0>(d_queries);
-  store_dq(d_queries, warpgroup, storage, last_ds, has_stored);
+  issue_dq_wgmma(dq, warpgroup, storage.ds(last_ds.stage()), storage.keys());
+  await_product<0>(dq);
+  store_dq(dq, warpgroup, storage, last_ds, has_stored);
 }
 
 // The epilogue: stores dK and dV. dV overlays V, and dK overlays this warp's part of dQ, because K of the next work
 // tile is loaded at the same time. `dq_state` is the state after the last iteration.
-__device__ __forceinline__ void epilogue(const float (&d_keys)[kHeadDimPadded / 2],
-                                         const float (&d_values)[kValueDimPadded / 2], const WorkTile& work,
+__device__ __forceinline__ void epilogue(const float (&dk)[kHeadDimPadded / 2],
+                                         const float (&dv)[kValueDimPadded / 2], const WorkTile& work,
                                          PipelineState<1> dq_state, bool has_iterations,
                                          int warpgroup, const SharedStorage& storage, const BackwardDkdvArguments& arguments) {
   const int row = warpgroup * kPartK + threadIdx.x / 32 % 4 * 16, lane = threadIdx.x % 32;
   // Waits until the warpgroup has read its V.
   named_barrier_sync(1 + warpgroup, 128);
   store_rows<kValueDimPadded, kValuePanel, kTileK>(
-      d_values, 1.0f, storage.dv() + row * kValuePanel * kElementBytes, arguments.dv_map,
+      dv, 1.0f, storage.dv() + row * kValuePanel * kElementBytes, arguments.dv_map,
       work.first_key + row, work.head_kv, work.batch);
   // Waits for dV, and for dK of the previous work tile if this one has no iterations.
   if (lane == 0) bulk_wait_read<0>();
@@ -1145,19 +1145,19 @@ __device__ __forceinline__ void epilogue(const float (&d_keys)[kHeadDimPadded / 
   if (has_iterations) mbarrier_wait(storage.dq_empty(), dq_state.phase() ^ 1);
   __syncwarp();
   store_rows<kHeadDimPadded, kHeadPanel, 16>(
-      d_keys, kScale, storage.dk() + warp_part_of_dq(warpgroup) * kDqWarpBytes, arguments.dk_map,
+      dk, kScale, storage.dk() + warp_part_of_dq(warpgroup) * kDqWarpBytes, arguments.dk_map,
       work.first_key + row, work.head_kv, work.batch);
 }
 
 // Computes dK and dV of the keys of a warpgroup in a work tile.
 __device__ __forceinline__ void compute_work_tile(const WorkTile& work, PipelineState<kStages>& state, int warpgroup,
                                                   const SharedStorage& storage, const BackwardDkdvArguments& arguments) {
-  float d_keys[kHeadDimPadded / 2] = {}, d_values[kValueDimPadded / 2] = {};
+  float dk[kHeadDimPadded / 2] = {}, dv[kValueDimPadded / 2] = {};
   QueryIterator iterator(work, arguments);
   const bool has_iterations = !iterator.done(arguments);
-  if (has_iterations) mainloop(d_keys, d_values, work, iterator, state, warpgroup, storage, arguments);
+  if (has_iterations) mainloop(dk, dv, work, iterator, state, warpgroup, storage, arguments);
   release(storage.keys_empty());
-  epilogue(d_keys, d_values, work, {state.iteration}, has_iterations, warpgroup, storage, arguments);
+  epilogue(dk, dv, work, {state.iteration}, has_iterations, warpgroup, storage, arguments);
 }
 
 // Returns the value, and shows the compiler that a warp has one: uniform registers then hold it.

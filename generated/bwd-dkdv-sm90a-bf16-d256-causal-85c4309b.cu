@@ -76,17 +76,17 @@ constexpr int kElementBytes = sizeof(Element);
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
-constexpr int kDOutputBytes = kTileQ * kValueDimPadded * kElementBytes;
+constexpr int kDoBytes = kTileQ * kValueDimPadded * kElementBytes;
 constexpr int kExchangeBytes = kTileQ * kTileK * kElementBytes;
 constexpr int kLseAndDBytes = kTileQ * sizeof(float2);
 constexpr int kBarrierBytes = (4 * kStages + 2 * kExchangeStages) * 8;
 constexpr int kValueOffset = kKeyBytes;
 constexpr int kQueryOffset = kValueOffset + kValueBytes;
-constexpr int kDOutputOffset = kQueryOffset + kStages * kQueryBytes;
-constexpr int kExchangeOffset = kDOutputOffset + kStages * kDOutputBytes;
+constexpr int kDoOffset = kQueryOffset + kStages * kQueryBytes;
+constexpr int kExchangeOffset = kDoOffset + kStages * kDoBytes;
 constexpr int kLseAndDOffset = kExchangeOffset + kExchangeStages * kExchangeBytes;
 constexpr int kBarrierOffset = kLseAndDOffset + kStages * kLseAndDBytes;
-constexpr int kValueGradientOffset = kValueOffset;
+constexpr int kDvOffset = kValueOffset;
 static_assert(kBarrierOffset + kBarrierBytes <= 226560, "the shared memory of the launch");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
@@ -351,19 +351,19 @@ struct SharedStorage {
   __device__ __forceinline__ unsigned keys() const { return base; }
   __device__ __forceinline__ unsigned values() const { return base + kValueOffset; }
   __device__ __forceinline__ unsigned queries(int stage) const { return base + (kQueryOffset + stage * kQueryBytes); }
-  __device__ __forceinline__ unsigned d_outputs(int stage) const { return base + (kDOutputOffset + stage * kDOutputBytes); }
+  __device__ __forceinline__ unsigned d_o(int stage) const { return base + (kDoOffset + stage * kDoBytes); }
   __device__ __forceinline__ unsigned exchange(int stage) const { return base + (kExchangeOffset + stage * kExchangeBytes); }
   __device__ __forceinline__ unsigned lse_and_d(int stage) const { return base + (kLseAndDOffset + stage * kLseAndDBytes); }
   __device__ __forceinline__ unsigned dk() const { return base; }
-  __device__ __forceinline__ unsigned dv() const { return base + kValueGradientOffset; }
+  __device__ __forceinline__ unsigned dv() const { return base + kDvOffset; }
 
-  // queries_full: a tile of Q, LSE and D have landed, and K if it is the first of a work tile. d_outputs_full: a tile
-  // of dO has landed, and V if it is the first of a work tile. queries_empty, d_outputs_empty: every consumer warp has
-  // read Q, or dO.
+  // queries_full: a tile of Q, LSE and D have landed, and K if it is the first of a work tile. d_o_full: a tile of dO
+  // has landed, and V if it is the first of a work tile. queries_empty, d_o_empty: every consumer warp has read Q, or
+  // dO.
   __device__ __forceinline__ unsigned queries_full(int stage) const { return barriers + stage * 32; }
   __device__ __forceinline__ unsigned queries_empty(int stage) const { return barriers + 8 + stage * 32; }
-  __device__ __forceinline__ unsigned d_outputs_full(int stage) const { return barriers + 16 + stage * 32; }
-  __device__ __forceinline__ unsigned d_outputs_empty(int stage) const { return barriers + 24 + stage * 32; }
+  __device__ __forceinline__ unsigned d_o_full(int stage) const { return barriers + 16 + stage * 32; }
+  __device__ __forceinline__ unsigned d_o_empty(int stage) const { return barriers + 24 + stage * 32; }
 
   // exchange_full: each warp of a warpgroup has written what it passes to the other one. exchange_empty: each warp of
   // the other one has read it.
@@ -381,8 +381,8 @@ struct SharedStorage {
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(queries_full(stage), 1);
       mbarrier_init(queries_empty(stage), kConsumers * 4);
-      mbarrier_init(d_outputs_full(stage), 1);
-      mbarrier_init(d_outputs_empty(stage), kConsumers * 4);
+      mbarrier_init(d_o_full(stage), 1);
+      mbarrier_init(d_o_empty(stage), kConsumers * 4);
     }
     for (int stage = 0; stage < kExchangeStages; ++stage) {
       mbarrier_init(exchange_full(stage), 4);
@@ -599,13 +599,13 @@ __device__ __forceinline__ void producer(const WorkTile& work, const SharedStora
       load_rows<kTileK, kHeadDimPadded, kHeadPanel>(storage.keys(), arguments.k_map, storage.queries_full(state.stage()),
                                                     work.first_key, work.head_kv, work.batch);
     }
-    mbarrier_wait(storage.d_outputs_empty(state.stage()), state.phase() ^ 1);
-    mbarrier_arrive_expect_bytes(storage.d_outputs_full(state.stage()), kDOutputBytes + (first ? kValueBytes : 0));
-    load_rows<kTileQ, kValueDimPadded, kValuePanel>(storage.d_outputs(state.stage()), arguments.d_o_map,
-          storage.d_outputs_full(state.stage()), iterator.first_query(), head, work.batch);
+    mbarrier_wait(storage.d_o_empty(state.stage()), state.phase() ^ 1);
+    mbarrier_arrive_expect_bytes(storage.d_o_full(state.stage()), kDoBytes + (first ? kValueBytes : 0));
+    load_rows<kTileQ, kValueDimPadded, kValuePanel>(storage.d_o(state.stage()), arguments.d_o_map,
+          storage.d_o_full(state.stage()), iterator.first_query(), head, work.batch);
     if (first) {
       load_rows<kTileK, kValueDimPadded, kValuePanel>(storage.values(), arguments.v_map,
-            storage.d_outputs_full(state.stage()), work.first_key, work.head_kv, work.batch);
+            storage.d_o_full(state.stage()), work.first_key, work.head_kv, work.batch);
     }
   }
 }
@@ -655,7 +655,7 @@ __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
 }
 
 // Turns dP into dS = P * (dP - D) with D from the preprocess kernel.
-__device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
+__device__ __forceinline__ void compute_ds(float (&ds)[Scores::kElements],
                                            const float (&probabilities)[Scores::kElements],
                                            const unsigned char* lse_and_d) {
 #pragma unroll
@@ -664,7 +664,7 @@ __device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
 #pragma unroll
     for (int m = 0; m < Scores::kRows * 2; ++m) {
       const int n = Scores::pair(m / 2, j) + m % 2;
-      d_scores[n] = probabilities[n] * (d_scores[n] - (m % 2 ? statistics.w : statistics.y));
+      ds[n] = probabilities[n] * (ds[n] - (m % 2 ? statistics.w : statistics.y));
     }
   }
 }
@@ -707,7 +707,7 @@ __device__ __forceinline__ void consumer_dv(const WorkTile& work, const SharedSt
                                             const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   Position position = {work.batch, 0, lane % 4 * 2, work.first_key + warp_row + lane / 4};
-  float d_values[kValueDimPadded / 2] = {}, scores[kTileQ / 2];
+  float dv[kValueDimPadded / 2] = {}, scores[kTileQ / 2];
   unsigned fragments[kTileQ / 16][4];
   const auto issue_qk_wgmma = [&](PipelineState<kStages> state) {
     mbarrier_wait(storage.queries_full(state.stage()), state.phase());
@@ -744,23 +744,23 @@ __device__ __forceinline__ void consumer_dv(const WorkTile& work, const SharedSt
     pack_p({state.iteration});
     for (iterator.advance(work, arguments); !iterator.done(arguments); iterator.advance(work, arguments), ++state) {
       issue_qk_wgmma(state + 1);
-      mbarrier_wait(storage.d_outputs_full(state.stage()), state.phase());
-      issue_wgmma_rs<kValueDimPadded, kValuePanel, kTileQ>(d_values, fragments, storage.d_outputs(state.stage()));
+      mbarrier_wait(storage.d_o_full(state.stage()), state.phase());
+      issue_wgmma_rs<kValueDimPadded, kValuePanel, kTileQ>(dv, fragments, storage.d_o(state.stage()));
       await_product<1>(scores);
       compute_p(state + 1);
-      await_product<0>(d_values);
-      release(storage.d_outputs_empty(state.stage()));
+      await_product<0>(dv);
+      release(storage.d_o_empty(state.stage()));
       pack_p({state.iteration + 1});
     }
-    mbarrier_wait(storage.d_outputs_full(state.stage()), state.phase());
-    issue_wgmma_rs<kValueDimPadded, kValuePanel, kTileQ>(d_values, fragments, storage.d_outputs(state.stage()));
-    await_product<0>(d_values);
+    mbarrier_wait(storage.d_o_full(state.stage()), state.phase());
+    issue_wgmma_rs<kValueDimPadded, kValuePanel, kTileQ>(dv, fragments, storage.d_o(state.stage()));
+    await_product<0>(dv);
   }
   // The epilogue: dV overlays V once the other warpgroup has read V. This one has read K.
   named_barrier_arrive(1, kConsumers * 128);
   named_barrier_sync(2, kConsumers * 128);
   store_rows<kValueDimPadded, kValuePanel, kTileK>(
-      d_values, 1.0f, storage.dv() + warp_row * kValuePanel * kElementBytes, arguments.dv_map,
+      dv, 1.0f, storage.dv() + warp_row * kValuePanel * kElementBytes, arguments.dv_map,
       work.first_key + warp_row, work.head_kv, work.batch);
   if (lane == 0) bulk_wait_read<0>();   // before the CTA ends and its shared memory is freed
 }
@@ -770,50 +770,50 @@ __device__ __forceinline__ void consumer_dv(const WorkTile& work, const SharedSt
 __device__ __forceinline__ void consumer_dk(const WorkTile& work, const SharedStorage& storage,
                                             const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
-  float d_keys[kHeadDimPadded / 2] = {}, d_scores[kTileQ / 2];
+  float dk[kHeadDimPadded / 2] = {}, ds[kTileQ / 2];
   unsigned fragments[kTileQ / 16][4];
   const auto issue_dp_wgmma = [&](PipelineState<kStages> state) {
-    mbarrier_wait(storage.d_outputs_full(state.stage()), state.phase());
-    issue_wgmma_ss<kValueDimPadded, kValuePanel, kTileK, kTileQ>(d_scores, storage.values(),
-                                                                 storage.d_outputs(state.stage()));
+    mbarrier_wait(storage.d_o_full(state.stage()), state.phase());
+    issue_wgmma_ss<kValueDimPadded, kValuePanel, kTileK, kTileQ>(ds, storage.values(),
+                                                                 storage.d_o(state.stage()));
   };
   const auto finish_ds = [&](PipelineState<kStages> state) {
     const PipelineState<kExchangeStages> exchange_state = {state.iteration};
     float probabilities[kTileQ / 2];
-    release(storage.d_outputs_empty(state.stage()));
+    release(storage.d_o_empty(state.stage()));
     mbarrier_wait(storage.exchange_full(exchange_state.stage()), exchange_state.phase());
     load_exchanged(probabilities, storage, exchange_state.stage());
     __syncwarp();
     release(storage.exchange_empty(exchange_state.stage()));
     mbarrier_wait(storage.queries_full(state.stage()), state.phase());   // LSE and D have landed with Q
     const unsigned char* lse_and_d = storage.pointer<unsigned char>(storage.lse_and_d(state.stage()));
-    compute_ds(d_scores, probabilities, lse_and_d);
+    compute_ds(ds, probabilities, lse_and_d);
   };
 
   PipelineState<kStages> state = {0};
   QueryIterator iterator(work, arguments);
   if (!iterator.done(arguments)) {
     issue_dp_wgmma(state);
-    await_product<0>(d_scores);
+    await_product<0>(ds);
     finish_ds(state);
-    pack_scores(fragments, d_scores);
+    pack_scores(fragments, ds);
     for (iterator.advance(work, arguments); !iterator.done(arguments); iterator.advance(work, arguments), ++state) {
       issue_dp_wgmma(state + 1);
-      issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, fragments, storage.queries(state.stage()));
-      await_product<1>(d_scores);
+      issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileQ>(dk, fragments, storage.queries(state.stage()));
+      await_product<1>(ds);
       finish_ds(state + 1);
-      await_product<0>(d_keys);
+      await_product<0>(dk);
       release(storage.queries_empty(state.stage()));
-      pack_scores(fragments, d_scores);
+      pack_scores(fragments, ds);
     }
-    issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, fragments, storage.queries(state.stage()));
-    await_product<0>(d_keys);
+    issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileQ>(dk, fragments, storage.queries(state.stage()));
+    await_product<0>(dk);
   }
   // The epilogue: dK overlays K once the other warpgroup has read K. This one has read V.
   named_barrier_arrive(2, kConsumers * 128);
   named_barrier_sync(1, kConsumers * 128);
   store_rows<kHeadDimPadded, kHeadPanel, kTileK>(
-      d_keys, kScale, storage.dk() + warp_row * kHeadPanel * kElementBytes, arguments.dk_map,
+      dk, kScale, storage.dk() + warp_row * kHeadPanel * kElementBytes, arguments.dk_map,
       work.first_key + warp_row, work.head_kv, work.batch);
   if (lane == 0) bulk_wait_read<0>();   // before the CTA ends and its shared memory is freed
 }

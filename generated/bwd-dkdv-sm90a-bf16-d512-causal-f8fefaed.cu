@@ -686,7 +686,7 @@ __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
 }
 
 // Turns dP into dS = P * (dP - D) with D from the preprocess kernel.
-__device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
+__device__ __forceinline__ void compute_ds(float (&ds)[Scores::kElements],
                                            const float (&probabilities)[Scores::kElements],
                                            const unsigned char* lse_and_d) {
 #pragma unroll
@@ -695,7 +695,7 @@ __device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
 #pragma unroll
     for (int m = 0; m < Scores::kRows * 2; ++m) {
       const int n = Scores::pair(m / 2, j) + m % 2;
-      d_scores[n] = probabilities[n] * (d_scores[n] - (m % 2 ? statistics.w : statistics.y));
+      ds[n] = probabilities[n] * (ds[n] - (m % 2 ? statistics.w : statistics.y));
     }
   }
 }
@@ -749,18 +749,18 @@ __device__ __forceinline__ void compute_p(const WorkTile& work, const SharedStor
 // CTA.
 __device__ __forceinline__ void compute_ds(const WorkTile& work, const SharedStorage& storage,
                                            const BackwardDkdvArguments& arguments) {
-  float d_scores[Scores::kElements], probabilities[Scores::kElements];
+  float ds[Scores::kElements], probabilities[Scores::kElements];
   unsigned fragments[kTileQ / 16][4];
   QueryIterator iterator(work, arguments);
   for (PipelineState<kStages> state = {0}; !iterator.done(arguments); iterator.advance(work, arguments), ++state) {
-    issue_qk_wgmma(d_scores, storage, state);
+    issue_qk_wgmma(ds, storage, state);
     load_passed(fragments, true, storage, {state.iteration});
     unpack_scores(probabilities, fragments);
-    await_product<0>(d_scores);
-    compute_ds(d_scores, probabilities, storage.pointer<unsigned char>(storage.lse_and_d(state.stage())));
+    await_product<0>(ds);
+    compute_ds(ds, probabilities, storage.pointer<unsigned char>(storage.lse_and_d(state.stage())));
     __syncwarp();   // all lanes have read LSE and D
     release(storage.streamed_empty(state.stage()));
-    pack_scores(fragments, d_scores);
+    pack_scores(fragments, ds);
     pass_fragments(fragments, storage, {state.iteration});
   }
   named_barrier_arrive(1, 3 * 128);   // V has been read

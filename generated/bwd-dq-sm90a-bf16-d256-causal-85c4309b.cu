@@ -71,13 +71,13 @@ constexpr int kElementBytes = sizeof(Element);
 //   229376  mbarriers, 56 bytes
 //        0  dQ, 2 x 32768 bytes, overlays Q
 constexpr int kQueryBytes = kPartQ * kHeadDimPadded * kElementBytes;
-constexpr int kDOutputBytes = kPartQ * kValueDimPadded * kElementBytes;
+constexpr int kDoBytes = kPartQ * kValueDimPadded * kElementBytes;
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kBarrierBytes = (1 + 2 * kKeyStages + 2 * kValueStages) * 8;
 constexpr int kQueryGradientBytes = kPartQ * kHeadDimPadded * kElementBytes;
-constexpr int kDOutputOffset = kConsumers * kQueryBytes;
-constexpr int kKeyOffset = kDOutputOffset + kConsumers * kDOutputBytes;
+constexpr int kDoOffset = kConsumers * kQueryBytes;
+constexpr int kKeyOffset = kDoOffset + kConsumers * kDoBytes;
 constexpr int kValueOffset = kKeyOffset + kKeyStages * kKeyBytes;
 constexpr int kBarrierOffset = kValueOffset + kValueStages * kValueBytes;
 static_assert(kBarrierOffset + kBarrierBytes <= 229432, "the shared memory of the launch");
@@ -328,7 +328,7 @@ struct SharedStorage {
   unsigned base, barriers;   // the addresses of the buffers, and of the mbarriers
 
   __device__ __forceinline__ unsigned queries(int warpgroup) const { return base + warpgroup * kQueryBytes; }
-  __device__ __forceinline__ unsigned d_outputs(int warpgroup) const { return base + (kDOutputOffset + warpgroup * kDOutputBytes); }
+  __device__ __forceinline__ unsigned d_o(int warpgroup) const { return base + (kDoOffset + warpgroup * kDoBytes); }
   __device__ __forceinline__ unsigned keys(int stage) const { return base + (kKeyOffset + stage * kKeyBytes); }
   __device__ __forceinline__ unsigned values(int stage) const { return base + (kValueOffset + stage * kValueBytes); }
   __device__ __forceinline__ unsigned dq(int warpgroup) const { return base + warpgroup * kQueryGradientBytes; }
@@ -516,12 +516,12 @@ __device__ __forceinline__ void producer(const WorkTile& work, const SharedStora
   // The KV head: head / heads_per_kv = umulhi(2 * head + 1, ceil(2^31 / heads_per_kv)), which is exact for head < 2^16
   // and heads_per_kv <= 2^13. The + 1 tolerates a reciprocal that is rounded in either direction.
   const int head_kv = __umulhi(2 * work.head + 1, arguments.kv_reciprocal);
-  mbarrier_arrive_expect_bytes(storage.queries_full(), kConsumers * (kQueryBytes + kDOutputBytes));
+  mbarrier_arrive_expect_bytes(storage.queries_full(), kConsumers * (kQueryBytes + kDoBytes));
   for (int group = 0; group < kConsumers; ++group) {
     const int first_query = work.first_query + group * kPartQ;
     load_rows<kPartQ, kHeadDimPadded, kHeadPanel>(storage.queries(group), arguments.q_map, storage.queries_full(),
                                                   first_query, work.head, work.batch);
-    load_rows<kPartQ, kValueDimPadded, kValuePanel>(storage.d_outputs(group), arguments.d_o_map,
+    load_rows<kPartQ, kValueDimPadded, kValuePanel>(storage.d_o(group), arguments.d_o_map,
                                                     storage.queries_full(), first_query, work.head, work.batch);
   }
   for (int step = 0; step < tiles.count; ++step) {
@@ -581,12 +581,12 @@ __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
 }
 
 // Turns dP into dS = P * (dP - D) with D from the preprocess kernel.
-__device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
+__device__ __forceinline__ void compute_ds(float (&ds)[Scores::kElements],
                                            const float (&probabilities)[Scores::kElements],
                                            const float2 (&rows)[Scores::kRows]) {
 #pragma unroll
   for (int n = 0; n < Scores::kElements; ++n) {
-    d_scores[n] = probabilities[n] * (d_scores[n] - (rows[Scores::row_index(n)].y));
+    ds[n] = probabilities[n] * (ds[n] - (rows[Scores::row_index(n)].y));
   }
 }
 
@@ -601,16 +601,16 @@ __device__ __forceinline__ void pack_scores(unsigned (&fragments)[Scores::kPairs
 
 // The epilogue: stores the dQ of a warpgroup, which overlays its Q in shared memory. Rows that attend to no key are 0,
 // whatever K holds. `rows` has the LSE and D of this lane's two rows.
-__device__ __forceinline__ void epilogue(float (&d_queries)[kHeadDimPadded / 2], const float2 (&rows)[Scores::kRows], int warpgroup,
+__device__ __forceinline__ void epilogue(float (&dq)[kHeadDimPadded / 2], const float2 (&rows)[Scores::kRows], int warpgroup,
                                          unsigned queries, int first_query, const WorkTile& work,
                                          const BackwardDqArguments& arguments) {
   named_barrier_sync(1 + warpgroup, 128);   // all warps of the warpgroup have read Q
 #pragma unroll
   for (int n = 0; n < kHeadDimPadded / 2; ++n) {
-    if (rows[Fragment<kHeadDimPadded>::row_index(n)].x == kNoLse) d_queries[n] = 0.0f;
+    if (rows[Fragment<kHeadDimPadded>::row_index(n)].x == kNoLse) dq[n] = 0.0f;
   }
   store_rows<kHeadDimPadded, kHeadPanel, kPartQ>(
-      d_queries, kScale, queries + threadIdx.x / 32 % 4 * 16 * kHeadPanel * kElementBytes, arguments.dq_map,
+      dq, kScale, queries + threadIdx.x / 32 % 4 * 16 * kHeadPanel * kElementBytes, arguments.dq_map,
       first_query, work.head, work.batch);
   if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // before the CTA ends and its shared memory is freed
 }
@@ -621,11 +621,11 @@ __device__ __forceinline__ void consumer(const WorkTile& work, int warpgroup, co
                                          const BackwardDqArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   const unsigned queries = storage.queries(warpgroup);
-  const unsigned d_outputs = storage.d_outputs(warpgroup);
+  const unsigned d_o = storage.d_o(warpgroup);
   const int first_query = work.first_query + warpgroup * kPartQ + warp_row;
   const Position position = {work.batch, work.head, first_query + lane / 4, lane % 4 * 2};
-  float d_queries[kHeadDimPadded / 2] = {};
-  float scores[kTileK / 2], d_scores[kTileK / 2];
+  float dq[kHeadDimPadded / 2] = {};
+  float scores[kTileK / 2], ds[kTileK / 2];   // S, which becomes P, and dP, which becomes dS
   float2 rows[Scores::kRows];
   load_lse_and_d(rows, position, arguments);
   const bool large_lse = has_large_lse(rows);
@@ -638,7 +638,7 @@ __device__ __forceinline__ void consumer(const WorkTile& work, int warpgroup, co
   };
   const auto issue_dp_wgmma = [&](PipelineState<kValueStages> value_state, bool waits) {
     if (waits) mbarrier_wait(storage.values_full(value_state.stage()), value_state.phase());
-    issue_wgmma_ss<kValueDimPadded, kValuePanel, kPartQ, kTileK>(d_scores, d_outputs, storage.values(value_state.stage()));
+    issue_wgmma_ss<kValueDimPadded, kValuePanel, kPartQ, kTileK>(ds, d_o, storage.values(value_state.stage()));
   };
 
   if (tiles.count > 0) {
@@ -658,24 +658,24 @@ __device__ __forceinline__ void consumer(const WorkTile& work, int warpgroup, co
     } else {
       recompute_p<Masking::kNone>(scores, rows, position, first_key, arguments);
     }
-    await_product<0>(d_scores);
+    await_product<0>(ds);
     release(storage.values_empty(value_state.stage()));
-    compute_ds(d_scores, scores, rows);
+    compute_ds(ds, scores, rows);
     unsigned fragments[kTileK / 16][4];
-    pack_scores(fragments, d_scores);
-    issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileK>(d_queries, fragments, storage.keys(key_state.stage()));
+    pack_scores(fragments, ds);
+    issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileK>(dq, fragments, storage.keys(key_state.stage()));
     // The last iteration issues the wgmmas of its own S and dP again, without a use: wgmmas in a branch would not
     // overlap.
     const bool is_last = step + 1 == tiles.count;
     const int next = is_last ? step : step + 1;
     issue_qk_wgmma({next}, !is_last);
-    await_product<1>(d_queries);
+    await_product<1>(dq);
     issue_dp_wgmma({next}, !is_last);
     release(storage.keys_empty(key_state.stage()));
     await_product<1>(scores);
   }
-  await_product<0>(d_scores);
-  epilogue(d_queries, rows, warpgroup, queries, first_query, work, arguments);
+  await_product<0>(ds);
+  epilogue(dq, rows, warpgroup, queries, first_query, work, arguments);
 }
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------

@@ -622,12 +622,12 @@ __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
 }
 
 // Turns dP into dS = P * (dP - D) with D from the preprocess kernel.
-__device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
+__device__ __forceinline__ void compute_ds(float (&ds)[Scores::kElements],
                                            const float (&probabilities)[Scores::kElements],
                                            const float2 (&rows)[Scores::kRows]) {
 #pragma unroll
   for (int n = 0; n < Scores::kElements; ++n) {
-    d_scores[n] = probabilities[n] * (d_scores[n] - (rows[Scores::row_index(n)].y));
+    ds[n] = probabilities[n] * (ds[n] - (rows[Scores::row_index(n)].y));
   }
 }
 
@@ -685,18 +685,18 @@ __device__ __forceinline__ void compute_p(const WorkTile& work, const SharedStor
 __device__ __forceinline__ void compute_ds(const WorkTile& work, const SharedStorage& storage,
                                            const BackwardDqArguments& arguments) {
   const KeyTiles tiles = key_tiles_of(work, arguments);
-  float d_scores[Scores::kElements], probabilities[Scores::kElements];
+  float ds[Scores::kElements], probabilities[Scores::kElements];
   unsigned fragments[kTileK / 16][4];
   float2 rows[Scores::kRows];
   load_lse_and_d(rows, position_of(work), arguments);
   for (PipelineState<kStages> state = {0}; state.iteration < tiles.count; ++state) {
-    issue_qk_wgmma(d_scores, storage, state);
+    issue_qk_wgmma(ds, storage, state);
     load_passed(fragments, true, storage, {state.iteration});
     unpack_scores(probabilities, fragments);
-    await_product<0>(d_scores);
+    await_product<0>(ds);
     release(storage.streamed_empty(state.stage()));
-    compute_ds(d_scores, probabilities, rows);
-    pack_scores(fragments, d_scores);
+    compute_ds(ds, probabilities, rows);
+    pack_scores(fragments, ds);
     pass_fragments(fragments, storage, {state.iteration});
   }
 }
@@ -735,10 +735,10 @@ struct Gradient {
 
 // Sets columns of dQ to 0 in the rows that attend to no key, whatever K holds.
 template <int kCount>
-__device__ __forceinline__ void zero_empty_rows(float (&d_queries)[kCount], const float2 (&rows)[Scores::kRows]) {
+__device__ __forceinline__ void zero_empty_rows(float (&dq)[kCount], const float2 (&rows)[Scores::kRows]) {
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
-    if (rows[Fragment<kCount * 2>::row_index(n)].x == kNoLse) d_queries[n] = 0.0f;
+    if (rows[Fragment<kCount * 2>::row_index(n)].x == kNoLse) dq[n] = 0.0f;
   }
 }
 

@@ -91,14 +91,14 @@ constexpr int kElementBytes = sizeof(Element);
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
-constexpr int kOutputBytes = kTileQ * kValueDimPadded * kElementBytes;
+constexpr int kDoBytes = kTileQ * kValueDimPadded * kElementBytes;
 constexpr int kLseAndDBytes = kTileQ * sizeof(float2);
 constexpr int kScoreBytes = kTileK * kTileQ * kElementBytes;
 constexpr int kProbabilityBytes = kTileK * kTileQ * kElementBytes;
 constexpr int kValueOffset = kKeyBytes;
 constexpr int kQueryOffset = kValueOffset + kValueBytes;
-constexpr int kOutputOffset = kQueryOffset + kStages * kQueryBytes;
-constexpr int kLseAndDOffset = kOutputOffset + kStages * kOutputBytes;
+constexpr int kDoOffset = kQueryOffset + kStages * kQueryBytes;
+constexpr int kLseAndDOffset = kDoOffset + kStages * kDoBytes;
 constexpr int kScoreOffset = kLseAndDOffset + kStages * kLseAndDBytes;
 constexpr int kProbabilityOffset = kScoreOffset + kScoreBytes;
 static_assert(kProbabilityOffset + kProbabilityBytes <= 66560, "the shared memory of the launch");
@@ -515,7 +515,7 @@ __device__ __forceinline__ void add_to_gradient(long long* sums, long long offse
 // is then at most 1, and exactly 1 if it differs from 1 by no more than the rounding of the LSE.
 template <Masking kMasking>
 __device__ __forceinline__ void recompute_p_and_ds(Scores& probabilities,
-                                                   Scores& d_scores,
+                                                   Scores& ds,
                                                    const unsigned char* lse_and_d,
                                                    const Position& position, int first_query,
                                                    CaptureGradients& captured,
@@ -533,12 +533,12 @@ __device__ __forceinline__ void recompute_p_and_ds(Scores& probabilities,
       float exponent = fmaf(score, kScoreToLog2, -lse);
       if (kMasking == Masking::kMaskAndBounds && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
       const float probability = exp2_approx(exponent);
-      float d_score = probability * (d_scores[n] - (m % 2 ? statistics.w : statistics.y));
+      float d_score = probability * (ds[n] - (m % 2 ? statistics.w : statistics.y));
       const bool attended = kMasking == Masking::kNone ||
           (kMasking == Masking::kMask || ((k < arguments.len_k) & (q < arguments.len_q))) & mask_mod(q, k, arguments);
       d_score = attended ? d_score : 0.0f;
       probabilities[n] = attended ? probability : 0.0f;
-      d_scores[n] = d_score;
+      ds[n] = d_score;
       captured.sum0 += d_score == 0.0f ? 0.0f : d_score * gather0_factor(q, k, arguments);
     }
   }
@@ -546,14 +546,14 @@ __device__ __forceinline__ void recompute_p_and_ds(Scores& probabilities,
 
 // Turns products into P, and dP into dS. full: no element of the tile is masked out.
 __device__ __forceinline__ void compute_score_gradients(
-    Scores& probabilities, Scores& d_scores, const unsigned char* lse_and_d, bool full, const WorkTile& work,
+    Scores& probabilities, Scores& ds, const unsigned char* lse_and_d, bool full, const WorkTile& work,
     const Position& position, int first_query, CaptureGradients& captured, const BackwardDkdvArguments& arguments) {
   if (work.first_key + kTileK > arguments.len_k || first_query + kTileQ > arguments.len_q || has_large_lse(lse_and_d)) {
-    recompute_p_and_ds<Masking::kMaskAndBounds>(probabilities, d_scores, lse_and_d, position, first_query, captured, arguments);
+    recompute_p_and_ds<Masking::kMaskAndBounds>(probabilities, ds, lse_and_d, position, first_query, captured, arguments);
   } else if (!full) {
-    recompute_p_and_ds<Masking::kMask>(probabilities, d_scores, lse_and_d, position, first_query, captured, arguments);
+    recompute_p_and_ds<Masking::kMask>(probabilities, ds, lse_and_d, position, first_query, captured, arguments);
   } else {
-    recompute_p_and_ds<Masking::kNone>(probabilities, d_scores, lse_and_d, position, first_query, captured, arguments);
+    recompute_p_and_ds<Masking::kNone>(probabilities, ds, lse_and_d, position, first_query, captured, arguments);
   }
 }
 
@@ -607,12 +607,12 @@ attention_backward_dkdv_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6
   const unsigned v_tile = k_tile + kValueOffset;
   const unsigned k_rows = k_tile + warp_row * kHeadDimPadded * kElementBytes;
   const unsigned v_rows = v_tile + warp_row * kValueDimPadded * kElementBytes;
-  const unsigned d_scores_tile = k_tile + kScoreOffset;
-  const unsigned d_scores_rows = d_scores_tile + warp_row * kTileQ * kElementBytes;
+  const unsigned ds_tile = k_tile + kScoreOffset;
+  const unsigned ds_rows = ds_tile + warp_row * kTileQ * kElementBytes;
   const unsigned probability_rows = k_tile + kProbabilityOffset + warp_row * kTileQ * kElementBytes;
 
-  Fragment<kRowTiles, kHeadTiles> d_keys = {};
-  Fragment<kRowTiles, kValueTiles> d_values = {};
+  Fragment<kRowTiles, kHeadTiles> dk = {};
+  Fragment<kRowTiles, kValueTiles> dv = {};
   load_keys_and_values(work, k_tile, v_tile, arguments);
 
   for (int member = 0; member < arguments.heads_per_kv; ++member) {
@@ -632,7 +632,7 @@ attention_backward_dkdv_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6
     };
     const auto load_output_gradients = [&](int step) {
       const int first_query = tiles.first_query(step);
-      load_tile<kTileQ, kValueDim, kValueDimPadded>(k_tile + kOutputOffset + step % kStages * kOutputBytes, d_o,
+      load_tile<kTileQ, kValueDim, kValueDimPadded>(k_tile + kDoOffset + step % kStages * kDoBytes, d_o,
                                                     arguments.d_o_strides.row, first_query, arguments.len_q);
     };
 
@@ -643,11 +643,11 @@ attention_backward_dkdv_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6
     for (int step = 0; step < tiles.count; ++step) {
       const int first_query = tiles.first_query(step);
       const unsigned q_tile = k_tile + kQueryOffset + step % kStages * kQueryBytes;
-      const unsigned d_o_tile = k_tile + kOutputOffset + step % kStages * kOutputBytes;
+      const unsigned d_o_tile = k_tile + kDoOffset + step % kStages * kDoBytes;
       const unsigned q_rows = q_tile + part * kQueriesPerWarp * kHeadDimPadded * kElementBytes;
       const unsigned d_o_rows = d_o_tile + part * kQueriesPerWarp * kValueDimPadded * kElementBytes;
       const unsigned char* lse_and_d = shared_memory + kLseAndDOffset + step % kStages * kLseAndDBytes;
-      Scores probabilities = {}, d_scores = {};
+      Scores probabilities = {}, ds = {};
       // Q and dO of this step have arrived, and every warp has finished the previous step.
       copy_async_wait<0>();
       __syncthreads();
@@ -657,16 +657,16 @@ attention_backward_dkdv_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6
       }
       copy_async_commit();
       multiply_by_transpose<kHeadDimPadded>(probabilities, k_rows, q_rows);
-      multiply_by_transpose<kValueDimPadded>(d_scores, v_rows, d_o_rows);
-      compute_score_gradients(probabilities, d_scores, lse_and_d, tiles.full(step), work, position, first_query, captured, arguments);
+      multiply_by_transpose<kValueDimPadded>(ds, v_rows, d_o_rows);
+      compute_score_gradients(probabilities, ds, lse_and_d, tiles.full(step), work, position, first_query, captured, arguments);
       store_rounded<kTileQ / 8>(probabilities, 1.0f, shared_memory + kProbabilityOffset, warp_row, part * kQueryTiles);
-      store_rounded<kTileQ / 8>(d_scores, 1.0f, shared_memory + kScoreOffset, warp_row, part * kQueryTiles);
+      store_rounded<kTileQ / 8>(ds, 1.0f, shared_memory + kScoreOffset, warp_row, part * kQueryTiles);
       // The products with this warp's own part of P and dS do not wait for the other parts.
-      multiply_registers<kValueDimPadded / 8>(d_values, probabilities, d_o_rows, part * kValueTiles);
-      multiply_registers<kHeadDimPadded / 8>(d_keys, d_scores, q_rows, part * kHeadTiles);
+      multiply_registers<kValueDimPadded / 8>(dv, probabilities, d_o_rows, part * kValueTiles);
+      multiply_registers<kHeadDimPadded / 8>(dk, ds, q_rows, part * kHeadTiles);
       __syncthreads();   // all of P and dS is in shared memory
-      multiply_other_parts<kValueDimPadded>(d_values, probability_rows, d_o_tile, part);
-      multiply_other_parts<kHeadDimPadded>(d_keys, d_scores_rows, q_tile, part);
+      multiply_other_parts<kValueDimPadded>(dv, probability_rows, d_o_tile, part);
+      multiply_other_parts<kHeadDimPadded>(dk, ds_rows, q_tile, part);
     }
     add_capture_gradients(captured, position, arguments);
     __syncthreads();   // every warp has read Q and dO, which those of the next head overwrite
@@ -675,8 +675,8 @@ attention_backward_dkdv_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6
   // dK and dV overwrite K and V.
   copy_async_wait<0>();
   __syncthreads();
-  store_gradients<kHeadDim, kHeadDimPadded>(d_keys, kScale, shared_memory, arguments.dk, arguments.dk_strides, work,
+  store_gradients<kHeadDim, kHeadDimPadded>(dk, kScale, shared_memory, arguments.dk, arguments.dk_strides, work,
                                             warp_row, part, arguments.len_k);
-  store_gradients<kValueDim, kValueDimPadded>(d_values, 1.0f, shared_memory + kValueOffset, arguments.dv,
+  store_gradients<kValueDim, kValueDimPadded>(dv, 1.0f, shared_memory + kValueOffset, arguments.dv,
                                               arguments.dv_strides, work, warp_row, part, arguments.len_k);
 }

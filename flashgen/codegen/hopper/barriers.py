@@ -139,13 +139,13 @@ def _staged(stages: Extent, shared_kv: bool, split: bool, writers: int) -> tuple
     return (BarrierGroup(comment, (*keys, _full("values"), _empty("values")), stages),)
 
 
-def _queries_and_d_outputs(stages: Extent) -> BarrierGroup:
+def _queries_and_d_o(stages: Extent) -> BarrierGroup:
     comment = (
-        "queries_full: a tile of Q, LSE and D have landed, and K if it is the first of a work tile. d_outputs_full: a "
-        "tile of dO has landed, and V if it is the first of a work tile. queries_empty, d_outputs_empty: every "
+        "queries_full: a tile of Q, LSE and D have landed, and K if it is the first of a work tile. d_o_full: a "
+        "tile of dO has landed, and V if it is the first of a work tile. queries_empty, d_o_empty: every "
         "consumer warp has read Q, or dO."
     )
-    return _pipeline(comment, "queries", "d_outputs", stages=stages)
+    return _pipeline(comment, "queries", "d_o", stages=stages)
 
 
 def _between_consumers(comment: str, name: str, stages: Extent, arrivals: str) -> BarrierGroup:
@@ -193,7 +193,7 @@ def key_barriers(
         "work_tile_full: the producer has published a work tile. work_tile_empty: all its readers are done with it."
     )
     return (
-        _queries_and_d_outputs(stages),
+        _queries_and_d_o(stages),
         *(() if dq_apart else (ds,)),
         *(dq if stages_dq else ()),
         BarrierGroup(
@@ -212,7 +212,7 @@ def wide_key_barriers(stages: Extent, exchange_stages: Extent) -> tuple[BarrierG
         "exchange_full: each warp of a warpgroup has written what it passes to the other one. exchange_empty: each "
         "warp of the other one has read it."
     )
-    return _queries_and_d_outputs(stages), _between_consumers(comment, "exchange", exchange_stages, _GROUP_WARPS)
+    return _queries_and_d_o(stages), _between_consumers(comment, "exchange", exchange_stages, _GROUP_WARPS)
 
 
 @cache
