@@ -38,7 +38,9 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "numbers": ("flashgen.attention.call_pass:Pass._call_numbers",),
     "allocation": (
         "flashgen.attention.call_pass:Pass._make_results",
-        "flashgen.launch.memory:Block.take",
+        "flashgen.launch.memory:GpuWorkspace.take",
+        "flashgen.launch.memory:GpuWorkspace.allocate",
+        "flashgen.launch.memory:Block.take",  # in older checkouts
         "flashgen.launch.memory:Block.lay",
         "flashgen.launch.memory:SeparateArrays.take",
     ),

@@ -24,24 +24,24 @@ struct alignas(64) TensorMap {   // a CUtensorMap, which describes an array to T
 };
 
 struct BackwardDkdvArguments {
-  TensorMap q_map;
-  TensorMap k_map;
-  TensorMap v_map;
-  TensorMap d_o_map;
-  TensorMap dk_map;
-  TensorMap dv_map;
+  TensorMap q_map;   // axes: column, row, head, batch; box: 64 columns x 64 rows
+  TensorMap k_map;   // axes: column, row, head, batch; box: 64 columns x 128 rows
+  TensorMap v_map;   // axes: column, row, head, batch; box: 64 columns x 128 rows
+  TensorMap d_o_map;   // axes: column, row, head, batch; box: 64 columns x 64 rows
+  TensorMap dk_map;   // axes: column, row, head, batch; box: 64 columns x 16 rows
+  TensorMap dv_map;   // axes: column, row, head, batch; box: 64 columns x 16 rows
   const float* lse_and_d;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
   float* dq_accum;   // (batch, heads_q, rows, padded head_dim), in fragment order
   // (batch, heads_q, rows / tile): 0 until a CTA adds to the dQ tile; accumulate_dq explains the states
   unsigned* dq_tile_state;
   unsigned* dq_added;   // (batch, heads): work tiles whose dQ has been added; 0 before a launch
   unsigned* dq_next;   // (1): the next group of dQ rows to convert; 0 before a launch
-  Element* dq;
+  Element* dq;   // (batch, heads_q, len_q, head_dim)
   unsigned* next_tile;   // counts fetched work tiles: 0 before and after a launch
   Strides dq_strides;
   int tiles;   // work tiles of all heads and batch entries
   int tiles_k;   // key tiles of a head
-  int heads;   // KV heads of a batch entry, or query heads if each has its own CTA
+  int heads;   // KV heads of a batch entry
   int heads_at_once;   // heads whose work tiles fill all multiprocessors
   int batch;
   int heads_q;
@@ -71,7 +71,9 @@ constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of LS
 // The masking that the scores of a tile need.
 //   kNone: none, since all scores are allowed.
 //   kMask: the mask.
-//   kMaskAndBounds: the mask, the ends of the sequences, and the correction of exponents for large LSEs.
+//   kMaskAndBounds: the mask, the bounds, and the clamp of exponents that large LSEs need. It is chosen if the tile
+//     extends beyond a bound or an LSE is large.
+//     The only bound is the end of the keys.
 enum class Masking { kNone, kMask, kMaskAndBounds };
 
 // Each warpgroup computes a part of a tile of dQ: 64 rows, and if the tile has fewer such parts than there are
@@ -79,7 +81,7 @@ enum class Masking { kNone, kMask, kMaskAndBounds };
 constexpr int kDqRowParts = kTileQ / 64;
 constexpr int kDqColumnParts = kConsumers / kDqRowParts;
 constexpr int kDqColumns = kHeadDimPadded / kDqColumnParts;
-constexpr int kDqPartBytes = 16 * kDqColumns * sizeof(float);   // of a warp's part
+constexpr int kDqWarpBytes = 16 * kDqColumns * sizeof(float);   // of dQ that one warp stores: 16 rows of kDqColumns floats
 constexpr int kDqWriters = 1;   // dQ writers: one thread each of as many warps, which add dQ to the accumulator
 constexpr int kConvertedRows = 16;   // rows of dQ that a warp converts at a time: few, so that all warps get some at the end
 
@@ -104,7 +106,7 @@ static_assert(kDqColumns % kHeadPanel == 0, "a part of dQ has whole panels of K"
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
-constexpr int kDOutputBytes = kTileQ * kValueDimPadded * kElementBytes;
+constexpr int kDoBytes = kTileQ * kValueDimPadded * kElementBytes;
 constexpr int kDsBytes = kTileQ * kTileK * kElementBytes;
 constexpr int kDqBytes = kTileQ * kHeadDimPadded * sizeof(float);
 constexpr int kLseAndDBytes = kTileQ * sizeof(float2);
@@ -112,14 +114,14 @@ constexpr int kBarrierBytes = (4 * kStages + 2 * kDsStages + 1 + 2 + 2 + 2 * 2) 
 constexpr int kWorkTileBytes = 16;
 constexpr int kValueOffset = kKeyBytes;
 constexpr int kQueryOffset = kValueOffset + kValueBytes;
-constexpr int kDOutputOffset = kQueryOffset + kStages * kQueryBytes;
-constexpr int kDsOffset = kDOutputOffset + kStages * kDOutputBytes;
+constexpr int kDoOffset = kQueryOffset + kStages * kQueryBytes;
+constexpr int kDsOffset = kDoOffset + kStages * kDoBytes;
 constexpr int kDqOffset = kDsOffset + kDsStages * kDsBytes;
 constexpr int kLseAndDOffset = kDqOffset + kDqBytes;
 constexpr int kBarrierOffset = kLseAndDOffset + kStages * kLseAndDBytes;
 constexpr int kWorkTileOffset = kBarrierOffset + kBarrierBytes;
-constexpr int kKeyGradientOffset = kDqOffset;
-constexpr int kValueGradientOffset = kValueOffset;
+constexpr int kDkOffset = kDqOffset;
+constexpr int kDvOffset = kValueOffset;
 static_assert(kWorkTileOffset + 2 * kWorkTileBytes <= 231144, "the shared memory of the launch");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
@@ -461,20 +463,20 @@ struct SharedStorage {
   __device__ __forceinline__ unsigned keys() const { return base; }
   __device__ __forceinline__ unsigned values() const { return base + kValueOffset; }
   __device__ __forceinline__ unsigned queries(int stage) const { return base + (kQueryOffset + stage * kQueryBytes); }
-  __device__ __forceinline__ unsigned d_outputs(int stage) const { return base + (kDOutputOffset + stage * kDOutputBytes); }
+  __device__ __forceinline__ unsigned d_o(int stage) const { return base + (kDoOffset + stage * kDoBytes); }
   __device__ __forceinline__ unsigned ds(int stage) const { return base + (kDsOffset + stage * kDsBytes); }
   __device__ __forceinline__ unsigned dq() const { return base + kDqOffset; }
   __device__ __forceinline__ unsigned lse_and_d(int stage) const { return base + (kLseAndDOffset + stage * kLseAndDBytes); }
-  __device__ __forceinline__ unsigned dk() const { return base + kKeyGradientOffset; }
-  __device__ __forceinline__ unsigned dv() const { return base + kValueGradientOffset; }
+  __device__ __forceinline__ unsigned dk() const { return base + kDkOffset; }
+  __device__ __forceinline__ unsigned dv() const { return base + kDvOffset; }
 
-  // queries_full: a tile of Q, LSE and D have landed, and K if it is the first of a work tile. d_outputs_full: a tile
-  // of dO has landed, and V if it is the first of a work tile. queries_empty, d_outputs_empty: every consumer warp has
-  // read Q, or dO.
+  // queries_full: a tile of Q, LSE and D have landed, and K if it is the first of a work tile. d_o_full: a tile of dO
+  // has landed, and V if it is the first of a work tile. queries_empty, d_o_empty: every consumer warp has read Q, or
+  // dO.
   __device__ __forceinline__ unsigned queries_full(int stage) const { return barriers + stage * 32; }
   __device__ __forceinline__ unsigned queries_empty(int stage) const { return barriers + 8 + stage * 32; }
-  __device__ __forceinline__ unsigned d_outputs_full(int stage) const { return barriers + 16 + stage * 32; }
-  __device__ __forceinline__ unsigned d_outputs_empty(int stage) const { return barriers + 24 + stage * 32; }
+  __device__ __forceinline__ unsigned d_o_full(int stage) const { return barriers + 16 + stage * 32; }
+  __device__ __forceinline__ unsigned d_o_empty(int stage) const { return barriers + 24 + stage * 32; }
 
   // ds_full: every consumer warp has written its part of dS. ds_empty: every consumer warp has read dS.
   __device__ __forceinline__ unsigned ds_full(int stage) const { return barriers + kStages * 32 + stage * 16; }
@@ -483,8 +485,8 @@ struct SharedStorage {
   // dq_empty: the dQ writer has read a tile of dQ. There is one phase for each iteration.
   __device__ __forceinline__ unsigned dq_empty() const { return barriers + kStages * 32 + kDsStages * 16; }
 
-  // dq_full(iteration % 2): every consumer warp has written its part of the iteration's tile of dQ. There are two,
-  // since in the deterministic mode two writers wait for alternate iterations.
+  // dq_full(parity): every consumer warp has written its part of dQ of an iteration with this parity. Both barriers
+  // guard the same buffer.
   __device__ __forceinline__ unsigned dq_full(int stage) const { return barriers + kStages * 32 + kDsStages * 16 + 8 + stage * 8; }
 
   // keys_empty, values_empty: every consumer warp has read K, or V. There is one phase for each work tile.
@@ -501,13 +503,13 @@ struct SharedStorage {
     return reinterpret_cast<T*>(shared_memory + static_cast<int>(address - base));
   }
 
-  // One thread calls this; a __syncthreads follows.
+  // Initialises all mbarriers. One thread must call this. Other threads may use the mbarriers after a __syncthreads.
   __device__ __forceinline__ void init_barriers() const {
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(queries_full(stage), 1);
       mbarrier_init(queries_empty(stage), kConsumers * 4);
-      mbarrier_init(d_outputs_full(stage), 1);
-      mbarrier_init(d_outputs_empty(stage), kConsumers * 4);
+      mbarrier_init(d_o_full(stage), 1);
+      mbarrier_init(d_o_empty(stage), kConsumers * 4);
     }
     for (int stage = 0; stage < kDsStages; ++stage) {
       mbarrier_init(ds_full(stage), kConsumers * 4);
@@ -533,7 +535,8 @@ __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
-// Starts copying kRows rows from first_row on, panel by panel. The barrier counts their bytes.
+// Starts copying kRows rows from first_row on, panel by panel. `tile` is a shared memory address. The copies complete
+// their bytes on `barrier`, which must expect kRows * kColumns * kElementBytes.
 template <int kRows, int kColumns, int kPanel>
 __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, unsigned barrier, int first_row, int head,
                                           int batch) {
@@ -679,8 +682,8 @@ __device__ __forceinline__ WorkTile& work_tile_slot(int stage) {
   return reinterpret_cast<WorkTile*>(shared_memory + kWorkTileOffset)[stage];
 }
 
-// The query tiles that are visited for a key tile: the first one is `begin`, and their number is `count`. Each is a
-// step of the mainloop. Those from full_begin to full_end need no mask.
+// The query tiles that are visited for a key tile. Each is an iteration of the mainloop. Those from full_begin to
+// full_end need no mask. begin, full_begin and full_end are indices of tiles; count is a number of tiles.
 struct QueryTiles {
   int begin, count, full_begin, full_end;
 
@@ -693,13 +696,13 @@ __device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int h
   const int k_first = work.first_key;
   const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;
   // The bounds are half-open ranges of queries.
-  const int begin = max(0, k_first + arguments.len_q - arguments.len_k);
-  const int end = arguments.len_q;
-  const int full_begin = max(0, k_last + arguments.len_q - arguments.len_k);
-  const int full_end = arguments.len_q;
-  const int first_tile = begin / kTileQ;
-  const int count = end > begin ? (end + kTileQ - 1) / kTileQ - first_tile : 0;
-  return {first_tile, count, (full_begin + kTileQ - 1) / kTileQ, full_end / kTileQ};
+  const int first_query = max(0, k_first + arguments.len_q - arguments.len_k);
+  const int end_query = arguments.len_q;
+  const int full_first_query = max(0, k_last + arguments.len_q - arguments.len_k);
+  const int full_end_query = arguments.len_q;
+  const int first_tile = first_query / kTileQ;
+  const int count = end_query > first_query ? (end_query + kTileQ - 1) / kTileQ - first_tile : 0;
+  return {first_tile, count, (full_first_query + kTileQ - 1) / kTileQ, full_end_query / kTileQ};
 }
 
 // Iterates over the query tiles that attend to the keys of a work tile, for one query head after the other. Each query
@@ -762,14 +765,14 @@ __device__ __forceinline__ void load_work_tile(const WorkTile& work, QueryIterat
       load_rows<kTileK, kHeadDimPadded, kHeadPanel>(storage.keys(), arguments.k_map, storage.queries_full(state.stage()),
                                                     work.first_key, work.head_kv, work.batch);
     }
-    mbarrier_wait(storage.d_outputs_empty(state.stage()), state.phase() ^ 1);
-    mbarrier_arrive_expect_bytes(storage.d_outputs_full(state.stage()), kDOutputBytes + (first ? kValueBytes : 0));
-    load_rows<kTileQ, kValueDimPadded, kValuePanel>(storage.d_outputs(state.stage()), arguments.d_o_map,
-          storage.d_outputs_full(state.stage()), iterator.first_query(), head, work.batch);
+    mbarrier_wait(storage.d_o_empty(state.stage()), state.phase() ^ 1);
+    mbarrier_arrive_expect_bytes(storage.d_o_full(state.stage()), kDoBytes + (first ? kValueBytes : 0));
+    load_rows<kTileQ, kValueDimPadded, kValuePanel>(storage.d_o(state.stage()), arguments.d_o_map,
+          storage.d_o_full(state.stage()), iterator.first_query(), head, work.batch);
     if (first) {
       mbarrier_wait(storage.values_empty(), kv_state.phase() ^ 1);
       load_rows<kTileK, kValueDimPadded, kValuePanel>(storage.values(), arguments.v_map,
-            storage.d_outputs_full(state.stage()), work.first_key, work.head_kv, work.batch);
+            storage.d_o_full(state.stage()), work.first_key, work.head_kv, work.batch);
     }
   }
 }
@@ -793,8 +796,8 @@ __device__ __forceinline__ void producer(const SharedStorage& storage, const Bac
     QueryIterator iterator(work, arguments);
     if (iterator.done(arguments)) {
       // Consumers wait for no load of a work tile without iterations. Such a work tile is published only after they
-      // have released K and V of the previous one. Otherwise these barriers could complete two phases between two waits
-      // of the producer, and their parity would look unchanged.
+      // have released K and V of the previous one. keys_empty and values_empty could otherwise complete two phases
+      // between two waits of the producer, whose parity test cannot tell two phases from none.
       mbarrier_wait(storage.keys_empty(), kv_state.phase() ^ 1);
       mbarrier_wait(storage.values_empty(), kv_state.phase() ^ 1);
     }
@@ -811,15 +814,15 @@ __device__ __forceinline__ int warp_part_of_dq(int warpgroup) {
   return (row_part * 4 + threadIdx.x / 32 % 4) * kDqColumnParts + column_part;
 }
 
-// Releases dS of an iteration, and stores this warp's part of dQ to shared memory for the dQ writer. `has_stored`: dQ
-// of an earlier iteration of this work tile has been stored.
-__device__ __forceinline__ void store_dq(const float (&d_queries)[kDqColumns / 2], int warpgroup,
+// Releases dS of an iteration, and stores this warp's part of dQ to shared memory for the dQ writer, once the writer
+// has read dQ of the previous iteration. In the first iteration of a work tile `has_stored` is false, and nothing is
+// waited for: the epilogue of the previous work tile has waited.
+__device__ __forceinline__ void store_dq(const float (&dq)[kDqColumns / 2], int warpgroup,
                                          const SharedStorage& storage, PipelineState<kDsStages> state, bool has_stored) {
   release(storage.ds_empty(state.stage()));
-  // The writer has read dQ of the previous iteration.
   if (has_stored) mbarrier_wait(storage.dq_empty(), PipelineState<1>{state.iteration}.phase() ^ 1);
   store_fragments<kDqColumns>(
-      d_queries, storage.pointer<unsigned char>(storage.dq()) + warp_part_of_dq(warpgroup) * kDqPartBytes);
+      dq, storage.pointer<unsigned char>(storage.dq()) + warp_part_of_dq(warpgroup) * kDqWarpBytes);
   fence_async_shared();
   __syncwarp();
   release(storage.dq_full(state.iteration % 2));
@@ -846,8 +849,8 @@ __device__ __forceinline__ void accumulate_dq(const WorkTile& work, PipelineStat
   }
 }
 
-// A dQ writer: one thread that adds the dQ of each work tile to the accumulator, and then counts the work tile as
-// added. The warps that convert dQ of the head wait for this count.
+// A dQ writer: one thread that adds the dQ of each work tile to the accumulator, and then adds 1 to dq_added of the
+// head. The warps that convert dQ of the head wait for this count.
 __device__ __forceinline__ void dq_writer(const SharedStorage& storage,
                                           const BackwardDkdvArguments& arguments) {
   PipelineState<2> dq_state = {0};   // of dQ's full barriers
@@ -862,13 +865,13 @@ __device__ __forceinline__ void dq_writer(const SharedStorage& storage,
 }
 
 // Converts kConvertedRows rows of the dQ accumulator with one warp. `row_group` is the index of such a group of rows,
-// over all query heads of all batches. Four lanes convert two rows, 8 apart. A row that attends to no key is 0,
-// whatever K holds, and so is a tile of dQ to which no CTA has added.
+// over all query heads of all batches, each of which has groups_per_head groups. Four lanes convert two rows, 8 apart.
+// A row that attends to no key is 0, whatever K holds, and so is a tile of dQ to which no CTA has added.
 __device__ __forceinline__ void convert_dq_rows(unsigned row_group, const BackwardDkdvArguments& arguments) {
-  const unsigned head_groups = arguments.rows / kConvertedRows, batch_head = row_group / head_groups;
+  const unsigned groups_per_head = arguments.rows / kConvertedRows, batch_head = row_group / groups_per_head;
   const long long first_row = static_cast<long long>(row_group) * kConvertedRows;
   const int batch = batch_head / arguments.heads_q, head = batch_head % arguments.heads_q;
-  const int lane = threadIdx.x % 32, query = row_group % head_groups * kConvertedRows + lane / 4;
+  const int lane = threadIdx.x % 32, query = row_group % groups_per_head * kConvertedRows + lane / 4;
   const bool is_added = __ldcg(arguments.dq_tile_state + first_row / kTileQ) > 0;
   const float* const lse_and_d = arguments.lse_and_d + (first_row + lane / 4) * 2;
   const bool attends[2] = {(lse_and_d[0] != kNoLse) && is_added, (lse_and_d[16] != kNoLse) && is_added};
@@ -894,18 +897,18 @@ __device__ __forceinline__ void convert_dq_rows(unsigned row_group, const Backwa
   }
 }
 
-// Converts the dQ accumulator of each head once all work tiles of the head have been added. The wait ends because
-// running CTAs take all work tiles. Warps that are otherwise idle do this, and the consumer warps after their last work
-// tile. Each warp takes the next rows that no other warp has taken.
+// Converts the dQ accumulator of each head once all work tiles of the head have been added. Each warp takes the next
+// rows that no other warp has taken. There is no deadlock: every work tile is taken by a resident CTA, which adds its
+// dQ without waiting for this function.
 __device__ __forceinline__ void convert_dq(const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32;
-  const unsigned head_groups = arguments.heads_per_kv * arguments.rows / kConvertedRows;   // of a KV head
-  const unsigned row_groups = arguments.batch * arguments.heads * head_groups;
+  const unsigned groups_per_kv_head = arguments.heads_per_kv * arguments.rows / kConvertedRows;
+  const unsigned row_groups = arguments.batch * arguments.heads * groups_per_kv_head;
   unsigned next = lane == 0 ? atomicAdd(arguments.dq_next, 1u) : 0, complete_heads = 0;   // heads waited for
   for (;;) {
     const unsigned row_group = __shfl_sync(0xffffffffu, next, 0);
     if (row_group >= row_groups) return;
-    const unsigned head = row_group / head_groups;
+    const unsigned head = row_group / groups_per_kv_head;
     if (lane == 0) next = atomicAdd(arguments.dq_next, 1u);   // returns during the conversion
     if (head >= complete_heads) {
       if (lane == 0) counter_wait(arguments.dq_added + head, arguments.tiles_k * kDqWriters);
@@ -918,8 +921,9 @@ __device__ __forceinline__ void convert_dq(const BackwardDkdvArguments& argument
 
 // ---- The consumers --------------------------------------------------------------------------------------------------
 
-// Returns (LSE, D, LSE, D) of the two adjacent queries, columns of the fragment, of this lane's pairs j in both of its
-// rows.
+// Returns LSE and D of the two adjacent queries of this lane's pair j: (LSE, D) of the first, then of the second. A
+// column of the transposed scores is a query, so that pair j has the same queries in both rows of the lane. lse_and_d:
+// the tile's (kTileQ, 2) floats in shared memory.
 __device__ __forceinline__ float4 lse_and_d_of(const unsigned char* lse_and_d, int j) {
   return *reinterpret_cast<const float4*>(lse_and_d + (Scores::column(Scores::pair(0, j)) + threadIdx.x % 4 * 2) * 8);
 }
@@ -934,8 +938,9 @@ __device__ __forceinline__ bool has_large_lse(const unsigned char* lse_and_d) {
   return __any_sync(0xffffffffu, largest > kLargeLse);
 }
 
-// Recomputes P in place of the products Q * K^T. P of masked-out scores is 0. No P exceeds 1: with kMaskAndBounds, an
-// exponent counts as 0 if it is positive, or negative by no more than the rounding error of a large LSE.
+// Recomputes P in place of the products Q * K^T. P of masked-out scores is 0. With kMaskAndBounds, an exponent above
+// -|LSE| * kLseRounding counts as 0: P is then at most 1, and exactly 1 if it differs from 1 by no more than the
+// rounding of the LSE. Without it, rounding may put P slightly above 1.
 template <Masking kMasking>
 __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
                                             const unsigned char* lse_and_d, const Position& position,
@@ -959,7 +964,7 @@ __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
 }
 
 // Turns dP into dS = P * (dP - D) with D from the preprocess kernel.
-__device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
+__device__ __forceinline__ void compute_ds(float (&ds)[Scores::kElements],
                                            const float (&probabilities)[Scores::kElements],
                                            const unsigned char* lse_and_d) {
 #pragma unroll
@@ -968,7 +973,7 @@ __device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
 #pragma unroll
     for (int m = 0; m < Scores::kRows * 2; ++m) {
       const int n = Scores::pair(m / 2, j) + m % 2;
-      d_scores[n] = probabilities[n] * (d_scores[n] - (m % 2 ? statistics.w : statistics.y));
+      ds[n] = probabilities[n] * (ds[n] - (m % 2 ? statistics.w : statistics.y));
     }
   }
 }
@@ -982,25 +987,27 @@ __device__ __forceinline__ void pack_scores(unsigned (&fragments)[Scores::kPairs
   }
 }
 
-// Issues the wgmmas of S^T = K * Q^T for the keys of a warpgroup. `has_waited`: whether the caller has waited for Q.
+// Issues the wgmmas of S^T = K * Q^T for the keys of a warpgroup. If `waits`, first waits for the full barrier of the
+// stage of Q.
 __device__ __forceinline__ void issue_qk_wgmma(float (&scores)[kTileQ / 2], int warpgroup, const SharedStorage& storage,
-                                               PipelineState<kStages> state, bool has_waited) {
-  if (!has_waited) mbarrier_wait(storage.queries_full(state.stage()), state.phase());
+                                               PipelineState<kStages> state, bool waits) {
+  if (waits) mbarrier_wait(storage.queries_full(state.stage()), state.phase());
   // The warpgroup's rows of each panel.
   const unsigned keys = storage.keys() + warpgroup * kPartK * kHeadPanel * kElementBytes;
   issue_wgmma_ss<kHeadDimPadded, kHeadPanel, kTileK, kTileQ>(scores, keys, storage.queries(state.stage()));
 }
 
-// Issues the wgmmas of dP^T = V * dO^T for the keys of a warpgroup. `has_waited`: whether the caller has waited for dO.
-__device__ __forceinline__ void issue_dp_wgmma(float (&d_scores)[kTileQ / 2], int warpgroup, const SharedStorage& storage,
-                                               PipelineState<kStages> state, bool has_waited) {
-  if (!has_waited) mbarrier_wait(storage.d_outputs_full(state.stage()), state.phase());
+// Issues the wgmmas of dP^T = V * dO^T for the keys of a warpgroup. If `waits`, first waits for the full barrier of the
+// stage of dO.
+__device__ __forceinline__ void issue_dp_wgmma(float (&dp)[kTileQ / 2], int warpgroup, const SharedStorage& storage,
+                                               PipelineState<kStages> state, bool waits) {
+  if (waits) mbarrier_wait(storage.d_o_full(state.stage()), state.phase());
   const unsigned values = storage.values() + warpgroup * kPartK * kValuePanel * kElementBytes;
-  issue_wgmma_ss<kValueDimPadded, kValuePanel, kTileK, kTileQ>(d_scores, values, storage.d_outputs(state.stage()));
+  issue_wgmma_ss<kValueDimPadded, kValuePanel, kTileK, kTileQ>(dp, values, storage.d_o(state.stage()));
 }
 
 // Turns the scores into P while the wgmma of dP runs, and then dP into dS.
-__device__ __forceinline__ void compute_p_and_ds(float (&scores)[kTileQ / 2], float (&d_scores)[kTileQ / 2],
+__device__ __forceinline__ void compute_p_and_ds(float (&scores)[kTileQ / 2], float (&ds)[kTileQ / 2],
                                                  const QueryIterator& iterator, const SharedStorage& storage,
                                                  PipelineState<kStages> state, const WorkTile& work,
                                                  const Position& position, const BackwardDkdvArguments& arguments) {
@@ -1013,8 +1020,8 @@ __device__ __forceinline__ void compute_p_and_ds(float (&scores)[kTileQ / 2], fl
   } else {
     recompute_p<Masking::kNone>(scores, lse_and_d, position, first_query, arguments);
   }
-  await_product<0>(d_scores);
-  compute_ds(d_scores, scores, lse_and_d);
+  await_product<0>(ds);
+  compute_ds(ds, scores, lse_and_d);
 }
 
 // Writes dS of this warp's 16 keys to its stage in shared memory, as an operand of dQ: a row for each query, and a
@@ -1035,10 +1042,10 @@ __device__ __forceinline__ void store_ds(const unsigned (&fragments)[kTileQ / 16
 }
 
 // Issues the wgmmas of dQ = dS * K for the part of a tile of dQ that a warpgroup computes.
-__device__ __forceinline__ void issue_dq_wgmma(float (&d_queries)[kDqColumns / 2], int warpgroup, unsigned ds, unsigned keys) {
+__device__ __forceinline__ void issue_dq_wgmma(float (&dq)[kDqColumns / 2], int warpgroup, unsigned ds, unsigned keys) {
   constexpr int kSwizzle = kHeadPanel * kElementBytes;
   const int row_part = warpgroup / kDqColumnParts, column_part = warpgroup % kDqColumnParts;
-  order_registers(d_queries);
+  order_registers(dq);
   wgmma_fence();
   const unsigned long long a = matrix_descriptor<128>(ds + row_part * 64 * 128, 16, 8 * 128);
   const unsigned long long b = matrix_descriptor<kSwizzle>(
@@ -1046,7 +1053,7 @@ __device__ __forceinline__ void issue_dq_wgmma(float (&d_queries)[kDqColumns / 2
 #pragma unroll
   for (int depth = 0; depth < kTileK; depth += 16) {
     wgmma_shared_bf16<kDqColumns, true>(
-        d_queries, a + (depth / 64 * kTileQ * 128 + depth % 64 * kElementBytes) / 16, b + depth * kSwizzle / 16, depth > 0);
+        dq, a + (depth / 64 * kTileQ * 128 + depth % 64 * kElementBytes) / 16, b + depth * kSwizzle / 16, depth > 0);
   }
   wgmma_commit();
 }
@@ -1054,24 +1061,24 @@ __device__ __forceinline__ void issue_dq_wgmma(float (&d_queries)[kDqColumns / 2
 // The mainloop over the query tiles of a work tile, which has one at least: a warpgroup accumulates dK and dV of its
 // keys. It computes its part of an iteration's dQ in the next iteration, when the other warpgroup has written its dS as
 // well. The wgmmas of one warpgroup run while the other one computes P and dS.
-__device__ __forceinline__ void mainloop(float (&d_keys)[kHeadDimPadded / 2], float (&d_values)[kValueDimPadded / 2],
+__device__ __forceinline__ void mainloop(float (&dk)[kHeadDimPadded / 2], float (&dv)[kValueDimPadded / 2],
                                          const WorkTile& work, QueryIterator& iterator, PipelineState<kStages>& state,
                                          int warpgroup, SharedStorage storage, const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32, key = work.first_key + warpgroup * kPartK + threadIdx.x / 32 % 4 * 16 + lane / 4;
-  float scores[kTileQ / 2], d_scores[kTileQ / 2];
-  float(&d_queries)[kDqColumns / 2] = scores;   // the scores are no longer needed when dQ starts
+  float scores[kTileQ / 2], ds[kTileQ / 2];   // S, which becomes P, and dP, which becomes dS
+  float(&dq)[kDqColumns / 2] = scores;   // the scores are no longer needed when dQ starts
   bool has_previous = false, has_stored = false;   // this is not the first iteration; a tile of dQ has been stored
-  issue_qk_wgmma(scores, warpgroup, storage, state, false);
-  issue_dp_wgmma(d_scores, warpgroup, storage, state, false);
+  issue_qk_wgmma(scores, warpgroup, storage, state, true);
+  issue_dp_wgmma(ds, warpgroup, storage, state, true);
   await_product<1>(scores);
   // `base` is opaque to the compiler in each iteration. Registers would otherwise hold the addresses of K and V.
   for (bool is_done = false; !is_done; ++state, storage.base = opaque(storage.base)) {
     const PipelineState<kDsStages> ds_state = {state.iteration};
     const Position position = {work.batch, iterator.head(work, arguments), lane % 4 * 2, key};
-    compute_p_and_ds(scores, d_scores, iterator, storage, state, work, position, arguments);
+    compute_p_and_ds(scores, ds, iterator, storage, state, work, position, arguments);
     unsigned p_fragments[kTileQ / 16][4], ds_fragments[kTileQ / 16][4];
     pack_scores(p_fragments, scores);
-    pack_scores(ds_fragments, d_scores);
+    pack_scores(ds_fragments, ds);
     store_ds(ds_fragments, warpgroup, storage, ds_state);
     iterator.advance(work, arguments);
     is_done = iterator.done(arguments);
@@ -1079,15 +1086,15 @@ __device__ __forceinline__ void mainloop(float (&d_keys)[kHeadDimPadded / 2], fl
     // wgmmas start in this order: dQ of the previous iteration, dV, dK, and S and dP of the next iteration. Each is a
     // group of its own. dQ waits for nothing: at the end of the previous iteration both warpgroups had written dS.
     const auto issue_dk_and_dv_wgmma = [&] {
-      issue_wgmma_rs<kValueDimPadded, kValuePanel, kTileQ>(d_values, p_fragments, storage.d_outputs(state.stage()));
-      issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, ds_fragments, storage.queries(state.stage()));
+      issue_wgmma_rs<kValueDimPadded, kValuePanel, kTileQ>(dv, p_fragments, storage.d_o(state.stage()));
+      issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileQ>(dk, ds_fragments, storage.queries(state.stage()));
     };
     if (has_previous) {
       const PipelineState<kDsStages> previous_ds = {state.iteration - 1};
-      issue_dq_wgmma(d_queries, warpgroup, storage.ds(previous_ds.stage()), storage.keys());
+      issue_dq_wgmma(dq, warpgroup, storage.ds(previous_ds.stage()), storage.keys());
       issue_dk_and_dv_wgmma();
-      await_product<2>(d_queries);
-      store_dq(d_queries, warpgroup, storage, previous_ds, has_stored);
+      await_product<2>(dq);
+      store_dq(dq, warpgroup, storage, previous_ds, has_stored);
       has_stored = true;
     } else {
       issue_dk_and_dv_wgmma();
@@ -1098,57 +1105,59 @@ __device__ __forceinline__ void mainloop(float (&d_keys)[kHeadDimPadded / 2], fl
     // The last iteration computes its own S and dP once more, and discards them: if these wgmmas were in a branch, the
     // compiler would serialize all of them.
     const PipelineState<kStages> next = state + (is_done ? 0 : 1);
-    issue_qk_wgmma(scores, warpgroup, storage, next, is_done);
-    await_product<2>(d_values);
-    await_product<1>(d_keys);
-    issue_dp_wgmma(d_scores, warpgroup, storage, next, is_done);
+    issue_qk_wgmma(scores, warpgroup, storage, next, !is_done);
+    await_product<2>(dv);
+    await_product<1>(dk);
+    issue_dp_wgmma(ds, warpgroup, storage, next, !is_done);
     if (!is_done) {   // otherwise the wgmmas that were started again still read these stages
-      release(storage.d_outputs_empty(state.stage()));
+      release(storage.d_o_empty(state.stage()));
       release(storage.queries_empty(state.stage()));
     }
     await_product<1>(scores);
     mbarrier_wait(storage.ds_full(ds_state.stage()), ds_state.phase());
   }
-  await_product<0>(d_scores);
+  await_product<0>(ds);
   const PipelineState<kStages> last = {state.iteration - 1};
-  release(storage.d_outputs_empty(last.stage()));
+  release(storage.d_o_empty(last.stage()));
   release(storage.queries_empty(last.stage()));
   const PipelineState<kDsStages> last_ds = {last.iteration};
-  issue_dq_wgmma(d_queries, warpgroup, storage.ds(last_ds.stage()), storage.keys());
-  await_product<0>(d_queries);
-  store_dq(d_queries, warpgroup, storage, last_ds, has_stored);
+  issue_dq_wgmma(dq, warpgroup, storage.ds(last_ds.stage()), storage.keys());
+  await_product<0>(dq);
+  store_dq(dq, warpgroup, storage, last_ds, has_stored);
 }
 
 // The epilogue: stores dK and dV. dV overlays V, and dK overlays this warp's part of dQ, because K of the next work
 // tile is loaded at the same time. `dq_state` is the state after the last iteration.
-__device__ __forceinline__ void epilogue(const float (&d_keys)[kHeadDimPadded / 2],
-                                         const float (&d_values)[kValueDimPadded / 2], const WorkTile& work,
+__device__ __forceinline__ void epilogue(const float (&dk)[kHeadDimPadded / 2],
+                                         const float (&dv)[kValueDimPadded / 2], const WorkTile& work,
                                          PipelineState<1> dq_state, bool has_iterations,
                                          int warpgroup, const SharedStorage& storage, const BackwardDkdvArguments& arguments) {
   const int row = warpgroup * kPartK + threadIdx.x / 32 % 4 * 16, lane = threadIdx.x % 32;
-  named_barrier_sync(1 + warpgroup, 128);   // the warpgroup has read its V
+  // Waits until the warpgroup has read its V.
+  named_barrier_sync(1 + warpgroup, 128);
   store_rows<kValueDimPadded, kValuePanel, kTileK>(
-      d_values, 1.0f, storage.dv() + row * kValuePanel * kElementBytes, arguments.dv_map,
+      dv, 1.0f, storage.dv() + row * kValuePanel * kElementBytes, arguments.dv_map,
       work.first_key + row, work.head_kv, work.batch);
   // Waits for dV, and for dK of the previous work tile if this one has no iterations.
   if (lane == 0) bulk_wait_read<0>();
   release(storage.values_empty());
-  if (has_iterations) mbarrier_wait(storage.dq_empty(), dq_state.phase() ^ 1);   // the writer has read the last dQ
+  // Waits until the writer has read dQ of the last iteration.
+  if (has_iterations) mbarrier_wait(storage.dq_empty(), dq_state.phase() ^ 1);
   __syncwarp();
   store_rows<kHeadDimPadded, kHeadPanel, 16>(
-      d_keys, kScale, storage.dk() + warp_part_of_dq(warpgroup) * kDqPartBytes, arguments.dk_map,
+      dk, kScale, storage.dk() + warp_part_of_dq(warpgroup) * kDqWarpBytes, arguments.dk_map,
       work.first_key + row, work.head_kv, work.batch);
 }
 
 // Computes dK and dV of the keys of a warpgroup in a work tile.
 __device__ __forceinline__ void compute_work_tile(const WorkTile& work, PipelineState<kStages>& state, int warpgroup,
                                                   const SharedStorage& storage, const BackwardDkdvArguments& arguments) {
-  float d_keys[kHeadDimPadded / 2] = {}, d_values[kValueDimPadded / 2] = {};
+  float dk[kHeadDimPadded / 2] = {}, dv[kValueDimPadded / 2] = {};
   QueryIterator iterator(work, arguments);
   const bool has_iterations = !iterator.done(arguments);
-  if (has_iterations) mainloop(d_keys, d_values, work, iterator, state, warpgroup, storage, arguments);
+  if (has_iterations) mainloop(dk, dv, work, iterator, state, warpgroup, storage, arguments);
   release(storage.keys_empty());
-  epilogue(d_keys, d_values, work, {state.iteration}, has_iterations, warpgroup, storage, arguments);
+  epilogue(dk, dv, work, {state.iteration}, has_iterations, warpgroup, storage, arguments);
 }
 
 // Returns the value, and shows the compiler that a warp has one: uniform registers then hold it.
@@ -1187,12 +1196,12 @@ attention_backward_dkdv_bf16_d128_causal_56b1805a(const __grid_constant__ Backwa
       if (elect_one()) producer(storage, arguments);
     } else if (warp <= kDqWriters) {
       if (elect_one()) dq_writer(storage, arguments);
-    } else {
+    } else {   // the other warps have nothing to load or to add
       convert_dq(arguments);
     }
   } else {
     registers_increase<232>();
     consumer(storage, arguments);
-    convert_dq(arguments);
+    convert_dq(arguments);   // after the last work tile of this CTA
   }
 }

@@ -20,12 +20,12 @@ struct alignas(64) TensorMap {   // a CUtensorMap, which describes an array to T
 };
 
 struct BackwardDkdvArguments {
-  TensorMap q_map;
-  TensorMap k_map;
-  TensorMap v_map;
-  TensorMap d_o_map;
-  TensorMap dk_map;
-  TensorMap dv_map;
+  TensorMap q_map;   // axes: column, row, head, batch; box: 64 columns x 48 rows
+  TensorMap k_map;   // axes: column, row, head, batch; box: 64 columns x 64 rows
+  TensorMap v_map;   // axes: column, row, head, batch; box: 64 columns x 64 rows
+  TensorMap d_o_map;   // axes: column, row, head, batch; box: 64 columns x 48 rows
+  TensorMap dk_map;   // axes: column, row, head, batch; box: 64 columns x 16 rows
+  TensorMap dv_map;   // axes: column, row, head, batch; box: 64 columns x 16 rows
   const float* lse_and_d;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
   int heads_q;
   int heads_per_kv;
@@ -53,7 +53,9 @@ constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of LS
 // The masking that the scores of a tile need.
 //   kNone: none, since all scores are allowed.
 //   kMask: the mask.
-//   kMaskAndBounds: the mask, the ends of the sequences, and the correction of exponents for large LSEs.
+//   kMaskAndBounds: the mask, the bounds, and the clamp of exponents that large LSEs need. It is chosen if the tile
+//     extends beyond a bound or an LSE is large.
+//     The only bound is the end of the keys.
 enum class Masking { kNone, kMask, kMaskAndBounds };
 
 // A tile consists of panels of columns, one after the other. A panel is as wide as the TMA swizzle.
@@ -74,17 +76,17 @@ constexpr int kElementBytes = sizeof(Element);
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
-constexpr int kDOutputBytes = kTileQ * kValueDimPadded * kElementBytes;
+constexpr int kDoBytes = kTileQ * kValueDimPadded * kElementBytes;
 constexpr int kExchangeBytes = kTileQ * kTileK * kElementBytes;
 constexpr int kLseAndDBytes = kTileQ * sizeof(float2);
 constexpr int kBarrierBytes = (4 * kStages + 2 * kExchangeStages) * 8;
 constexpr int kValueOffset = kKeyBytes;
 constexpr int kQueryOffset = kValueOffset + kValueBytes;
-constexpr int kDOutputOffset = kQueryOffset + kStages * kQueryBytes;
-constexpr int kExchangeOffset = kDOutputOffset + kStages * kDOutputBytes;
+constexpr int kDoOffset = kQueryOffset + kStages * kQueryBytes;
+constexpr int kExchangeOffset = kDoOffset + kStages * kDoBytes;
 constexpr int kLseAndDOffset = kExchangeOffset + kExchangeStages * kExchangeBytes;
 constexpr int kBarrierOffset = kLseAndDOffset + kStages * kLseAndDBytes;
-constexpr int kValueGradientOffset = kValueOffset;
+constexpr int kDvOffset = kValueOffset;
 static_assert(kBarrierOffset + kBarrierBytes <= 226560, "the shared memory of the launch");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
@@ -349,19 +351,19 @@ struct SharedStorage {
   __device__ __forceinline__ unsigned keys() const { return base; }
   __device__ __forceinline__ unsigned values() const { return base + kValueOffset; }
   __device__ __forceinline__ unsigned queries(int stage) const { return base + (kQueryOffset + stage * kQueryBytes); }
-  __device__ __forceinline__ unsigned d_outputs(int stage) const { return base + (kDOutputOffset + stage * kDOutputBytes); }
+  __device__ __forceinline__ unsigned d_o(int stage) const { return base + (kDoOffset + stage * kDoBytes); }
   __device__ __forceinline__ unsigned exchange(int stage) const { return base + (kExchangeOffset + stage * kExchangeBytes); }
   __device__ __forceinline__ unsigned lse_and_d(int stage) const { return base + (kLseAndDOffset + stage * kLseAndDBytes); }
   __device__ __forceinline__ unsigned dk() const { return base; }
-  __device__ __forceinline__ unsigned dv() const { return base + kValueGradientOffset; }
+  __device__ __forceinline__ unsigned dv() const { return base + kDvOffset; }
 
-  // queries_full: a tile of Q, LSE and D have landed, and K if it is the first of a work tile. d_outputs_full: a tile
-  // of dO has landed, and V if it is the first of a work tile. queries_empty, d_outputs_empty: every consumer warp has
-  // read Q, or dO.
+  // queries_full: a tile of Q, LSE and D have landed, and K if it is the first of a work tile. d_o_full: a tile of dO
+  // has landed, and V if it is the first of a work tile. queries_empty, d_o_empty: every consumer warp has read Q, or
+  // dO.
   __device__ __forceinline__ unsigned queries_full(int stage) const { return barriers + stage * 32; }
   __device__ __forceinline__ unsigned queries_empty(int stage) const { return barriers + 8 + stage * 32; }
-  __device__ __forceinline__ unsigned d_outputs_full(int stage) const { return barriers + 16 + stage * 32; }
-  __device__ __forceinline__ unsigned d_outputs_empty(int stage) const { return barriers + 24 + stage * 32; }
+  __device__ __forceinline__ unsigned d_o_full(int stage) const { return barriers + 16 + stage * 32; }
+  __device__ __forceinline__ unsigned d_o_empty(int stage) const { return barriers + 24 + stage * 32; }
 
   // exchange_full: each warp of a warpgroup has written what it passes to the other one. exchange_empty: each warp of
   // the other one has read it.
@@ -374,13 +376,13 @@ struct SharedStorage {
     return reinterpret_cast<T*>(shared_memory + static_cast<int>(address - base));
   }
 
-  // One thread calls this; a __syncthreads follows.
+  // Initialises all mbarriers. One thread must call this. Other threads may use the mbarriers after a __syncthreads.
   __device__ __forceinline__ void init_barriers() const {
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(queries_full(stage), 1);
       mbarrier_init(queries_empty(stage), kConsumers * 4);
-      mbarrier_init(d_outputs_full(stage), 1);
-      mbarrier_init(d_outputs_empty(stage), kConsumers * 4);
+      mbarrier_init(d_o_full(stage), 1);
+      mbarrier_init(d_o_empty(stage), kConsumers * 4);
     }
     for (int stage = 0; stage < kExchangeStages; ++stage) {
       mbarrier_init(exchange_full(stage), 4);
@@ -396,7 +398,8 @@ __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
-// Starts copying kRows rows from first_row on, panel by panel. The barrier counts their bytes.
+// Starts copying kRows rows from first_row on, panel by panel. `tile` is a shared memory address. The copies complete
+// their bytes on `barrier`, which must expect kRows * kColumns * kElementBytes.
 template <int kRows, int kColumns, int kPanel>
 __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, unsigned barrier, int first_row, int head,
                                           int batch) {
@@ -513,8 +516,8 @@ __device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDkdvArgumen
 // A work tile: kTileK keys of one KV head of one batch, for all query heads that share the KV head.
 struct WorkTile { int first_key, head_kv, batch; };
 
-// The query tiles that are visited for a key tile: the first one is `begin`, and their number is `count`. Each is a
-// step of the mainloop. Those from full_begin to full_end need no mask.
+// The query tiles that are visited for a key tile. Each is an iteration of the mainloop. Those from full_begin to
+// full_end need no mask. begin, full_begin and full_end are indices of tiles; count is a number of tiles.
 struct QueryTiles {
   int begin, count, full_begin, full_end;
 
@@ -527,13 +530,13 @@ __device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int h
   const int k_first = work.first_key;
   const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;
   // The bounds are half-open ranges of queries.
-  const int begin = max(0, k_first + arguments.len_q - arguments.len_k);
-  const int end = arguments.len_q;
-  const int full_begin = max(0, k_last + arguments.len_q - arguments.len_k);
-  const int full_end = arguments.len_q;
-  const int first_tile = begin / kTileQ;
-  const int count = end > begin ? (end + kTileQ - 1) / kTileQ - first_tile : 0;
-  return {first_tile, count, (full_begin + kTileQ - 1) / kTileQ, full_end / kTileQ};
+  const int first_query = max(0, k_first + arguments.len_q - arguments.len_k);
+  const int end_query = arguments.len_q;
+  const int full_first_query = max(0, k_last + arguments.len_q - arguments.len_k);
+  const int full_end_query = arguments.len_q;
+  const int first_tile = first_query / kTileQ;
+  const int count = end_query > first_query ? (end_query + kTileQ - 1) / kTileQ - first_tile : 0;
+  return {first_tile, count, (full_first_query + kTileQ - 1) / kTileQ, full_end_query / kTileQ};
 }
 
 // Iterates over the query tiles that attend to the keys of a work tile, for one query head after the other. Each query
@@ -596,21 +599,22 @@ __device__ __forceinline__ void producer(const WorkTile& work, const SharedStora
       load_rows<kTileK, kHeadDimPadded, kHeadPanel>(storage.keys(), arguments.k_map, storage.queries_full(state.stage()),
                                                     work.first_key, work.head_kv, work.batch);
     }
-    mbarrier_wait(storage.d_outputs_empty(state.stage()), state.phase() ^ 1);
-    mbarrier_arrive_expect_bytes(storage.d_outputs_full(state.stage()), kDOutputBytes + (first ? kValueBytes : 0));
-    load_rows<kTileQ, kValueDimPadded, kValuePanel>(storage.d_outputs(state.stage()), arguments.d_o_map,
-          storage.d_outputs_full(state.stage()), iterator.first_query(), head, work.batch);
+    mbarrier_wait(storage.d_o_empty(state.stage()), state.phase() ^ 1);
+    mbarrier_arrive_expect_bytes(storage.d_o_full(state.stage()), kDoBytes + (first ? kValueBytes : 0));
+    load_rows<kTileQ, kValueDimPadded, kValuePanel>(storage.d_o(state.stage()), arguments.d_o_map,
+          storage.d_o_full(state.stage()), iterator.first_query(), head, work.batch);
     if (first) {
       load_rows<kTileK, kValueDimPadded, kValuePanel>(storage.values(), arguments.v_map,
-            storage.d_outputs_full(state.stage()), work.first_key, work.head_kv, work.batch);
+            storage.d_o_full(state.stage()), work.first_key, work.head_kv, work.batch);
     }
   }
 }
 
 // ---- The consumers --------------------------------------------------------------------------------------------------
 
-// Returns (LSE, D, LSE, D) of the two adjacent queries, columns of the fragment, of this lane's pairs j in both of its
-// rows.
+// Returns LSE and D of the two adjacent queries of this lane's pair j: (LSE, D) of the first, then of the second. A
+// column of the transposed scores is a query, so that pair j has the same queries in both rows of the lane. lse_and_d:
+// the tile's (kTileQ, 2) floats in shared memory.
 __device__ __forceinline__ float4 lse_and_d_of(const unsigned char* lse_and_d, int j) {
   return *reinterpret_cast<const float4*>(lse_and_d + (Scores::column(Scores::pair(0, j)) + threadIdx.x % 4 * 2) * 8);
 }
@@ -625,8 +629,9 @@ __device__ __forceinline__ bool has_large_lse(const unsigned char* lse_and_d) {
   return __any_sync(0xffffffffu, largest > kLargeLse);
 }
 
-// Recomputes P in place of the products Q * K^T. P of masked-out scores is 0. No P exceeds 1: with kMaskAndBounds, an
-// exponent counts as 0 if it is positive, or negative by no more than the rounding error of a large LSE.
+// Recomputes P in place of the products Q * K^T. P of masked-out scores is 0. With kMaskAndBounds, an exponent above
+// -|LSE| * kLseRounding counts as 0: P is then at most 1, and exactly 1 if it differs from 1 by no more than the
+// rounding of the LSE. Without it, rounding may put P slightly above 1.
 template <Masking kMasking>
 __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
                                             const unsigned char* lse_and_d, const Position& position,
@@ -650,7 +655,7 @@ __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
 }
 
 // Turns dP into dS = P * (dP - D) with D from the preprocess kernel.
-__device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
+__device__ __forceinline__ void compute_ds(float (&ds)[Scores::kElements],
                                            const float (&probabilities)[Scores::kElements],
                                            const unsigned char* lse_and_d) {
 #pragma unroll
@@ -659,7 +664,7 @@ __device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
 #pragma unroll
     for (int m = 0; m < Scores::kRows * 2; ++m) {
       const int n = Scores::pair(m / 2, j) + m % 2;
-      d_scores[n] = probabilities[n] * (d_scores[n] - (m % 2 ? statistics.w : statistics.y));
+      ds[n] = probabilities[n] * (ds[n] - (m % 2 ? statistics.w : statistics.y));
     }
   }
 }
@@ -702,7 +707,7 @@ __device__ __forceinline__ void consumer_dv(const WorkTile& work, const SharedSt
                                             const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   Position position = {work.batch, 0, lane % 4 * 2, work.first_key + warp_row + lane / 4};
-  float d_values[kValueDimPadded / 2] = {}, scores[kTileQ / 2];
+  float dv[kValueDimPadded / 2] = {}, scores[kTileQ / 2];
   unsigned fragments[kTileQ / 16][4];
   const auto issue_qk_wgmma = [&](PipelineState<kStages> state) {
     mbarrier_wait(storage.queries_full(state.stage()), state.phase());
@@ -739,23 +744,23 @@ __device__ __forceinline__ void consumer_dv(const WorkTile& work, const SharedSt
     pack_p({state.iteration});
     for (iterator.advance(work, arguments); !iterator.done(arguments); iterator.advance(work, arguments), ++state) {
       issue_qk_wgmma(state + 1);
-      mbarrier_wait(storage.d_outputs_full(state.stage()), state.phase());
-      issue_wgmma_rs<kValueDimPadded, kValuePanel, kTileQ>(d_values, fragments, storage.d_outputs(state.stage()));
+      mbarrier_wait(storage.d_o_full(state.stage()), state.phase());
+      issue_wgmma_rs<kValueDimPadded, kValuePanel, kTileQ>(dv, fragments, storage.d_o(state.stage()));
       await_product<1>(scores);
       compute_p(state + 1);
-      await_product<0>(d_values);
-      release(storage.d_outputs_empty(state.stage()));
+      await_product<0>(dv);
+      release(storage.d_o_empty(state.stage()));
       pack_p({state.iteration + 1});
     }
-    mbarrier_wait(storage.d_outputs_full(state.stage()), state.phase());
-    issue_wgmma_rs<kValueDimPadded, kValuePanel, kTileQ>(d_values, fragments, storage.d_outputs(state.stage()));
-    await_product<0>(d_values);
+    mbarrier_wait(storage.d_o_full(state.stage()), state.phase());
+    issue_wgmma_rs<kValueDimPadded, kValuePanel, kTileQ>(dv, fragments, storage.d_o(state.stage()));
+    await_product<0>(dv);
   }
   // The epilogue: dV overlays V once the other warpgroup has read V. This one has read K.
   named_barrier_arrive(1, kConsumers * 128);
   named_barrier_sync(2, kConsumers * 128);
   store_rows<kValueDimPadded, kValuePanel, kTileK>(
-      d_values, 1.0f, storage.dv() + warp_row * kValuePanel * kElementBytes, arguments.dv_map,
+      dv, 1.0f, storage.dv() + warp_row * kValuePanel * kElementBytes, arguments.dv_map,
       work.first_key + warp_row, work.head_kv, work.batch);
   if (lane == 0) bulk_wait_read<0>();   // before the CTA ends and its shared memory is freed
 }
@@ -765,50 +770,50 @@ __device__ __forceinline__ void consumer_dv(const WorkTile& work, const SharedSt
 __device__ __forceinline__ void consumer_dk(const WorkTile& work, const SharedStorage& storage,
                                             const BackwardDkdvArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
-  float d_keys[kHeadDimPadded / 2] = {}, d_scores[kTileQ / 2];
+  float dk[kHeadDimPadded / 2] = {}, ds[kTileQ / 2];
   unsigned fragments[kTileQ / 16][4];
   const auto issue_dp_wgmma = [&](PipelineState<kStages> state) {
-    mbarrier_wait(storage.d_outputs_full(state.stage()), state.phase());
-    issue_wgmma_ss<kValueDimPadded, kValuePanel, kTileK, kTileQ>(d_scores, storage.values(),
-                                                                 storage.d_outputs(state.stage()));
+    mbarrier_wait(storage.d_o_full(state.stage()), state.phase());
+    issue_wgmma_ss<kValueDimPadded, kValuePanel, kTileK, kTileQ>(ds, storage.values(),
+                                                                 storage.d_o(state.stage()));
   };
   const auto finish_ds = [&](PipelineState<kStages> state) {
     const PipelineState<kExchangeStages> exchange_state = {state.iteration};
     float probabilities[kTileQ / 2];
-    release(storage.d_outputs_empty(state.stage()));
+    release(storage.d_o_empty(state.stage()));
     mbarrier_wait(storage.exchange_full(exchange_state.stage()), exchange_state.phase());
     load_exchanged(probabilities, storage, exchange_state.stage());
     __syncwarp();
     release(storage.exchange_empty(exchange_state.stage()));
     mbarrier_wait(storage.queries_full(state.stage()), state.phase());   // LSE and D have landed with Q
     const unsigned char* lse_and_d = storage.pointer<unsigned char>(storage.lse_and_d(state.stage()));
-    compute_ds(d_scores, probabilities, lse_and_d);
+    compute_ds(ds, probabilities, lse_and_d);
   };
 
   PipelineState<kStages> state = {0};
   QueryIterator iterator(work, arguments);
   if (!iterator.done(arguments)) {
     issue_dp_wgmma(state);
-    await_product<0>(d_scores);
+    await_product<0>(ds);
     finish_ds(state);
-    pack_scores(fragments, d_scores);
+    pack_scores(fragments, ds);
     for (iterator.advance(work, arguments); !iterator.done(arguments); iterator.advance(work, arguments), ++state) {
       issue_dp_wgmma(state + 1);
-      issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, fragments, storage.queries(state.stage()));
-      await_product<1>(d_scores);
+      issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileQ>(dk, fragments, storage.queries(state.stage()));
+      await_product<1>(ds);
       finish_ds(state + 1);
-      await_product<0>(d_keys);
+      await_product<0>(dk);
       release(storage.queries_empty(state.stage()));
-      pack_scores(fragments, d_scores);
+      pack_scores(fragments, ds);
     }
-    issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileQ>(d_keys, fragments, storage.queries(state.stage()));
-    await_product<0>(d_keys);
+    issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileQ>(dk, fragments, storage.queries(state.stage()));
+    await_product<0>(dk);
   }
   // The epilogue: dK overlays K once the other warpgroup has read K. This one has read V.
   named_barrier_arrive(2, kConsumers * 128);
   named_barrier_sync(1, kConsumers * 128);
   store_rows<kHeadDimPadded, kHeadPanel, kTileK>(
-      d_keys, kScale, storage.dk() + warp_row * kHeadPanel * kElementBytes, arguments.dk_map,
+      dk, kScale, storage.dk() + warp_row * kHeadPanel * kElementBytes, arguments.dk_map,
       work.first_key + warp_row, work.head_kv, work.batch);
   if (lane == 0) bulk_wait_read<0>();   // before the CTA ends and its shared memory is freed
 }

@@ -20,12 +20,12 @@ struct alignas(64) TensorMap {   // a CUtensorMap, which describes an array to T
 };
 
 struct BackwardDkdvArguments {
-  TensorMap q_map;
-  TensorMap k_map;
-  TensorMap v_map;
-  TensorMap d_o_map;
-  TensorMap dk_map;
-  TensorMap dv_map;
+  TensorMap q_map;   // axes: column, row, head, batch; box: 64 columns x 48 rows
+  TensorMap k_map;   // axes: column, row, head, batch; box: 64 columns x 64 rows
+  TensorMap v_map;   // axes: column, row, head, batch; box: 64 columns x 64 rows
+  TensorMap d_o_map;   // axes: column, row, head, batch; box: 64 columns x 48 rows
+  TensorMap dk_map;   // axes: column, row, head, batch; box: 64 columns x 16 rows
+  TensorMap dv_map;   // axes: column, row, head, batch; box: 64 columns x 16 rows
   const float* lse_and_d;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
   int heads_q;
   int heads_per_kv;
@@ -55,7 +55,9 @@ constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of LS
 // The masking that the scores of a tile need.
 //   kNone: none, since all scores are allowed.
 //   kMask: the mask.
-//   kMaskAndBounds: the mask, the ends of the sequences, and the correction of exponents for large LSEs.
+//   kMaskAndBounds: the mask, the bounds, and the clamp of exponents that large LSEs need. It is chosen if the tile
+//     extends beyond a bound or an LSE is large.
+//     The only bound is the end of the keys.
 enum class Masking { kNone, kMask, kMaskAndBounds };
 
 // A tile consists of panels of columns, one after the other. A panel is as wide as the TMA swizzle.
@@ -375,7 +377,7 @@ struct SharedStorage {
     return reinterpret_cast<T*>(shared_memory + static_cast<int>(address - base));
   }
 
-  // One thread calls this; a __syncthreads follows.
+  // Initialises all mbarriers. One thread must call this. Other threads may use the mbarriers after a __syncthreads.
   __device__ __forceinline__ void init_barriers() const {
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(streamed_full(stage), 1);
@@ -395,7 +397,8 @@ __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
-// Starts copying kRows rows from first_row on, panel by panel. The barrier counts their bytes.
+// Starts copying kRows rows from first_row on, panel by panel. `tile` is a shared memory address. The copies complete
+// their bytes on `barrier`, which must expect kRows * kColumns * kElementBytes.
 template <int kRows, int kColumns, int kPanel>
 __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, unsigned barrier, int first_row, int head,
                                           int batch) {
@@ -512,8 +515,8 @@ __device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDkdvArgumen
 // A work tile: kTileK keys of one KV head of one batch, for all query heads that share the KV head.
 struct WorkTile { int first_key, head_kv, batch; };
 
-// The query tiles that are visited for a key tile: the first one is `begin`, and their number is `count`. Each is a
-// step of the mainloop. Those from full_begin to full_end need no mask.
+// The query tiles that are visited for a key tile. Each is an iteration of the mainloop. Those from full_begin to
+// full_end need no mask. begin, full_begin and full_end are indices of tiles; count is a number of tiles.
 struct QueryTiles {
   int begin, count, full_begin, full_end;
 
@@ -526,13 +529,13 @@ __device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int h
   const int k_first = work.first_key;
   const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;
   // The bounds are half-open ranges of queries.
-  const int begin = max(0, k_first + arguments.len_q - arguments.len_k);
-  const int end = arguments.len_q;
-  const int full_begin = max(0, k_last + arguments.len_q - arguments.len_k);
-  const int full_end = arguments.len_q;
-  const int first_tile = begin / kTileQ;
-  const int count = end > begin ? (end + kTileQ - 1) / kTileQ - first_tile : 0;
-  return {first_tile, count, (full_begin + kTileQ - 1) / kTileQ, full_end / kTileQ};
+  const int first_query = max(0, k_first + arguments.len_q - arguments.len_k);
+  const int end_query = arguments.len_q;
+  const int full_first_query = max(0, k_last + arguments.len_q - arguments.len_k);
+  const int full_end_query = arguments.len_q;
+  const int first_tile = first_query / kTileQ;
+  const int count = end_query > first_query ? (end_query + kTileQ - 1) / kTileQ - first_tile : 0;
+  return {first_tile, count, (full_first_query + kTileQ - 1) / kTileQ, full_end_query / kTileQ};
 }
 
 // Iterates over the query tiles that attend to the keys of a work tile, for one query head after the other. Each query
@@ -640,8 +643,9 @@ __device__ __forceinline__ void producer(const WorkTile& work, const SharedStora
 
 // ---- The consumers --------------------------------------------------------------------------------------------------
 
-// Returns (LSE, D, LSE, D) of the two adjacent queries, columns of the fragment, of this lane's pairs j in both of its
-// rows.
+// Returns LSE and D of the two adjacent queries of this lane's pair j: (LSE, D) of the first, then of the second. A
+// column of the transposed scores is a query, so that pair j has the same queries in both rows of the lane. lse_and_d:
+// the tile's (kTileQ, 2) floats in shared memory.
 __device__ __forceinline__ float4 lse_and_d_of(const unsigned char* lse_and_d, int j) {
   return *reinterpret_cast<const float4*>(lse_and_d + (Scores::column(Scores::pair(0, j)) + threadIdx.x % 4 * 2) * 8);
 }
@@ -656,8 +660,9 @@ __device__ __forceinline__ bool has_large_lse(const unsigned char* lse_and_d) {
   return __any_sync(0xffffffffu, largest > kLargeLse);
 }
 
-// Recomputes P in place of the products Q * K^T. P of masked-out scores is 0. No P exceeds 1: with kMaskAndBounds, an
-// exponent counts as 0 if it is positive, or negative by no more than the rounding error of a large LSE.
+// Recomputes P in place of the products Q * K^T. P of masked-out scores is 0. With kMaskAndBounds, an exponent above
+// -|LSE| * kLseRounding counts as 0: P is then at most 1, and exactly 1 if it differs from 1 by no more than the
+// rounding of the LSE. Without it, rounding may put P slightly above 1.
 template <Masking kMasking>
 __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
                                             const unsigned char* lse_and_d, const Position& position,
@@ -681,7 +686,7 @@ __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
 }
 
 // Turns dP into dS = P * (dP - D) with D from the preprocess kernel.
-__device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
+__device__ __forceinline__ void compute_ds(float (&ds)[Scores::kElements],
                                            const float (&probabilities)[Scores::kElements],
                                            const unsigned char* lse_and_d) {
 #pragma unroll
@@ -690,7 +695,7 @@ __device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
 #pragma unroll
     for (int m = 0; m < Scores::kRows * 2; ++m) {
       const int n = Scores::pair(m / 2, j) + m % 2;
-      d_scores[n] = probabilities[n] * (d_scores[n] - (m % 2 ? statistics.w : statistics.y));
+      ds[n] = probabilities[n] * (ds[n] - (m % 2 ? statistics.w : statistics.y));
     }
   }
 }
@@ -744,18 +749,18 @@ __device__ __forceinline__ void compute_p(const WorkTile& work, const SharedStor
 // CTA.
 __device__ __forceinline__ void compute_ds(const WorkTile& work, const SharedStorage& storage,
                                            const BackwardDkdvArguments& arguments) {
-  float d_scores[Scores::kElements], probabilities[Scores::kElements];
+  float ds[Scores::kElements], probabilities[Scores::kElements];
   unsigned fragments[kTileQ / 16][4];
   QueryIterator iterator(work, arguments);
   for (PipelineState<kStages> state = {0}; !iterator.done(arguments); iterator.advance(work, arguments), ++state) {
-    issue_qk_wgmma(d_scores, storage, state);
+    issue_qk_wgmma(ds, storage, state);
     load_passed(fragments, true, storage, {state.iteration});
     unpack_scores(probabilities, fragments);
-    await_product<0>(d_scores);
-    compute_ds(d_scores, probabilities, storage.pointer<unsigned char>(storage.lse_and_d(state.stage())));
+    await_product<0>(ds);
+    compute_ds(ds, probabilities, storage.pointer<unsigned char>(storage.lse_and_d(state.stage())));
     __syncwarp();   // all lanes have read LSE and D
     release(storage.streamed_empty(state.stage()));
-    pack_scores(fragments, d_scores);
+    pack_scores(fragments, ds);
     pass_fragments(fragments, storage, {state.iteration});
   }
   named_barrier_arrive(1, 3 * 128);   // V has been read

@@ -20,11 +20,11 @@ struct alignas(64) TensorMap {   // a CUtensorMap, which describes an array to T
 };
 
 struct BackwardDqArguments {
-  TensorMap q_map;
-  TensorMap k_map;
-  TensorMap v_map;
-  TensorMap d_o_map;
-  TensorMap dq_map;
+  TensorMap q_map;   // axes: column, row, head, batch; box: 64 columns x 64 rows
+  TensorMap k_map;   // axes: column, row, head, batch; box: 64 columns x 64 rows
+  TensorMap v_map;   // axes: column, row, head, batch; box: 64 columns x 64 rows
+  TensorMap d_o_map;   // axes: column, row, head, batch; box: 64 columns x 64 rows
+  TensorMap dq_map;   // axes: column, row, head, batch; box: 64 columns x 16 rows
   const float* lse_and_d;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
   int heads_q;
   int len_q;
@@ -53,7 +53,9 @@ constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of LS
 // The masking that the scores of a tile need.
 //   kNone: none, since all scores are allowed.
 //   kMask: the mask.
-//   kMaskAndBounds: the mask, the ends of the sequences, and the correction of exponents for large LSEs.
+//   kMaskAndBounds: the mask, the bounds, and the clamp of exponents that large LSEs need. It is chosen if the tile
+//     extends beyond a bound or an LSE is large.
+//     The only bound is the end of the keys.
 enum class Masking { kNone, kMask, kMaskAndBounds };
 
 // A tile consists of panels of columns, one after the other. A panel is as wide as the TMA swizzle.
@@ -69,13 +71,13 @@ constexpr int kElementBytes = sizeof(Element);
 //   229376  mbarriers, 56 bytes
 //        0  dQ, 2 x 32768 bytes, overlays Q
 constexpr int kQueryBytes = kPartQ * kHeadDimPadded * kElementBytes;
-constexpr int kDOutputBytes = kPartQ * kValueDimPadded * kElementBytes;
+constexpr int kDoBytes = kPartQ * kValueDimPadded * kElementBytes;
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kBarrierBytes = (1 + 2 * kKeyStages + 2 * kValueStages) * 8;
 constexpr int kQueryGradientBytes = kPartQ * kHeadDimPadded * kElementBytes;
-constexpr int kDOutputOffset = kConsumers * kQueryBytes;
-constexpr int kKeyOffset = kDOutputOffset + kConsumers * kDOutputBytes;
+constexpr int kDoOffset = kConsumers * kQueryBytes;
+constexpr int kKeyOffset = kDoOffset + kConsumers * kDoBytes;
 constexpr int kValueOffset = kKeyOffset + kKeyStages * kKeyBytes;
 constexpr int kBarrierOffset = kValueOffset + kValueStages * kValueBytes;
 static_assert(kBarrierOffset + kBarrierBytes <= 229432, "the shared memory of the launch");
@@ -326,7 +328,7 @@ struct SharedStorage {
   unsigned base, barriers;   // the addresses of the buffers, and of the mbarriers
 
   __device__ __forceinline__ unsigned queries(int warpgroup) const { return base + warpgroup * kQueryBytes; }
-  __device__ __forceinline__ unsigned d_outputs(int warpgroup) const { return base + (kDOutputOffset + warpgroup * kDOutputBytes); }
+  __device__ __forceinline__ unsigned d_o(int warpgroup) const { return base + (kDoOffset + warpgroup * kDoBytes); }
   __device__ __forceinline__ unsigned keys(int stage) const { return base + (kKeyOffset + stage * kKeyBytes); }
   __device__ __forceinline__ unsigned values(int stage) const { return base + (kValueOffset + stage * kValueBytes); }
   __device__ __forceinline__ unsigned dq(int warpgroup) const { return base + warpgroup * kQueryGradientBytes; }
@@ -342,7 +344,7 @@ struct SharedStorage {
   __device__ __forceinline__ unsigned values_full(int stage) const { return barriers + kKeyStages * 16 + 8 + stage * 16; }
   __device__ __forceinline__ unsigned values_empty(int stage) const { return barriers + kKeyStages * 16 + 16 + stage * 16; }
 
-  // One thread calls this; a __syncthreads follows.
+  // Initialises all mbarriers. One thread must call this. Other threads may use the mbarriers after a __syncthreads.
   __device__ __forceinline__ void init_barriers() const {
     mbarrier_init(queries_full(), 1);
     for (int stage = 0; stage < kKeyStages; ++stage) {
@@ -363,7 +365,8 @@ __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
-// Starts copying kRows rows from first_row on, panel by panel. The barrier counts their bytes.
+// Starts copying kRows rows from first_row on, panel by panel. `tile` is a shared memory address. The copies complete
+// their bytes on `barrier`, which must expect kRows * kColumns * kElementBytes.
 template <int kRows, int kColumns, int kPanel>
 __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, unsigned barrier, int first_row, int head,
                                           int batch) {
@@ -480,8 +483,8 @@ __device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDqArguments
 // A work tile: kTileQ queries of one head of one batch.
 struct WorkTile { int first_query, head, batch; };
 
-// The key tiles that are visited for a query tile: the first one is `begin`, and their number is `count`. Each is a
-// step of the mainloop. Those from full_begin to full_end need no mask.
+// The key tiles that are visited for a query tile. Each is a step of the mainloop. Those from full_begin to full_end
+// need no mask. begin, full_begin and full_end are indices of tiles; count is a number of tiles.
 struct KeyTiles {
   int begin, count, full_begin, full_end;
 
@@ -494,13 +497,13 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const Bac
   const int q_first = work.first_query;
   const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;
   // The bounds are half-open ranges of keys.
-  const int begin = 0;
-  const int end = min(arguments.len_k, q_last + arguments.len_k - arguments.len_q + 1);
-  const int full_begin = 0;
-  const int full_end = min(arguments.len_k, q_first + arguments.len_k - arguments.len_q + 1);
-  const int first_tile = begin / kTileK;
-  const int count = end > begin ? (end + kTileK - 1) / kTileK - first_tile : 0;
-  return {first_tile, count, (full_begin + kTileK - 1) / kTileK, full_end / kTileK};
+  const int first_key = 0;
+  const int end_key = min(arguments.len_k, q_last + arguments.len_k - arguments.len_q + 1);
+  const int full_first_key = 0;
+  const int full_end_key = min(arguments.len_k, q_first + arguments.len_k - arguments.len_q + 1);
+  const int first_tile = first_key / kTileK;
+  const int count = end_key > first_key ? (end_key + kTileK - 1) / kTileK - first_tile : 0;
+  return {first_tile, count, (full_first_key + kTileK - 1) / kTileK, full_end_key / kTileK};
 }
 
 // ---- The producer ---------------------------------------------------------------------------------------------------
@@ -510,14 +513,15 @@ __device__ __forceinline__ void producer(const WorkTile& work, const SharedStora
                                          const BackwardDqArguments& arguments) {
   const KeyTiles tiles = key_tiles_of(work, arguments);
   if (tiles.count == 0) return;
-  // The KV head, work.head / heads_per_kv: a product with 2^31 / heads_per_kv, rounded up, in place of a division.
+  // The KV head: head / heads_per_kv = umulhi(2 * head + 1, ceil(2^31 / heads_per_kv)), which is exact for head < 2^16
+  // and heads_per_kv <= 2^13. The + 1 tolerates a reciprocal that is rounded in either direction.
   const int head_kv = __umulhi(2 * work.head + 1, arguments.kv_reciprocal);
-  mbarrier_arrive_expect_bytes(storage.queries_full(), kConsumers * (kQueryBytes + kDOutputBytes));
+  mbarrier_arrive_expect_bytes(storage.queries_full(), kConsumers * (kQueryBytes + kDoBytes));
   for (int group = 0; group < kConsumers; ++group) {
     const int first_query = work.first_query + group * kPartQ;
     load_rows<kPartQ, kHeadDimPadded, kHeadPanel>(storage.queries(group), arguments.q_map, storage.queries_full(),
                                                   first_query, work.head, work.batch);
-    load_rows<kPartQ, kValueDimPadded, kValuePanel>(storage.d_outputs(group), arguments.d_o_map,
+    load_rows<kPartQ, kValueDimPadded, kValuePanel>(storage.d_o(group), arguments.d_o_map,
                                                     storage.queries_full(), first_query, work.head, work.batch);
   }
   for (int step = 0; step < tiles.count; ++step) {
@@ -556,8 +560,9 @@ __device__ __forceinline__ bool has_large_lse(const float2 (&rows)[Scores::kRows
   return __any_sync(0xffffffffu, large);
 }
 
-// Recomputes P in place of the products Q * K^T. P of masked-out scores is 0. No P exceeds 1: with kMaskAndBounds, an
-// exponent counts as 0 if it is positive, or negative by no more than the rounding error of a large LSE.
+// Recomputes P in place of the products Q * K^T. P of masked-out scores is 0. With kMaskAndBounds, an exponent above
+// -|LSE| * kLseRounding counts as 0: P is then at most 1, and exactly 1 if it differs from 1 by no more than the
+// rounding of the LSE. Without it, rounding may put P slightly above 1.
 template <Masking kMasking>
 __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
                                             const float2 (&rows)[Scores::kRows], const Position& position,
@@ -576,12 +581,12 @@ __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
 }
 
 // Turns dP into dS = P * (dP - D) with D from the preprocess kernel.
-__device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
+__device__ __forceinline__ void compute_ds(float (&ds)[Scores::kElements],
                                            const float (&probabilities)[Scores::kElements],
                                            const float2 (&rows)[Scores::kRows]) {
 #pragma unroll
   for (int n = 0; n < Scores::kElements; ++n) {
-    d_scores[n] = probabilities[n] * (d_scores[n] - (rows[Scores::row_index(n)].y));
+    ds[n] = probabilities[n] * (ds[n] - (rows[Scores::row_index(n)].y));
   }
 }
 
@@ -596,16 +601,16 @@ __device__ __forceinline__ void pack_scores(unsigned (&fragments)[Scores::kPairs
 
 // The epilogue: stores the dQ of a warpgroup, which overlays its Q in shared memory. Rows that attend to no key are 0,
 // whatever K holds. `rows` has the LSE and D of this lane's two rows.
-__device__ __forceinline__ void epilogue(float (&d_queries)[kHeadDimPadded / 2], const float2 (&rows)[Scores::kRows], int warpgroup,
+__device__ __forceinline__ void epilogue(float (&dq)[kHeadDimPadded / 2], const float2 (&rows)[Scores::kRows], int warpgroup,
                                          unsigned queries, int first_query, const WorkTile& work,
                                          const BackwardDqArguments& arguments) {
   named_barrier_sync(1 + warpgroup, 128);   // all warps of the warpgroup have read Q
 #pragma unroll
   for (int n = 0; n < kHeadDimPadded / 2; ++n) {
-    if (rows[Fragment<kHeadDimPadded>::row_index(n)].x == kNoLse) d_queries[n] = 0.0f;
+    if (rows[Fragment<kHeadDimPadded>::row_index(n)].x == kNoLse) dq[n] = 0.0f;
   }
   store_rows<kHeadDimPadded, kHeadPanel, kPartQ>(
-      d_queries, kScale, queries + threadIdx.x / 32 % 4 * 16 * kHeadPanel * kElementBytes, arguments.dq_map,
+      dq, kScale, queries + threadIdx.x / 32 % 4 * 16 * kHeadPanel * kElementBytes, arguments.dq_map,
       first_query, work.head, work.batch);
   if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // before the CTA ends and its shared memory is freed
 }
@@ -616,29 +621,30 @@ __device__ __forceinline__ void consumer(const WorkTile& work, int warpgroup, co
                                          const BackwardDqArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   const unsigned queries = storage.queries(warpgroup);
-  const unsigned d_outputs = storage.d_outputs(warpgroup);
+  const unsigned d_o = storage.d_o(warpgroup);
   const int first_query = work.first_query + warpgroup * kPartQ + warp_row;
   const Position position = {work.batch, work.head, first_query + lane / 4, lane % 4 * 2};
-  float d_queries[kHeadDimPadded / 2] = {};
-  float scores[kTileK / 2], d_scores[kTileK / 2];
+  float dq[kHeadDimPadded / 2] = {};
+  float scores[kTileK / 2], ds[kTileK / 2];   // S, which becomes P, and dP, which becomes dS
   float2 rows[Scores::kRows];
   load_lse_and_d(rows, position, arguments);
   const bool large_lse = has_large_lse(rows);
   const KeyTiles tiles = key_tiles_of(work, arguments);
-  // Issue the wgmmas of S = Q * K^T and of dP = dO * V^T. `has_waited`: whether the caller has waited for K, or V.
-  const auto issue_qk_wgmma = [&](PipelineState<kKeyStages> key_state, bool has_waited) {
-    if (!has_waited) mbarrier_wait(storage.keys_full(key_state.stage()), key_state.phase());
+  // Issue the wgmmas of S = Q * K^T and of dP = dO * V^T. If `waits`, they first wait for the full barrier of the stage
+  // of K, or V.
+  const auto issue_qk_wgmma = [&](PipelineState<kKeyStages> key_state, bool waits) {
+    if (waits) mbarrier_wait(storage.keys_full(key_state.stage()), key_state.phase());
     issue_wgmma_ss<kHeadDimPadded, kHeadPanel, kPartQ, kTileK>(scores, queries, storage.keys(key_state.stage()));
   };
-  const auto issue_dp_wgmma = [&](PipelineState<kValueStages> value_state, bool has_waited) {
-    if (!has_waited) mbarrier_wait(storage.values_full(value_state.stage()), value_state.phase());
-    issue_wgmma_ss<kValueDimPadded, kValuePanel, kPartQ, kTileK>(d_scores, d_outputs, storage.values(value_state.stage()));
+  const auto issue_dp_wgmma = [&](PipelineState<kValueStages> value_state, bool waits) {
+    if (waits) mbarrier_wait(storage.values_full(value_state.stage()), value_state.phase());
+    issue_wgmma_ss<kValueDimPadded, kValuePanel, kPartQ, kTileK>(ds, d_o, storage.values(value_state.stage()));
   };
 
   if (tiles.count > 0) {
     mbarrier_wait(storage.queries_full(), 0);
-    issue_qk_wgmma({0}, false);
-    issue_dp_wgmma({0}, false);
+    issue_qk_wgmma({0}, true);
+    issue_dp_wgmma({0}, true);
     await_product<1>(scores);
   }
   for (int step = 0; step < tiles.count; ++step) {
@@ -652,24 +658,24 @@ __device__ __forceinline__ void consumer(const WorkTile& work, int warpgroup, co
     } else {
       recompute_p<Masking::kNone>(scores, rows, position, first_key, arguments);
     }
-    await_product<0>(d_scores);
+    await_product<0>(ds);
     release(storage.values_empty(value_state.stage()));
-    compute_ds(d_scores, scores, rows);
+    compute_ds(ds, scores, rows);
     unsigned fragments[kTileK / 16][4];
-    pack_scores(fragments, d_scores);
-    issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileK>(d_queries, fragments, storage.keys(key_state.stage()));
+    pack_scores(fragments, ds);
+    issue_wgmma_rs<kHeadDimPadded, kHeadPanel, kTileK>(dq, fragments, storage.keys(key_state.stage()));
     // The last iteration issues the wgmmas of its own S and dP again, without a use: wgmmas in a branch would not
     // overlap.
     const bool is_last = step + 1 == tiles.count;
     const int next = is_last ? step : step + 1;
-    issue_qk_wgmma({next}, is_last);
-    await_product<1>(d_queries);
-    issue_dp_wgmma({next}, is_last);
+    issue_qk_wgmma({next}, !is_last);
+    await_product<1>(dq);
+    issue_dp_wgmma({next}, !is_last);
     release(storage.keys_empty(key_state.stage()));
     await_product<1>(scores);
   }
-  await_product<0>(d_scores);
-  epilogue(d_queries, rows, warpgroup, queries, first_query, work, arguments);
+  await_product<0>(ds);
+  epilogue(dq, rows, warpgroup, queries, first_query, work, arguments);
 }
 
 // ---- The kernel -----------------------------------------------------------------------------------------------------

@@ -20,11 +20,11 @@ struct alignas(64) TensorMap {   // a CUtensorMap, which describes an array to T
 };
 
 struct BackwardDqArguments {
-  TensorMap q_map;
-  TensorMap k_map;
-  TensorMap v_map;
-  TensorMap d_o_map;
-  TensorMap dq_map;
+  TensorMap q_map;   // axes: column, row, head, batch; box: 64 columns x 64 rows
+  TensorMap k_map;   // axes: column, row, head, batch; box: 64 columns x 48 rows
+  TensorMap v_map;   // axes: column, row, head, batch; box: 64 columns x 48 rows
+  TensorMap d_o_map;   // axes: column, row, head, batch; box: 64 columns x 64 rows
+  TensorMap dq_map;   // axes: column, row, head, batch; box: 64 columns x 16 rows
   const float* lse_and_d;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
   int heads_q;
   int len_q;
@@ -54,7 +54,9 @@ constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of LS
 // The masking that the scores of a tile need.
 //   kNone: none, since all scores are allowed.
 //   kMask: the mask.
-//   kMaskAndBounds: the mask, the ends of the sequences, and the correction of exponents for large LSEs.
+//   kMaskAndBounds: the mask, the bounds, and the clamp of exponents that large LSEs need. It is chosen if the tile
+//     extends beyond a bound or an LSE is large.
+//     The only bound is the end of the keys.
 enum class Masking { kNone, kMask, kMaskAndBounds };
 
 // A tile consists of panels of columns, one after the other. A panel is as wide as the TMA swizzle.
@@ -354,7 +356,7 @@ struct SharedStorage {
     return reinterpret_cast<T*>(shared_memory + static_cast<int>(address - base));
   }
 
-  // One thread calls this; a __syncthreads follows.
+  // Initialises all mbarriers. One thread must call this. Other threads may use the mbarriers after a __syncthreads.
   __device__ __forceinline__ void init_barriers() const {
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(streamed_full(stage), 1);
@@ -374,7 +376,8 @@ __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
-// Starts copying kRows rows from first_row on, panel by panel. The barrier counts their bytes.
+// Starts copying kRows rows from first_row on, panel by panel. `tile` is a shared memory address. The copies complete
+// their bytes on `barrier`, which must expect kRows * kColumns * kElementBytes.
 template <int kRows, int kColumns, int kPanel>
 __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, unsigned barrier, int first_row, int head,
                                           int batch) {
@@ -491,8 +494,8 @@ __device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDqArguments
 // A work tile: kTileQ queries of one head of one batch.
 struct WorkTile { int first_query, head, batch; };
 
-// The key tiles that are visited for a query tile: the first one is `begin`, and their number is `count`. Each is a
-// step of the mainloop. Those from full_begin to full_end need no mask.
+// The key tiles that are visited for a query tile. Each is a step of the mainloop. Those from full_begin to full_end
+// need no mask. begin, full_begin and full_end are indices of tiles; count is a number of tiles.
 struct KeyTiles {
   int begin, count, full_begin, full_end;
 
@@ -505,13 +508,13 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const Bac
   const int q_first = work.first_query;
   const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;
   // The bounds are half-open ranges of keys.
-  const int begin = 0;
-  const int end = min(arguments.len_k, q_last + arguments.len_k - arguments.len_q + 1);
-  const int full_begin = 0;
-  const int full_end = min(arguments.len_k, q_first + arguments.len_k - arguments.len_q + 1);
-  const int first_tile = begin / kTileK;
-  const int count = end > begin ? (end + kTileK - 1) / kTileK - first_tile : 0;
-  return {first_tile, count, (full_begin + kTileK - 1) / kTileK, full_end / kTileK};
+  const int first_key = 0;
+  const int end_key = min(arguments.len_k, q_last + arguments.len_k - arguments.len_q + 1);
+  const int full_first_key = 0;
+  const int full_end_key = min(arguments.len_k, q_first + arguments.len_k - arguments.len_q + 1);
+  const int first_tile = first_key / kTileK;
+  const int count = end_key > first_key ? (end_key + kTileK - 1) / kTileK - first_tile : 0;
+  return {first_tile, count, (full_first_key + kTileK - 1) / kTileK, full_end_key / kTileK};
 }
 
 // ---- The exchange between the CTAs ----------------------------------------------------------------------------------
@@ -560,7 +563,8 @@ __device__ __forceinline__ void producer(const WorkTile& work, const SharedStora
   const TensorMap& query_map = cluster_rank() == 0 ? arguments.q_map : arguments.d_o_map;
   const TensorMap& key_map = cluster_rank() == 0 ? arguments.k_map : arguments.v_map;
   const KeyTiles tiles = key_tiles_of(work, arguments);
-  // The KV head, work.head / heads_per_kv: a product with 2^31 / heads_per_kv, rounded up, in place of a division.
+  // The KV head: head / heads_per_kv = umulhi(2 * head + 1, ceil(2^31 / heads_per_kv)), which is exact for head < 2^16
+  // and heads_per_kv <= 2^13. The + 1 tolerates a reciprocal that is rounded in either direction.
   const int head_kv = __umulhi(2 * work.head + 1, arguments.kv_reciprocal);
   for (PipelineState<kStages> state = {0}; state.iteration < tiles.count; ++state) {
     const bool first = state.iteration == 0;
@@ -597,8 +601,9 @@ __device__ __forceinline__ bool has_large_lse(const float2 (&rows)[Scores::kRows
   return __any_sync(0xffffffffu, large);
 }
 
-// Recomputes P in place of the products Q * K^T. P of masked-out scores is 0. No P exceeds 1: with kMaskAndBounds, an
-// exponent counts as 0 if it is positive, or negative by no more than the rounding error of a large LSE.
+// Recomputes P in place of the products Q * K^T. P of masked-out scores is 0. With kMaskAndBounds, an exponent above
+// -|LSE| * kLseRounding counts as 0: P is then at most 1, and exactly 1 if it differs from 1 by no more than the
+// rounding of the LSE. Without it, rounding may put P slightly above 1.
 template <Masking kMasking>
 __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
                                             const float2 (&rows)[Scores::kRows], const Position& position,
@@ -617,12 +622,12 @@ __device__ __forceinline__ void recompute_p(float (&scores)[Scores::kElements],
 }
 
 // Turns dP into dS = P * (dP - D) with D from the preprocess kernel.
-__device__ __forceinline__ void compute_ds(float (&d_scores)[Scores::kElements],
+__device__ __forceinline__ void compute_ds(float (&ds)[Scores::kElements],
                                            const float (&probabilities)[Scores::kElements],
                                            const float2 (&rows)[Scores::kRows]) {
 #pragma unroll
   for (int n = 0; n < Scores::kElements; ++n) {
-    d_scores[n] = probabilities[n] * (d_scores[n] - (rows[Scores::row_index(n)].y));
+    ds[n] = probabilities[n] * (ds[n] - (rows[Scores::row_index(n)].y));
   }
 }
 
@@ -680,18 +685,18 @@ __device__ __forceinline__ void compute_p(const WorkTile& work, const SharedStor
 __device__ __forceinline__ void compute_ds(const WorkTile& work, const SharedStorage& storage,
                                            const BackwardDqArguments& arguments) {
   const KeyTiles tiles = key_tiles_of(work, arguments);
-  float d_scores[Scores::kElements], probabilities[Scores::kElements];
+  float ds[Scores::kElements], probabilities[Scores::kElements];
   unsigned fragments[kTileK / 16][4];
   float2 rows[Scores::kRows];
   load_lse_and_d(rows, position_of(work), arguments);
   for (PipelineState<kStages> state = {0}; state.iteration < tiles.count; ++state) {
-    issue_qk_wgmma(d_scores, storage, state);
+    issue_qk_wgmma(ds, storage, state);
     load_passed(fragments, true, storage, {state.iteration});
     unpack_scores(probabilities, fragments);
-    await_product<0>(d_scores);
+    await_product<0>(ds);
     release(storage.streamed_empty(state.stage()));
-    compute_ds(d_scores, probabilities, rows);
-    pack_scores(fragments, d_scores);
+    compute_ds(ds, probabilities, rows);
+    pack_scores(fragments, ds);
     pass_fragments(fragments, storage, {state.iteration});
   }
 }
@@ -730,10 +735,10 @@ struct Gradient {
 
 // Sets columns of dQ to 0 in the rows that attend to no key, whatever K holds.
 template <int kCount>
-__device__ __forceinline__ void zero_empty_rows(float (&d_queries)[kCount], const float2 (&rows)[Scores::kRows]) {
+__device__ __forceinline__ void zero_empty_rows(float (&dq)[kCount], const float2 (&rows)[Scores::kRows]) {
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
-    if (rows[Fragment<kCount * 2>::row_index(n)].x == kNoLse) d_queries[n] = 0.0f;
+    if (rows[Fragment<kCount * 2>::row_index(n)].x == kNoLse) dq[n] = 0.0f;
   }
 }
 

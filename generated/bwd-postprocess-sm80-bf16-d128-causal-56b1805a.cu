@@ -22,7 +22,7 @@ struct Strides {   // in elements
 struct BackwardPostprocessArguments {
   const float* dq_accum;
   const float* lse_and_d;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
-  Element* dq;
+  Element* dq;   // (batch, heads_q, len_q, head_dim)
   Strides dq_strides;
   int len_q;
   int rows;   // len_q, rounded up to whole tiles (seqlen_q_rounded of FlashAttention)

@@ -25,8 +25,8 @@ struct BackwardDkdvArguments {
   const Element* v;
   const Element* d_o;
   const float* lse_and_d;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
-  Element* dk;
-  Element* dv;
+  Element* dk;   // (batch, heads_kv, len_k, head_dim)
+  Element* dv;   // (batch, heads_kv, len_k, value_dim)
   long long* d_slopes;
   const float* slopes;
   Strides q_strides;
@@ -71,7 +71,9 @@ constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of LS
 // The masking that the scores of a tile need.
 //   kNone: none, since all scores are allowed.
 //   kMask: the mask.
-//   kMaskAndBounds: the mask, the ends of the sequences, and the correction of exponents for large LSEs.
+//   kMaskAndBounds: the mask, the bounds, and the clamp of exponents that large LSEs need. It is chosen if the tile
+//     extends beyond a bound or an LSE is large.
+//     The bounds are the ends of the keys and of the queries.
 enum class Masking { kNone, kMask, kMaskAndBounds };
 
 constexpr int kElementBytes = sizeof(Element);
@@ -89,14 +91,14 @@ constexpr int kElementBytes = sizeof(Element);
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
-constexpr int kOutputBytes = kTileQ * kValueDimPadded * kElementBytes;
+constexpr int kDoBytes = kTileQ * kValueDimPadded * kElementBytes;
 constexpr int kLseAndDBytes = kTileQ * sizeof(float2);
 constexpr int kScoreBytes = kTileK * kTileQ * kElementBytes;
 constexpr int kProbabilityBytes = kTileK * kTileQ * kElementBytes;
 constexpr int kValueOffset = kKeyBytes;
 constexpr int kQueryOffset = kValueOffset + kValueBytes;
-constexpr int kOutputOffset = kQueryOffset + kStages * kQueryBytes;
-constexpr int kLseAndDOffset = kOutputOffset + kStages * kOutputBytes;
+constexpr int kDoOffset = kQueryOffset + kStages * kQueryBytes;
+constexpr int kLseAndDOffset = kDoOffset + kStages * kDoBytes;
 constexpr int kScoreOffset = kLseAndDOffset + kStages * kLseAndDBytes;
 constexpr int kProbabilityOffset = kScoreOffset + kScoreBytes;
 static_assert(kProbabilityOffset + kProbabilityBytes <= 66560, "the shared memory of the launch");
@@ -270,8 +272,8 @@ struct WorkTile {
   int first_key, head_kv, batch;
 };
 
-// The query tiles that are visited for a key tile: the first one is `begin`, and their number is `count`. Each is a
-// step of the mainloop. Those from full_begin to full_end need no mask.
+// The query tiles that are visited for a key tile. Each is an iteration of the mainloop. Those from full_begin to
+// full_end need no mask. begin, full_begin and full_end are indices of tiles; count is a number of tiles.
 struct QueryTiles {
   int begin, count, full_begin, full_end;
 
@@ -284,13 +286,13 @@ __device__ __forceinline__ QueryTiles query_tiles_of(const WorkTile& work, int h
   const int k_first = work.first_key;
   const int k_last = min(work.first_key + kTileK, arguments.len_k) - 1;
   // The bounds are half-open ranges of queries.
-  const int begin = max(0, k_first + arguments.len_q - arguments.len_k);
-  const int end = arguments.len_q;
-  const int full_begin = max(0, k_last + arguments.len_q - arguments.len_k);
-  const int full_end = arguments.len_q;
-  const int first_tile = begin / kTileQ;
-  const int count = end > begin ? (end + kTileQ - 1) / kTileQ - first_tile : 0;
-  return {first_tile, count, (full_begin + kTileQ - 1) / kTileQ, full_end / kTileQ};
+  const int first_query = max(0, k_first + arguments.len_q - arguments.len_k);
+  const int end_query = arguments.len_q;
+  const int full_first_query = max(0, k_last + arguments.len_q - arguments.len_k);
+  const int full_end_query = arguments.len_q;
+  const int first_tile = first_query / kTileQ;
+  const int count = end_query > first_query ? (end_query + kTileQ - 1) / kTileQ - first_tile : 0;
+  return {first_tile, count, (full_first_query + kTileQ - 1) / kTileQ, full_end_query / kTileQ};
 }
 
 // ---- Loads and products ---------------------------------------------------------------------------------------------
@@ -480,8 +482,9 @@ __device__ __forceinline__ void store_rounded(const Values& values, float factor
 
 // ---- Score gradients ------------------------------------------------------------------------------------------------
 
-// Returns (LSE, D, LSE, D) of the two adjacent queries, columns of the fragment, of this lane's pairs j in all of its
-// rows.
+// Returns LSE and D of the two adjacent queries of this lane's pair j: (LSE, D) of the first, then of the second. A
+// column of the transposed scores is a query, so that pair j has the same queries in all rows of the lane. lse_and_d:
+// the tile's (kTileQ, 2) floats in shared memory.
 __device__ __forceinline__ float4 lse_and_d_of(const unsigned char* lse_and_d, int j) {
   const int query = threadIdx.x / 32 % kSplit * kQueriesPerWarp + Scores::column(Scores::pair(0, j)) + threadIdx.x % 4 * 2;
   return *reinterpret_cast<const float4*>(lse_and_d + query * 8);
@@ -508,12 +511,11 @@ __device__ __forceinline__ void add_to_gradient(long long* sums, long long offse
 }
 
 // Recomputes P and dS in place. The products Q * K^T become P, and dP becomes dS = P * (dP - D) with D = rowsum(dO *
-// O).
-// P and dS of masked-out scores are 0. If an LSE may be large, P is 1 wherever it differs from 1 by no more than the
-// rounding of the LSE.
+// O). P and dS of masked-out scores are 0. With kMaskAndBounds, an exponent above -|LSE| * kLseRounding counts as 0: P
+// is then at most 1, and exactly 1 if it differs from 1 by no more than the rounding of the LSE.
 template <Masking kMasking>
 __device__ __forceinline__ void recompute_p_and_ds(Scores& probabilities,
-                                                   Scores& d_scores,
+                                                   Scores& ds,
                                                    const unsigned char* lse_and_d,
                                                    const Position& position, int first_query,
                                                    CaptureGradients& captured,
@@ -531,12 +533,12 @@ __device__ __forceinline__ void recompute_p_and_ds(Scores& probabilities,
       float exponent = fmaf(score, kScoreToLog2, -lse);
       if (kMasking == Masking::kMaskAndBounds && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
       const float probability = exp2_approx(exponent);
-      float d_score = probability * (d_scores[n] - (m % 2 ? statistics.w : statistics.y));
+      float d_score = probability * (ds[n] - (m % 2 ? statistics.w : statistics.y));
       const bool attended = kMasking == Masking::kNone ||
           (kMasking == Masking::kMask || ((k < arguments.len_k) & (q < arguments.len_q))) & mask_mod(q, k, arguments);
       d_score = attended ? d_score : 0.0f;
       probabilities[n] = attended ? probability : 0.0f;
-      d_scores[n] = d_score;
+      ds[n] = d_score;
       captured.sum0 += d_score == 0.0f ? 0.0f : d_score * gather0_factor(q, k, arguments);
     }
   }
@@ -544,14 +546,14 @@ __device__ __forceinline__ void recompute_p_and_ds(Scores& probabilities,
 
 // Turns products into P, and dP into dS. full: no element of the tile is masked out.
 __device__ __forceinline__ void compute_score_gradients(
-    Scores& probabilities, Scores& d_scores, const unsigned char* lse_and_d, bool full, const WorkTile& work,
+    Scores& probabilities, Scores& ds, const unsigned char* lse_and_d, bool full, const WorkTile& work,
     const Position& position, int first_query, CaptureGradients& captured, const BackwardDkdvArguments& arguments) {
   if (work.first_key + kTileK > arguments.len_k || first_query + kTileQ > arguments.len_q || has_large_lse(lse_and_d)) {
-    recompute_p_and_ds<Masking::kMaskAndBounds>(probabilities, d_scores, lse_and_d, position, first_query, captured, arguments);
+    recompute_p_and_ds<Masking::kMaskAndBounds>(probabilities, ds, lse_and_d, position, first_query, captured, arguments);
   } else if (!full) {
-    recompute_p_and_ds<Masking::kMask>(probabilities, d_scores, lse_and_d, position, first_query, captured, arguments);
+    recompute_p_and_ds<Masking::kMask>(probabilities, ds, lse_and_d, position, first_query, captured, arguments);
   } else {
-    recompute_p_and_ds<Masking::kNone>(probabilities, d_scores, lse_and_d, position, first_query, captured, arguments);
+    recompute_p_and_ds<Masking::kNone>(probabilities, ds, lse_and_d, position, first_query, captured, arguments);
   }
 }
 
@@ -605,12 +607,12 @@ attention_backward_dkdv_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6
   const unsigned v_tile = k_tile + kValueOffset;
   const unsigned k_rows = k_tile + warp_row * kHeadDimPadded * kElementBytes;
   const unsigned v_rows = v_tile + warp_row * kValueDimPadded * kElementBytes;
-  const unsigned d_scores_tile = k_tile + kScoreOffset;
-  const unsigned d_scores_rows = d_scores_tile + warp_row * kTileQ * kElementBytes;
+  const unsigned ds_tile = k_tile + kScoreOffset;
+  const unsigned ds_rows = ds_tile + warp_row * kTileQ * kElementBytes;
   const unsigned probability_rows = k_tile + kProbabilityOffset + warp_row * kTileQ * kElementBytes;
 
-  Fragment<kRowTiles, kHeadTiles> d_keys = {};
-  Fragment<kRowTiles, kValueTiles> d_values = {};
+  Fragment<kRowTiles, kHeadTiles> dk = {};
+  Fragment<kRowTiles, kValueTiles> dv = {};
   load_keys_and_values(work, k_tile, v_tile, arguments);
 
   for (int member = 0; member < arguments.heads_per_kv; ++member) {
@@ -630,7 +632,7 @@ attention_backward_dkdv_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6
     };
     const auto load_output_gradients = [&](int step) {
       const int first_query = tiles.first_query(step);
-      load_tile<kTileQ, kValueDim, kValueDimPadded>(k_tile + kOutputOffset + step % kStages * kOutputBytes, d_o,
+      load_tile<kTileQ, kValueDim, kValueDimPadded>(k_tile + kDoOffset + step % kStages * kDoBytes, d_o,
                                                     arguments.d_o_strides.row, first_query, arguments.len_q);
     };
 
@@ -641,11 +643,11 @@ attention_backward_dkdv_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6
     for (int step = 0; step < tiles.count; ++step) {
       const int first_query = tiles.first_query(step);
       const unsigned q_tile = k_tile + kQueryOffset + step % kStages * kQueryBytes;
-      const unsigned d_o_tile = k_tile + kOutputOffset + step % kStages * kOutputBytes;
+      const unsigned d_o_tile = k_tile + kDoOffset + step % kStages * kDoBytes;
       const unsigned q_rows = q_tile + part * kQueriesPerWarp * kHeadDimPadded * kElementBytes;
       const unsigned d_o_rows = d_o_tile + part * kQueriesPerWarp * kValueDimPadded * kElementBytes;
       const unsigned char* lse_and_d = shared_memory + kLseAndDOffset + step % kStages * kLseAndDBytes;
-      Scores probabilities = {}, d_scores = {};
+      Scores probabilities = {}, ds = {};
       // Q and dO of this step have arrived, and every warp has finished the previous step.
       copy_async_wait<0>();
       __syncthreads();
@@ -655,16 +657,16 @@ attention_backward_dkdv_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6
       }
       copy_async_commit();
       multiply_by_transpose<kHeadDimPadded>(probabilities, k_rows, q_rows);
-      multiply_by_transpose<kValueDimPadded>(d_scores, v_rows, d_o_rows);
-      compute_score_gradients(probabilities, d_scores, lse_and_d, tiles.full(step), work, position, first_query, captured, arguments);
+      multiply_by_transpose<kValueDimPadded>(ds, v_rows, d_o_rows);
+      compute_score_gradients(probabilities, ds, lse_and_d, tiles.full(step), work, position, first_query, captured, arguments);
       store_rounded<kTileQ / 8>(probabilities, 1.0f, shared_memory + kProbabilityOffset, warp_row, part * kQueryTiles);
-      store_rounded<kTileQ / 8>(d_scores, 1.0f, shared_memory + kScoreOffset, warp_row, part * kQueryTiles);
+      store_rounded<kTileQ / 8>(ds, 1.0f, shared_memory + kScoreOffset, warp_row, part * kQueryTiles);
       // The products with this warp's own part of P and dS do not wait for the other parts.
-      multiply_registers<kValueDimPadded / 8>(d_values, probabilities, d_o_rows, part * kValueTiles);
-      multiply_registers<kHeadDimPadded / 8>(d_keys, d_scores, q_rows, part * kHeadTiles);
+      multiply_registers<kValueDimPadded / 8>(dv, probabilities, d_o_rows, part * kValueTiles);
+      multiply_registers<kHeadDimPadded / 8>(dk, ds, q_rows, part * kHeadTiles);
       __syncthreads();   // all of P and dS is in shared memory
-      multiply_other_parts<kValueDimPadded>(d_values, probability_rows, d_o_tile, part);
-      multiply_other_parts<kHeadDimPadded>(d_keys, d_scores_rows, q_tile, part);
+      multiply_other_parts<kValueDimPadded>(dv, probability_rows, d_o_tile, part);
+      multiply_other_parts<kHeadDimPadded>(dk, ds_rows, q_tile, part);
     }
     add_capture_gradients(captured, position, arguments);
     __syncthreads();   // every warp has read Q and dO, which those of the next head overwrite
@@ -673,8 +675,8 @@ attention_backward_dkdv_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac6
   // dK and dV overwrite K and V.
   copy_async_wait<0>();
   __syncthreads();
-  store_gradients<kHeadDim, kHeadDimPadded>(d_keys, kScale, shared_memory, arguments.dk, arguments.dk_strides, work,
+  store_gradients<kHeadDim, kHeadDimPadded>(dk, kScale, shared_memory, arguments.dk, arguments.dk_strides, work,
                                             warp_row, part, arguments.len_k);
-  store_gradients<kValueDim, kValueDimPadded>(d_values, 1.0f, shared_memory + kValueOffset, arguments.dv,
+  store_gradients<kValueDim, kValueDimPadded>(dv, 1.0f, shared_memory + kValueOffset, arguments.dv,
                                               arguments.dv_strides, work, warp_row, part, arguments.len_k);
 }

@@ -25,7 +25,7 @@ struct BackwardDqArguments {
   const Element* v;
   const Element* d_o;
   const float* lse_and_d;   // (batch, heads_q, rows, 2): base-2 LSE, and D = rowsum(dO * O)
-  Element* dq;
+  Element* dq;   // (batch, heads_q, len_q, head_dim)
   const float* slopes;
   Strides q_strides;
   Strides k_strides;
@@ -67,7 +67,9 @@ constexpr float kLseRounding = 2.38418579e-07f;   // 2^-22: relative error of LS
 // The masking that the scores of a tile need.
 //   kNone: none, since all scores are allowed.
 //   kMask: the mask.
-//   kMaskAndBounds: the mask, the ends of the sequences, and the correction of exponents for large LSEs.
+//   kMaskAndBounds: the mask, the bounds, and the clamp of exponents that large LSEs need. It is chosen if the tile
+//     extends beyond a bound or an LSE is large.
+//     The only bound is the end of the keys.
 enum class Masking { kNone, kMask, kMaskAndBounds };
 
 constexpr int kElementBytes = sizeof(Element);
@@ -79,11 +81,11 @@ constexpr int kElementBytes = sizeof(Element);
 //    49152  V, 2 x 8192 bytes
 //        0  dQ, 16384 bytes, overlays Q
 constexpr int kQueryBytes = kTileQ * kHeadDimPadded * kElementBytes;
-constexpr int kOutputBytes = kTileQ * kValueDimPadded * kElementBytes;
+constexpr int kDoBytes = kTileQ * kValueDimPadded * kElementBytes;
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
-constexpr int kOutputOffset = kQueryBytes;
-constexpr int kKeyOffset = kOutputOffset + kOutputBytes;
+constexpr int kDoOffset = kQueryBytes;
+constexpr int kKeyOffset = kDoOffset + kDoBytes;
 constexpr int kValueOffset = kKeyOffset + kStages * kKeyBytes;
 static_assert(kValueOffset + kStages * kValueBytes <= 65536, "the shared memory of the launch");
 static_assert(kRowTiles * 16 * kWarps == kTileQ * kSplit && kKeyTiles % 2 == 0, "whole mma tiles");
@@ -221,14 +223,15 @@ struct WorkTile {
   int first_query, head, batch;
 };
 
-// Returns the KV head of a query head, head / heads_per_kv. A product with 2^31 / heads_per_kv, rounded up, is exact
-// and, unlike a division, leaves the result and the addresses computed from it in uniform registers.
+// Returns the KV head of a query head: head / heads_per_kv = umulhi(2 * head + 1, ceil(2^31 / heads_per_kv)), which is
+// exact for head < 2^16 and heads_per_kv <= 2^13. The + 1 tolerates a reciprocal that is rounded in either direction.
+// Unlike a division, this leaves the result and the addresses computed from it in uniform registers.
 __device__ __forceinline__ int kv_head_of(int head, const BackwardDqArguments& arguments) {
   return __umulhi(2 * head + 1, arguments.kv_reciprocal);
 }
 
-// The key tiles that are visited for a query tile: the first one is `begin`, and their number is `count`. Each is a
-// step of the mainloop. Those from full_begin to full_end need no mask.
+// The key tiles that are visited for a query tile. Each is a step of the mainloop. Those from full_begin to full_end
+// need no mask. begin, full_begin and full_end are indices of tiles; count is a number of tiles.
 struct KeyTiles {
   int begin, count, full_begin, full_end;
 
@@ -241,13 +244,13 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const Bac
   const int q_first = work.first_query;
   const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;
   // The bounds are half-open ranges of keys.
-  const int begin = 0;
-  const int end = min(arguments.len_k, q_last + arguments.len_k - arguments.len_q + 1);
-  const int full_begin = 0;
-  const int full_end = min(arguments.len_k, q_first + arguments.len_k - arguments.len_q + 1);
-  const int first_tile = begin / kTileK;
-  const int count = end > begin ? (end + kTileK - 1) / kTileK - first_tile : 0;
-  return {first_tile, count, (full_begin + kTileK - 1) / kTileK, full_end / kTileK};
+  const int first_key = 0;
+  const int end_key = min(arguments.len_k, q_last + arguments.len_k - arguments.len_q + 1);
+  const int full_first_key = 0;
+  const int full_end_key = min(arguments.len_k, q_first + arguments.len_k - arguments.len_q + 1);
+  const int first_tile = first_key / kTileK;
+  const int count = end_key > first_key ? (end_key + kTileK - 1) / kTileK - first_tile : 0;
+  return {first_tile, count, (full_first_key + kTileK - 1) / kTileK, full_end_key / kTileK};
 }
 
 // ---- Loads and products ---------------------------------------------------------------------------------------------
@@ -403,12 +406,11 @@ __device__ __forceinline__ bool has_large_lse(const float2 (&rows)[Scores::kRows
 }
 
 // Recomputes P and dS in place. The products Q * K^T become P, and dP becomes dS = P * (dP - D) with D = rowsum(dO *
-// O).
-// P and dS of masked-out scores are 0. If an LSE may be large, P is 1 wherever it differs from 1 by no more than the
-// rounding of the LSE.
+// O). P and dS of masked-out scores are 0. With kMaskAndBounds, an exponent above -|LSE| * kLseRounding counts as 0: P
+// is then at most 1, and exactly 1 if it differs from 1 by no more than the rounding of the LSE.
 template <Masking kMasking>
 __device__ __forceinline__ void recompute_p_and_ds(Scores& probabilities,
-                                                   Scores& d_scores,
+                                                   Scores& ds,
                                                    const float2 (&rows)[Scores::kRows],
                                                    const Position& position, int first_key,
                                                    const BackwardDqArguments& arguments) {
@@ -421,12 +423,12 @@ __device__ __forceinline__ void recompute_p_and_ds(Scores& probabilities,
     float exponent = fmaf(score, kScoreToLog2, -lse);
     if (kMasking == Masking::kMaskAndBounds && exponent > fabsf(lse) * -kLseRounding) exponent = 0.0f;
     const float probability = exp2_approx(exponent);
-    float d_score = probability * (d_scores[n] - (rows[Scores::row_index(n)].y));
+    float d_score = probability * (ds[n] - (rows[Scores::row_index(n)].y));
     const bool attended = kMasking == Masking::kNone ||
         (kMasking == Masking::kMask || k < arguments.len_k) & mask_mod(q, k, arguments);
     d_score = attended ? d_score : 0.0f;
     probabilities[n] = attended ? probability : 0.0f;
-    d_scores[n] = d_score;
+    ds[n] = d_score;
   }
 }
 
@@ -448,27 +450,27 @@ __device__ __forceinline__ void store_rows(Element* matrix, long long row_stride
 }
 
 // Sets rows that attend to no key to 0, whatever K holds.
-__device__ __forceinline__ void clear_empty_rows(Gradient& d_queries, const float2 (&rows)[Gradient::kRows]) {
+__device__ __forceinline__ void clear_empty_rows(Gradient& dq, const float2 (&rows)[Gradient::kRows]) {
 #pragma unroll
   for (int r = 0; r < Gradient::kRows; ++r) {
     if (rows[r].x != kNoLse) continue;
 #pragma unroll
     for (int j = 0; j < Gradient::kPairs; ++j) {
-      d_queries[Gradient::pair(r, j)] = d_queries[Gradient::pair(r, j) + 1] = 0.0f;
+      dq[Gradient::pair(r, j)] = dq[Gradient::pair(r, j) + 1] = 0.0f;
     }
   }
 }
 
 // The epilogue: stores dQ through shared memory. The rows of a warp overwrite its own rows of Q, which no other warp
 // reads.
-__device__ __forceinline__ void epilogue(Gradient& d_queries, const float2 (&rows)[Gradient::kRows], const WorkTile& work,
+__device__ __forceinline__ void epilogue(Gradient& dq, const float2 (&rows)[Gradient::kRows], const WorkTile& work,
                                          int warp_row, int part, const BackwardDqArguments& arguments) {
-  clear_empty_rows(d_queries, rows);
-  store_rounded<kHeadDimPadded / 8>(d_queries, kScale, shared_memory, warp_row, part * kHeadTiles);
+  clear_empty_rows(dq, rows);
+  store_rounded<kHeadDimPadded / 8>(dq, kScale, shared_memory, warp_row, part * kHeadTiles);
   __syncwarp();
-  Element* dq = arguments.dq + work.batch * arguments.dq_strides.batch + work.head * arguments.dq_strides.head;
+  Element* gradient = arguments.dq + work.batch * arguments.dq_strides.batch + work.head * arguments.dq_strides.head;
   constexpr int kRows = kRowsPerWarp / kSplit;
-  store_rows<kRows, kHeadDim, kHeadDimPadded>(dq, arguments.dq_strides.row, work.first_query, arguments.len_q,
+  store_rows<kRows, kHeadDim, kHeadDimPadded>(gradient, arguments.dq_strides.row, work.first_query, arguments.len_q,
                                               shared_memory, warp_row + part * kRows);
 }
 
@@ -490,9 +492,9 @@ attention_backward_dq_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac600
 
   const unsigned q_tile = shared_address(shared_memory);
   const unsigned q_rows = q_tile + warp_row * kHeadDimPadded * kElementBytes;
-  const unsigned d_o_rows = q_tile + kOutputOffset + warp_row * kValueDimPadded * kElementBytes;
+  const unsigned d_o_rows = q_tile + kDoOffset + warp_row * kValueDimPadded * kElementBytes;
 
-  Gradient d_queries = {};
+  Gradient dq = {};
   float2 rows[Scores::kRows];
   load_lse_and_d(rows, position, arguments);
   const bool large_lse = has_large_lse(rows);
@@ -508,7 +510,7 @@ attention_backward_dq_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac600
 
   if (tiles.count > 0) {
     load_tile<kTileQ, kHeadDim, kHeadDimPadded>(q_tile, q, arguments.q_strides.row, work.first_query, arguments.len_q);
-    load_tile<kTileQ, kValueDim, kValueDimPadded>(q_tile + kOutputOffset, d_o, arguments.d_o_strides.row,
+    load_tile<kTileQ, kValueDim, kValueDimPadded>(q_tile + kDoOffset, d_o, arguments.d_o_strides.row,
                                                   work.first_query, arguments.len_q);
     load_values(0);
     load_keys(0);
@@ -520,7 +522,7 @@ attention_backward_dq_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac600
     const unsigned values = q_tile + kValueOffset + step % kStages * kValueBytes;
     const unsigned key_rows = keys + part * kKeysPerWarp * kHeadDimPadded * kElementBytes;
     const unsigned value_rows = values + part * kKeysPerWarp * kValueDimPadded * kElementBytes;
-    Scores probabilities = {}, d_scores = {};
+    Scores probabilities = {}, ds = {};
     // K and V of this step have arrived, and every warp has finished the previous step.
     copy_async_wait<0>();
     __syncthreads();
@@ -530,15 +532,15 @@ attention_backward_dq_fp16_d64_causal_alibi_tensor_slopes_float32_1_true_1dac600
     }
     copy_async_commit();
     multiply_by_transpose<kHeadDimPadded>(probabilities, q_rows, key_rows);
-    multiply_by_transpose<kValueDimPadded>(d_scores, d_o_rows, value_rows);
+    multiply_by_transpose<kValueDimPadded>(ds, d_o_rows, value_rows);
     if (first_key + kTileK > arguments.len_k || large_lse) {
-      recompute_p_and_ds<Masking::kMaskAndBounds>(probabilities, d_scores, rows, position, first_key, arguments);
+      recompute_p_and_ds<Masking::kMaskAndBounds>(probabilities, ds, rows, position, first_key, arguments);
     } else if (!tiles.full(step)) {
-      recompute_p_and_ds<Masking::kMask>(probabilities, d_scores, rows, position, first_key, arguments);
+      recompute_p_and_ds<Masking::kMask>(probabilities, ds, rows, position, first_key, arguments);
     } else {
-      recompute_p_and_ds<Masking::kNone>(probabilities, d_scores, rows, position, first_key, arguments);
+      recompute_p_and_ds<Masking::kNone>(probabilities, ds, rows, position, first_key, arguments);
     }
-    multiply_registers<kHeadDimPadded / 8>(d_queries, d_scores, keys);
+    multiply_registers<kHeadDimPadded / 8>(dq, ds, keys);
   }
-  epilogue(d_queries, rows, work, warp_row, part, arguments);
+  epilogue(dq, rows, work, warp_row, part, arguments);
 }

@@ -55,7 +55,7 @@ constexpr int kKeyTiles = kTileK / 8;          // 8-column mma tiles of scores
 constexpr int kValueTiles = kValueDimPadded / 8;
 constexpr float kScale = 0.125f;
 constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): exp(x) is computed as exp2(x * log2(e))
-// Row maxima below this are folded into the FMA of the exponent: their products with kScoreToLog2 are below 2^24.
+// Row maxima with |row_max| below this are folded into the FMA of the exponent: see RowState::offset.
 constexpr float kMaxFoldedRowMax = 11629080.0f;
 constexpr float kRescaleThreshold = 8.0f;      // in log2: by how much a row maximum may lag
 
@@ -229,14 +229,15 @@ struct WorkTile {
   int first_query, head, batch;
 };
 
-// Returns the KV head of a query head, head / heads_per_kv. A product with 2^31 / heads_per_kv, rounded up, is exact
-// and, unlike a division, leaves the result and the addresses computed from it in uniform registers.
+// Returns the KV head of a query head: head / heads_per_kv = umulhi(2 * head + 1, ceil(2^31 / heads_per_kv)), which is
+// exact for head < 2^16 and heads_per_kv <= 2^13. The + 1 tolerates a reciprocal that is rounded in either direction.
+// Unlike a division, this leaves the result and the addresses computed from it in uniform registers.
 __device__ __forceinline__ int kv_head_of(int head, const ForwardArguments& arguments) {
   return __umulhi(2 * head + 1, arguments.kv_reciprocal);
 }
 
-// The key tiles that are visited for a query tile: the first one is `begin`, and their number is `count`. Each is a
-// step of the mainloop. Those from full_begin to full_end need no mask.
+// The key tiles that are visited for a query tile. Each is a step of the mainloop. Those from full_begin to full_end
+// need no mask. begin, full_begin and full_end are indices of tiles; count is a number of tiles.
 struct KeyTiles {
   int begin, count, full_begin, full_end;
 
@@ -249,13 +250,13 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const For
   const int q_first = work.first_query;
   const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;
   // The bounds are half-open ranges of keys.
-  const int begin = 0;
-  const int end = min(arguments.len_k, q_last + arguments.len_k - arguments.len_q + 1);
-  const int full_begin = 0;
-  const int full_end = min(arguments.len_k, q_first + arguments.len_k - arguments.len_q + 1);
-  const int first_tile = begin / kTileK;
-  const int count = end > begin ? (end + kTileK - 1) / kTileK - first_tile : 0;
-  return {first_tile, count, (full_begin + kTileK - 1) / kTileK, full_end / kTileK};
+  const int first_key = 0;
+  const int end_key = min(arguments.len_k, q_last + arguments.len_k - arguments.len_q + 1);
+  const int full_first_key = 0;
+  const int full_end_key = min(arguments.len_k, q_first + arguments.len_k - arguments.len_q + 1);
+  const int first_tile = first_key / kTileK;
+  const int count = end_key > first_key ? (end_key + kTileK - 1) / kTileK - first_tile : 0;
+  return {first_tile, count, (full_first_key + kTileK - 1) / kTileK, full_end_key / kTileK};
 }
 
 // ---- Loads and products ---------------------------------------------------------------------------------------------
@@ -416,7 +417,9 @@ struct RowState {
   float row_max = minus_infinity(), sum = 0.0f;
 
   // The offset that folds the row maximum into the fused multiply-add of an exponent. It is usable if the row has seen
-  // a key, so that its maximum is finite, and if the product is below 2^24, where its rounding error is below 1.
+  // a key, so that its maximum is finite, and if |row_max * kScoreToLog2| < 2^24. Then rounding of this product changes
+  // the exponent by at most 1/2, and P by at most a factor sqrt(2), which is the same for all P with this row_max. A
+  // score of this size is itself rounded by as much.
   __device__ __forceinline__ float offset() const { return -row_max * kScoreToLog2; }
   __device__ __forceinline__ bool offset_is_usable() const { return fabsf(row_max) < kMaxFoldedRowMax; }
 
@@ -425,9 +428,9 @@ struct RowState {
   __device__ __forceinline__ float update_row_max(float maximum) {
     const float old = row_max;
     row_max = fmaxf(old, maximum);
-    const float shrink = row_max == minus_infinity() ? 1.0f : exp2_approx((old - row_max) * kScoreToLog2);
-    sum *= shrink;
-    return shrink;
+    const float rescale_factor = row_max == minus_infinity() ? 1.0f : exp2_approx((old - row_max) * kScoreToLog2);
+    sum *= rescale_factor;
+    return rescale_factor;
   }
 };
 
@@ -462,12 +465,12 @@ __device__ __forceinline__ void online_softmax(Scores& scores, Output& output, R
     bool all = true;
 #pragma unroll
     for (int r = 0; r < Scores::kRows; ++r) {
-      const float shrink = rows[r].update_row_max(maximum[r]);
+      const float rescale_factor = rows[r].update_row_max(maximum[r]);
       all = all && rows[r].offset_is_usable();
 #pragma unroll
       for (int j = 0; j < Output::kPairs; ++j) {
-        output[Output::pair(r, j)] *= shrink;
-        output[Output::pair(r, j) + 1] *= shrink;
+        output[Output::pair(r, j)] *= rescale_factor;
+        output[Output::pair(r, j) + 1] *= rescale_factor;
       }
     }
     steady = __all_sync(0xffffffffu, all);

@@ -21,10 +21,10 @@ struct alignas(64) TensorMap {   // a CUtensorMap, which describes an array to T
 };
 
 struct ForwardArguments {
-  TensorMap q_map;
-  TensorMap k_map;
-  TensorMap v_map;
-  TensorMap o_map;
+  TensorMap q_map;   // axes: column, row, head, batch; box: 64 columns x 64 rows
+  TensorMap k_map;   // axes: column, row, head, batch; box: 64 columns x 80 rows
+  TensorMap v_map;   // axes: column, row, head, batch; box: 64 columns x 80 rows
+  TensorMap o_map;   // axes: column, row, head, batch; box: 64 columns x 16 rows
   float* lse;   // (batch, heads_q, len_q), or null
   unsigned* next_tile;   // counts fetched work tiles: 0 before and after a launch; null if each CTA has one work tile
   int tiles;   // query tiles of all heads and batches
@@ -34,7 +34,7 @@ struct ForwardArguments {
   int heads_q;
   int len_q;
   int len_k;
-  unsigned kv_reciprocal;   // 2^31 / (heads per KV head), rounded up
+  unsigned kv_reciprocal;   // 2^31 / (query heads per KV head), rounded up
 };
 
 // ---- The plan -------------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ constexpr int kTileK = 80;   // keys per step
 constexpr int kStages = 2;   // of the pipelines of K and V tiles in shared memory
 constexpr float kScale = 0.0883883461f;
 constexpr float kScoreToLog2 = 1.44269504f;   // log2(e): exp(x) is computed as exp2(x * log2(e))
-// Row maxima below this are folded into the FMA of the exponent: their products with kScoreToLog2 are below 2^24.
+// Row maxima with |row_max| below this are folded into the FMA of the exponent: see RowState::offset.
 constexpr float kMaxFoldedRowMax = 11629080.0f;
 // The rescaling threshold, in log2: a row's row_max may be less than the true maximum by this much.
 constexpr float kRescaleThreshold = 8.0f;
@@ -62,19 +62,19 @@ constexpr int kHeadPanel = 64;    // columns of Q and K
 constexpr int kValuePanel = 64;   // columns of V and the output
 constexpr int kElementBytes = sizeof(Element);
 // Shared memory of a CTA, 180312 bytes, by offset:
-//        0  rows of warpgroups (Q, O), 3 x 32768 bytes
+//        0  each warpgroup (Q, O), 3 x 32768 bytes
 //    98304  K, 2 x 20480 bytes
 //   139264  V, 2 x 20480 bytes
 //   180224  mbarriers, 80 bytes
-//   180304  tile number, 8 bytes
+//   180304  work tile index, 8 bytes
 constexpr int kWarpgroupQueryBytes = 64 * kHeadDimPadded * kElementBytes;
 constexpr int kWarpgroupOutputBytes = 64 * kValueDimPadded * kElementBytes;
-constexpr int kRowsBytes = kWarpgroupQueryBytes + kWarpgroupOutputBytes;
+constexpr int kWarpgroupBytes = kWarpgroupQueryBytes + kWarpgroupOutputBytes;
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kBarrierBytes = (2 + 4 * kStages) * 8;
 constexpr int kIndexBytes = 8;
-constexpr int kKeyOffset = kConsumers * kRowsBytes;
+constexpr int kKeyOffset = kConsumers * kWarpgroupBytes;
 constexpr int kValueOffset = (kKeyOffset + kStages * kKeyBytes + 1023) / 1024 * 1024;
 constexpr int kBarrierOffset = kValueOffset + kStages * kValueBytes;
 constexpr int kIndexOffset = kBarrierOffset + kBarrierBytes;
@@ -360,8 +360,8 @@ struct PipelineState {
 struct SharedStorage {
   unsigned base, barriers;   // the addresses of the buffers, and of the mbarriers
 
-  __device__ __forceinline__ unsigned queries(int warpgroup) const { return base + warpgroup * kRowsBytes; }
-  __device__ __forceinline__ unsigned output(int warpgroup) const { return base + (warpgroup * kRowsBytes + kWarpgroupQueryBytes); }
+  __device__ __forceinline__ unsigned queries(int warpgroup) const { return base + warpgroup * kWarpgroupBytes; }
+  __device__ __forceinline__ unsigned output(int warpgroup) const { return base + (warpgroup * kWarpgroupBytes + kWarpgroupQueryBytes); }
   __device__ __forceinline__ unsigned keys(int stage) const { return base + (kKeyOffset + stage * kKeyBytes); }
   __device__ __forceinline__ unsigned values(int stage) const { return base + (kValueOffset + stage * kValueBytes); }
 
@@ -378,7 +378,7 @@ struct SharedStorage {
   // The index of the work tile of Q, written before Q is loaded and read when it has landed.
   static __device__ __forceinline__ int& tile_index() { return *reinterpret_cast<int*>(shared_memory + kIndexOffset); }
 
-  // One thread calls this; a __syncthreads follows.
+  // Initialises all mbarriers. One thread must call this. Other threads may use the mbarriers after a __syncthreads.
   __device__ __forceinline__ void init_barriers() const {
     mbarrier_init(queries_full(), 1);
     mbarrier_init(queries_empty(), kConsumers * 4);
@@ -401,14 +401,15 @@ __device__ __forceinline__ void release(unsigned barrier) {
 // Releases the stages of a step in which only other warpgroups attend to keys.
 __device__ __forceinline__ void skip_step(PipelineState<kStages> state, const SharedStorage& storage) {
   mbarrier_wait(storage.keys_full(state.stage()), state.phase());
-  __syncwarp();   // all lanes have seen this phase
+  __syncwarp();   // waits until all lanes have seen this phase
   release(storage.keys_empty(state.stage()));
   mbarrier_wait(storage.values_full(state.stage()), state.phase());
   __syncwarp();
   release(storage.values_empty(state.stage()));
 }
 
-// Starts copying kRows rows from first_row on, panel by panel. The barrier counts their bytes.
+// Starts copying kRows rows from first_row on, panel by panel. `tile` is a shared memory address. The copies complete
+// their bytes on `barrier`, which must expect kRows * kColumns * kElementBytes.
 template <int kRows, int kColumns, int kPanel>
 __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, unsigned barrier, int first_row, int head,
                                           int batch) {
@@ -434,7 +435,8 @@ __device__ __forceinline__ void load_stage(unsigned tile, const TensorMap& map, 
 __device__ __forceinline__ void store_rows(const float (&output)[kValueDimPadded / 2], unsigned tile,
                                            const TensorMap& map, bool has_rows, int first_row, int head, int batch) {
   constexpr int kChunks = kValuePanel / 8;   // 16-byte chunks of a panel's row
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;   // of the warpgroup's
+  // warp_row is the first of the warp's rows among the 64 of its warpgroup.
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   const int row = warp_row + lane % 16, swizzle = row / (8 / kChunks) % kChunks;
 #pragma unroll
   for (int n = 0; n < kValueDimPadded / 2; n += 8) {
@@ -507,7 +509,9 @@ struct RowState {
   float row_max = minus_infinity(), sum = 0.0f;
 
   // The offset that folds the row maximum into the fused multiply-add of an exponent. It is usable if the row has seen
-  // a key, so that its maximum is finite, and if the product is below 2^24, where its rounding error is below 1.
+  // a key, so that its maximum is finite, and if |row_max * kScoreToLog2| < 2^24. Then rounding of this product changes
+  // the exponent by at most 1/2, and P by at most a factor sqrt(2), which is the same for all P with this row_max. A
+  // score of this size is itself rounded by as much.
   __device__ __forceinline__ float offset() const { return -row_max * kScoreToLog2; }
   __device__ __forceinline__ bool offset_is_usable() const { return fabsf(row_max) < kMaxFoldedRowMax; }
 
@@ -516,9 +520,9 @@ struct RowState {
   __device__ __forceinline__ float update_row_max(float maximum) {
     const float old = row_max;
     row_max = fmaxf(old, maximum);
-    const float shrink = row_max == minus_infinity() ? 1.0f : exp2_approx((old - row_max) * kScoreToLog2);
-    sum *= shrink;
-    return shrink;
+    const float rescale_factor = row_max == minus_infinity() ? 1.0f : exp2_approx((old - row_max) * kScoreToLog2);
+    sum *= rescale_factor;
+    return rescale_factor;
   }
 };
 
@@ -554,10 +558,10 @@ __device__ __forceinline__ void round_probabilities(unsigned (&operand)[kTileK /
 
 // Turns a tile of scores into probabilities and adds them to the row sums. Rescaling is lazy: row maxima change only if
 // a score of some row of the warp exceeds the row's maximum by kRescaleThreshold. Then the result is true, and the
-// output must be multiplied by `shrink`. This runs beside P * V, because score functions take long and their scores may
-// grow from tile to tile.
+// output must be multiplied by `rescale_factor`. This runs beside P * V, because score functions take long and their
+// scores may grow from tile to tile.
 __device__ __forceinline__ bool online_softmax(float (&scores)[Scores::kElements], RowState (&rows)[Scores::kRows],
-                                               float (&shrink)[Scores::kRows]) {
+                                               float (&rescale_factor)[Scores::kRows]) {
   float maximum[Scores::kRows];
   bool outgrown = false;
 #pragma unroll
@@ -568,7 +572,7 @@ __device__ __forceinline__ bool online_softmax(float (&scores)[Scores::kElements
   outgrown = __any_sync(0xffffffffu, outgrown);
   if (outgrown) {
 #pragma unroll
-    for (int r = 0; r < Scores::kRows; ++r) shrink[r] = rows[r].update_row_max(maximum[r]);
+    for (int r = 0; r < Scores::kRows; ++r) rescale_factor[r] = rows[r].update_row_max(maximum[r]);
   }
   const bool by_offsets = __all_sync(0xffffffffu, rows[0].offset_is_usable() && rows[1].offset_is_usable());
   if (!by_offsets) subtract_row_max(scores, rows);
@@ -623,8 +627,8 @@ __device__ __forceinline__ WorkTile work_tile_at(int index, const ForwardArgumen
   return {first_query, head % arguments.heads_q, head / arguments.heads_q, kTileQ};
 }
 
-// The key tiles that are visited for a query tile: the first one is `begin`, and their number is `count`. Each is a
-// step of the mainloop. Those from full_begin to full_end need no mask.
+// The key tiles that are visited for a query tile. Each is a step of the mainloop. Those from full_begin to full_end
+// need no mask. begin, full_begin and full_end are indices of tiles; count is a number of tiles.
 struct KeyTiles {
   int begin, count, full_begin, full_end;
 
@@ -637,13 +641,13 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const For
   const int q_first = max(work.first_query, 0);
   const int q_last = min(work.first_query + work.queries, arguments.len_q) - 1;
   // The bounds are half-open ranges of keys.
-  const int begin = 0;
-  const int end = min(arguments.len_k, q_last + arguments.len_k - arguments.len_q + 1);
-  const int full_begin = 0;
-  const int full_end = min(arguments.len_k, q_first + arguments.len_k - arguments.len_q + 1);
-  const int first_tile = begin / kTileK;
-  const int count = end > begin ? (end + kTileK - 1) / kTileK - first_tile : 0;
-  return {first_tile, count, (full_begin + kTileK - 1) / kTileK, full_end / kTileK};
+  const int first_key = 0;
+  const int end_key = min(arguments.len_k, q_last + arguments.len_k - arguments.len_q + 1);
+  const int full_first_key = 0;
+  const int full_end_key = min(arguments.len_k, q_first + arguments.len_k - arguments.len_q + 1);
+  const int first_tile = first_key / kTileK;
+  const int count = end_key > first_key ? (end_key + kTileK - 1) / kTileK - first_tile : 0;
+  return {first_tile, count, (full_first_key + kTileK - 1) / kTileK, full_end_key / kTileK};
 }
 
 // ---- The producer ---------------------------------------------------------------------------------------------------
@@ -653,11 +657,13 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const For
 __device__ __forceinline__ void producer(const SharedStorage& storage, const ForwardArguments& arguments) {
   int index = blockIdx.x;
   PipelineState<kStages> first_state = {0};   // of the first step of the work tile
-  unsigned queries_empty_phase = 1;           // of the previous work tile
+  // The parity of queries_empty's phase for the previous work tile. 1 passes at once on a new barrier.
+  unsigned queries_empty_phase = 1;
   for (; index < arguments.tiles; queries_empty_phase ^= 1) {
     const WorkTile work = work_tile_at(index, arguments);
     const KeyTiles tiles = key_tiles_of(work, arguments);
-    // The KV head, work.head / heads_per_kv: a product with 2^31 / heads_per_kv, rounded up, in place of a division.
+    // The KV head: head / heads_per_kv = umulhi(2 * head + 1, ceil(2^31 / heads_per_kv)), which is exact for head <
+    // 2^16 and heads_per_kv <= 2^13. The + 1 tolerates a reciprocal that is rounded in either direction.
     const int head_kv = __umulhi(2 * work.head + 1, arguments.kv_reciprocal);
     const auto load_keys = [&](int step) {
       const PipelineState<kStages> state = first_state + step;
@@ -747,7 +753,7 @@ __device__ __forceinline__ void epilogue(float (&output)[kValueDimPadded / 2], R
     normalise[r] = rows[r].sum == 0.0f ? 0.0f : 1.0f / rows[r].sum;
   }
   rescale(output, normalise);
-  if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // the store of the previous tile has read shared memory
+  if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // waits until the store of the previous tile has read shared memory
   __syncwarp();
   store_rows(output, tile, arguments.o_map, position.query >= 0, position.query, position.head, position.batch);
   if (arguments.lse == nullptr || threadIdx.x % 4 != 0) return;
@@ -795,7 +801,7 @@ __device__ __forceinline__ void consumer(int warpgroup, const SharedStorage& sto
     float output[kValueDimPadded / 2] = {}, scores[kTileK / 2];
     unsigned probabilities[kTileK / 16][4];
     RowState rows[Scores::kRows];
-    float shrink[Scores::kRows];
+    float rescale_factor[Scores::kRows];
 
     for (int step = 0; step < first; ++step) skip_step(state++, storage);
     if (first < last) {
@@ -805,7 +811,7 @@ __device__ __forceinline__ void consumer(int warpgroup, const SharedStorage& sto
       release(storage.keys_empty(state.stage()));
       if (first + 1 == last) release(storage.queries_empty());
       apply_mods(scores, position, tiles, first, tiles.first_key(first), arguments);
-      online_softmax(scores, rows, shrink);
+      online_softmax(scores, rows, rescale_factor);
       round_probabilities(probabilities, scores);
       for (int step = first + 1; step < last; ++step, ++state) {
         mbarrier_wait(storage.keys_full((state + 1).stage()), (state + 1).phase());
@@ -816,10 +822,10 @@ __device__ __forceinline__ void consumer(int warpgroup, const SharedStorage& sto
         release(storage.keys_empty((state + 1).stage()));
         if (step + 1 == last) release(storage.queries_empty());
         apply_mods(scores, position, tiles, step, tiles.first_key(step), arguments);
-        const bool outgrown = online_softmax(scores, rows, shrink);
+        const bool outgrown = online_softmax(scores, rows, rescale_factor);
         await_product<0>(output);
         release(storage.values_empty(state.stage()));
-        if (outgrown) rescale(output, shrink);
+        if (outgrown) rescale(output, rescale_factor);
         round_probabilities(probabilities, scores);
       }
       mbarrier_wait(storage.values_full(state.stage()), state.phase());
@@ -827,7 +833,7 @@ __device__ __forceinline__ void consumer(int warpgroup, const SharedStorage& sto
       await_product<0>(output);
       release(storage.values_empty(state++.stage()));
     } else {
-      __syncwarp();   // all lanes have seen this phase of Q
+      __syncwarp();   // waits until all lanes have seen this phase of Q
       release(storage.queries_empty());
     }
     for (int step = last; step < tiles.count; ++step) skip_step(state++, storage);

@@ -25,10 +25,10 @@ struct alignas(64) TensorMap {   // a CUtensorMap, which describes an array to T
 };
 
 struct ForwardArguments {
-  TensorMap q_map;
-  TensorMap k_map;
-  TensorMap v_map;
-  TensorMap o_map;
+  TensorMap q_map;   // axes: column, row, head, batch; box: 64 columns x 64 rows
+  TensorMap k_map;   // axes: column, row, head, batch; box: 64 columns x 128 rows
+  TensorMap v_map;   // axes: column, row, head, batch; box: 64 columns x 128 rows
+  TensorMap o_map;   // axes: column, row, head, batch; box: 64 columns x 16 rows
   float* lse;   // (batch, heads_q, len_q), or null
   unsigned* next_tile;   // counts fetched work tiles: 0 before and after a launch; null if each CTA has one work tile
   const int* tile_counts;
@@ -44,7 +44,7 @@ struct ForwardArguments {
   int heads_q;
   int len_q;
   int len_k;
-  unsigned kv_reciprocal;   // 2^31 / (heads per KV head), rounded up
+  unsigned kv_reciprocal;   // 2^31 / (query heads per KV head), rounded up
   int ids_size[1];
 };
 
@@ -61,7 +61,7 @@ constexpr int kTileQ = kConsumers * kPartQ;
 constexpr int kTileK = 128;   // keys per step
 constexpr int kStages = 2;   // of the pipelines of K and V tiles in shared memory
 constexpr float kScoreToLog2 = 0.180336878f;   // scale * log2(e): exp(x) is computed as exp2(x * log2(e))
-// Row maxima below this are folded into the FMA of the exponent: their products with kScoreToLog2 are below 2^24.
+// Row maxima with |row_max| below this are folded into the FMA of the exponent: see RowState::offset.
 constexpr float kMaxFoldedRowMax = 93032640.0f;
 // The rescaling threshold: row_max may be less than the true maximum while a lane's sum of P over one tile is at most
 // this.
@@ -73,19 +73,19 @@ constexpr int kHeadPanel = 64;    // columns of Q and K
 constexpr int kValuePanel = 64;   // columns of V and the output
 constexpr int kElementBytes = sizeof(Element);
 // Shared memory of a CTA, 98392 bytes, by offset:
-//        0  rows of warpgroups (Q, O), 2 x 16384 bytes
+//        0  each warpgroup (Q, O), 2 x 16384 bytes
 //    32768  K, 2 x 16384 bytes
 //    65536  V, 2 x 16384 bytes
 //    98304  mbarriers, 80 bytes
-//    98384  tile number, 8 bytes
+//    98384  work tile index, 8 bytes
 constexpr int kWarpgroupQueryBytes = 64 * kHeadDimPadded * kElementBytes;
 constexpr int kWarpgroupOutputBytes = 64 * kValueDimPadded * kElementBytes;
-constexpr int kRowsBytes = kWarpgroupQueryBytes + kWarpgroupOutputBytes;
+constexpr int kWarpgroupBytes = kWarpgroupQueryBytes + kWarpgroupOutputBytes;
 constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
 constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
 constexpr int kBarrierBytes = (2 + 4 * kStages) * 8;
 constexpr int kIndexBytes = 8;
-constexpr int kKeyOffset = kConsumers * kRowsBytes;
+constexpr int kKeyOffset = kConsumers * kWarpgroupBytes;
 constexpr int kValueOffset = (kKeyOffset + kStages * kKeyBytes + 1023) / 1024 * 1024;
 constexpr int kBarrierOffset = kValueOffset + kStages * kValueBytes;
 constexpr int kIndexOffset = kBarrierOffset + kBarrierBytes;
@@ -379,8 +379,8 @@ struct PipelineState {
 struct SharedStorage {
   unsigned base, barriers;   // the addresses of the buffers, and of the mbarriers
 
-  __device__ __forceinline__ unsigned queries(int warpgroup) const { return base + warpgroup * kRowsBytes; }
-  __device__ __forceinline__ unsigned output(int warpgroup) const { return base + (warpgroup * kRowsBytes + kWarpgroupQueryBytes); }
+  __device__ __forceinline__ unsigned queries(int warpgroup) const { return base + warpgroup * kWarpgroupBytes; }
+  __device__ __forceinline__ unsigned output(int warpgroup) const { return base + (warpgroup * kWarpgroupBytes + kWarpgroupQueryBytes); }
   __device__ __forceinline__ unsigned keys(int stage) const { return base + (kKeyOffset + stage * kKeyBytes); }
   __device__ __forceinline__ unsigned values(int stage) const { return base + (kValueOffset + stage * kValueBytes); }
 
@@ -397,7 +397,7 @@ struct SharedStorage {
   // The index of the work tile of Q, written before Q is loaded and read when it has landed.
   static __device__ __forceinline__ int& tile_index() { return *reinterpret_cast<int*>(shared_memory + kIndexOffset); }
 
-  // One thread calls this; a __syncthreads follows.
+  // Initialises all mbarriers. One thread must call this. Other threads may use the mbarriers after a __syncthreads.
   __device__ __forceinline__ void init_barriers() const {
     mbarrier_init(queries_full(), 1);
     mbarrier_init(queries_empty(), kConsumers * 4);
@@ -427,7 +427,8 @@ __device__ __forceinline__ void ping_pong_arrive(int warpgroup, bool is_last_ste
   else if (!is_last_step) named_barrier_arrive(1, 256);
 }
 
-// Starts copying kRows rows from first_row on, panel by panel. The barrier counts their bytes.
+// Starts copying kRows rows from first_row on, panel by panel. `tile` is a shared memory address. The copies complete
+// their bytes on `barrier`, which must expect kRows * kColumns * kElementBytes.
 template <int kRows, int kColumns, int kPanel>
 __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, unsigned barrier, int first_row, int head,
                                           int batch) {
@@ -453,7 +454,8 @@ __device__ __forceinline__ void load_stage(unsigned tile, const TensorMap& map, 
 __device__ __forceinline__ void store_rows(const float (&output)[kValueDimPadded / 2], unsigned tile,
                                            const TensorMap& map, bool has_rows, int first_row, int head, int batch) {
   constexpr int kChunks = kValuePanel / 8;   // 16-byte chunks of a panel's row
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;   // of the warpgroup's
+  // warp_row is the first of the warp's rows among the 64 of its warpgroup.
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 % 4 * 16;
   const int row = warp_row + lane % 16, swizzle = row / (8 / kChunks) % kChunks;
 #pragma unroll
   for (int n = 0; n < kValueDimPadded / 2; n += 8) {
@@ -527,7 +529,9 @@ struct RowState {
   float row_max = minus_infinity(), sum = 0.0f;
 
   // The offset that folds the row maximum into the fused multiply-add of an exponent. It is usable if the row has seen
-  // a key, so that its maximum is finite, and if the product is below 2^24, where its rounding error is below 1.
+  // a key, so that its maximum is finite, and if |row_max * kScoreToLog2| < 2^24. Then rounding of this product changes
+  // the exponent by at most 1/2, and P by at most a factor sqrt(2), which is the same for all P with this row_max. A
+  // score of this size is itself rounded by as much.
   __device__ __forceinline__ float offset() const { return -row_max * kScoreToLog2; }
   __device__ __forceinline__ bool offset_is_usable() const { return fabsf(row_max) < kMaxFoldedRowMax; }
 
@@ -536,9 +540,9 @@ struct RowState {
   __device__ __forceinline__ float update_row_max(float maximum) {
     const float old = row_max;
     row_max = fmaxf(old, maximum);
-    const float shrink = row_max == minus_infinity() ? 1.0f : exp2_approx((old - row_max) * kScoreToLog2);
-    sum *= shrink;
-    return shrink;
+    const float rescale_factor = row_max == minus_infinity() ? 1.0f : exp2_approx((old - row_max) * kScoreToLog2);
+    sum *= rescale_factor;
+    return rescale_factor;
   }
 };
 
@@ -584,25 +588,25 @@ __device__ __forceinline__ bool compute_p(unsigned (&probabilities)[kTileK / 16]
 }
 
 // Raises the row maxima to those of this tile's scores, and rescales output and row sums. Returns whether the maxima
-// are steady: all rows of the warp have usable offsets, and no maximum grew by more than a factor kMaxLaneSum of P. A
-// maximum that grew so much is likely to grow again in the next tile.
+// are steady: all rows of the warp have usable offsets, and no row that had a key was rescaled by less than 1 /
+// kMaxLaneSum. The maximum of such a row is likely to grow again in the next tile.
 __device__ __forceinline__ bool update_row_maxima(RowState (&rows)[Scores::kRows], float (&output)[Output::kElements],
                                                   const float (&scores)[Scores::kElements]) {
-  float shrink[Scores::kRows];
+  float rescale_factor[Scores::kRows];
   bool steady = true;
 #pragma unroll
   for (int r = 0; r < Scores::kRows; ++r) {
     const bool had_key = rows[r].row_max != minus_infinity();
-    shrink[r] = rows[r].update_row_max(row_maximum(scores, r));
-    steady &= rows[r].offset_is_usable() && !(had_key && shrink[r] < 1.0f / kMaxLaneSum);
+    rescale_factor[r] = rows[r].update_row_max(row_maximum(scores, r));
+    steady &= rows[r].offset_is_usable() && !(had_key && rescale_factor[r] < 1.0f / kMaxLaneSum);
   }
-  rescale(output, shrink);
+  rescale(output, rescale_factor);
   return __all_sync(0xffffffffu, steady);
 }
 
 // Turns scores into probabilities, with lazy rescaling: while row maxima are `steady`, P is computed with the maxima of
 // earlier tiles. Only if a lane's sum then exceeds kMaxLaneSum, which is rare, are the maxima raised and P computed
-// again. In the first step of a work tile `steady` is false.
+// again. `steady` must be false in the first step of a work tile. It is updated, and `scores` may be changed.
 __device__ __forceinline__ void online_softmax(unsigned (&probabilities)[kTileK / 16][4], float (&output)[Output::kElements],
                                                RowState (&rows)[Scores::kRows], bool& steady,
                                                float (&scores)[Scores::kElements]) {
@@ -654,7 +658,7 @@ __device__ __forceinline__ WorkTile work_tile_at(int index, const ForwardArgumen
 }
 
 // The key tiles that are visited for a query tile, from `list_key_tiles`. Each is a step of the mainloop. An entry is
-// tile << 1, plus 1 if it needs no mask.
+// tile << 1, plus 1 if the tile needs no mask.
 struct KeyTiles {
   const int* entries;
   int count;
@@ -677,11 +681,13 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const For
 __device__ __forceinline__ void producer(const SharedStorage& storage, const ForwardArguments& arguments) {
   int index = blockIdx.x;
   PipelineState<kStages> first_state = {0};   // of the first step of the work tile
-  unsigned queries_empty_phase = 1;           // of the previous work tile
+  // The parity of queries_empty's phase for the previous work tile. 1 passes at once on a new barrier.
+  unsigned queries_empty_phase = 1;
   for (; index < arguments.tiles; queries_empty_phase ^= 1) {
     const WorkTile work = work_tile_at(index, arguments);
     const KeyTiles tiles = key_tiles_of(work, arguments);
-    // The KV head, work.head / heads_per_kv: a product with 2^31 / heads_per_kv, rounded up, in place of a division.
+    // The KV head: head / heads_per_kv = umulhi(2 * head + 1, ceil(2^31 / heads_per_kv)), which is exact for head <
+    // 2^16 and heads_per_kv <= 2^13. The + 1 tolerates a reciprocal that is rounded in either direction.
     const int head_kv = __umulhi(2 * work.head + 1, arguments.kv_reciprocal);
     const auto load_keys = [&](int step) {
       const PipelineState<kStages> state = first_state + step;
@@ -761,7 +767,7 @@ __device__ __forceinline__ void epilogue(float (&output)[kValueDimPadded / 2], R
     normalise[r] = rows[r].sum == 0.0f ? 0.0f : 1.0f / rows[r].sum;
   }
   rescale(output, normalise);
-  if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // the store of the previous tile has read shared memory
+  if (threadIdx.x % 32 == 0) bulk_wait_read<0>();   // waits until the store of the previous tile has read shared memory
   __syncwarp();
   store_rows(output, tile, arguments.o_map, true, position.query, position.head, position.batch);
   if (arguments.lse == nullptr || threadIdx.x % 4 != 0) return;
@@ -824,7 +830,7 @@ __device__ __forceinline__ void consumer(int warpgroup, const SharedStorage& sto
       await_product<0>(output);
       release(storage.values_empty(state++.stage()));
     } else {
-      __syncwarp();   // all lanes have seen this phase of Q
+      __syncwarp();   // waits until all lanes have seen this phase of Q
       release(storage.queries_empty());
     }
     epilogue(output, rows, storage.output(warpgroup), position, arguments);

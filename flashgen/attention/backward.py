@@ -30,7 +30,7 @@ from flashgen.codegen.family import HeadSplit
 from flashgen.codegen.stages import Kernels
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.engines import Engine, Operands, Place, ScalarArguments
-from flashgen.launch.memory import Memory
+from flashgen.launch.memory import ArraySpec
 from flashgen.runtime.arrays import JAX, Library, View, give_back
 
 _IN_ROWS = frozenset(("q", "k", "v", "o", "d_o", "dq", "dk", "dv"))
@@ -172,15 +172,15 @@ class BackwardPass(Pass[_Prepared]):
         """Whether kernels must run. A call without keys still has gradients of sinks."""
         return problem.has_scores or (self.spec.sink is not None and not problem.is_empty)
 
-    def _gradient_memory(self, problem: Problem, captured: Mapping[str, View]) -> dict[str, Memory]:
+    def _gradient_memory(self, problem: Problem, captured: Mapping[str, View]) -> dict[str, ArraySpec]:
         """Returns the memory of the gradients by name; zeroed if kernels accumulate into it or do not write it."""
         launched = self._runs(problem)
         memory = {
-            name: Memory(gradient_shape(self.spec, problem, name), self.spec.grad_element.name, zeroed=not launched)
+            name: ArraySpec(gradient_shape(self.spec, problem, name), self.spec.grad_element.name, zeroed=not launched)
             for name in self._rows
         }
         written = {name for kernel in self.stages.kernels.values() for name in kernel.pointers.values()}
         for capture in self._differentiated:
             zeroed = not launched or capture_gradient(capture) not in written
-            memory[capture.name] = Memory(captured[capture.name].shape, capture.dtype, zeroed)
+            memory[capture.name] = ArraySpec(captured[capture.name].shape, capture.dtype, zeroed)
         return memory

@@ -12,7 +12,7 @@ from flashgen.errors import ArgumentError
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.argument_writer import ArgumentWriter, Value
 from flashgen.launch.engines import Launch
-from flashgen.launch.memory import Memory
+from flashgen.launch.memory import ArraySpec
 from flashgen.launch.tensor_map_writer import TensorMapWriter, head_panels, map_shapes
 from flashgen.runtime.arrays import View, byte_strides
 
@@ -76,10 +76,10 @@ def capture_values(layout: ArgumentLayout, spec: AttentionSpec, arrays: Mapping[
     return values
 
 
-def workspaces(kernels: Kernels, problem: Problem, captured: Mapping[str, View]) -> dict[str, Memory]:
+def workspaces(kernels: Kernels, problem: Problem, captured: Mapping[str, View]) -> dict[str, ArraySpec]:
     """Returns the workspaces of a call by their names in the structs: linear in the lengths and the captures' sizes."""
     return {
-        space.name: Memory(
+        space.name: ArraySpec(
             (*(captured[space.of_capture].shape if space.of_capture else ()), *space.shape(problem)),
             space.dtype,
             space.zeroed,

@@ -11,7 +11,7 @@ from typing import Any
 
 from flashgen.attention.stages import COUNTERS, PreparedStages
 from flashgen.launch.engines import Gpu, Place, ScalarArguments
-from flashgen.launch.memory import Block
+from flashgen.launch.memory import GpuWorkspace
 
 _NULL = ""  # the first position, which holds a null pointer for arrays that the call does not have
 
@@ -33,8 +33,8 @@ class Replay:
         """
         self._engine, self._pointer, self._place = engine, pointer, Place(0, device)
         self._makers, self._counts = tuple(makers.values()), stages.counts
-        self._block = stages.workspace if isinstance(stages.workspace, Block) else None
-        workspaces = self._block.offsets if self._block else ()
+        self._workspace = stages.workspace if isinstance(stages.workspace, GpuWorkspace) else None
+        workspaces = self._workspace.offsets if self._workspace else ()
         positions = {name: position for position, name in enumerate((_NULL, *names, *makers, *workspaces))}
         if self._counts:
             positions |= dict.fromkeys(COUNTERS, len(positions))
@@ -57,8 +57,9 @@ class Replay:
             place = self._place = Place(stream, place.device)
         results = [make() for make in self._makers]
         operands = [0, *addresses, *map(self._pointer, results)]
-        if self._block:
-            _block, workspaces = self._block.lay(stream)  # the variable keeps the block alive until all is launched
+        if self._workspace:
+            # `_block` keeps the allocation alive until all is launched.
+            _block, workspaces = self._workspace.allocate(stream)
             operands += workspaces
         if self._counts:
             operands.append(self._engine.counter(place, self._counts))

@@ -23,7 +23,7 @@ from flashgen.language.layouts import BlockLayout
 from flashgen.language.operations import KEY, LONGEST, MAX_HEADS, QUERY, FloorDiv, Load
 from flashgen.language.spec import AttentionSpec
 from flashgen.launch.engines import Engine, Launch, Operands, Place, ScalarArguments
-from flashgen.launch.memory import Memory, Workspace
+from flashgen.launch.memory import ArraySpec, Workspace
 from flashgen.runtime import gpu
 from flashgen.runtime.arrays import Library, View, library_of
 from flashgen.runtime.caching import Cache
@@ -284,21 +284,21 @@ class TileLister:
         return self._lists(problem, arrays)
 
 
-def _memory(shape: ListShape) -> dict[str, Memory]:
+def _memory(shape: ListShape) -> dict[str, ArraySpec]:
     """Returns the arrays of equally spaced lists, by their names in the struct of the listing kernel."""
     return {**_counts(shape), "entries": _entries(shape.rows * shape.listed)}
 
 
-def _counts(shape: ListShape) -> dict[str, Memory]:
+def _counts(shape: ListShape) -> dict[str, ArraySpec]:
     size = (shape.batch, shape.heads, shape.tiles)
-    return {"counts": Memory(size, "int32"), "offsets": Memory(size, "int64")}
+    return {"counts": ArraySpec(size, "int32"), "offsets": ArraySpec(size, "int64")}
 
 
-def _entries(count: int) -> Memory:
-    return Memory((max(count, 1),), "int32")
+def _entries(count: int) -> ArraySpec:
+    return ArraySpec((max(count, 1),), "int32")
 
 
-def _empty(memory: Mapping[str, Memory], library: Library, place: Place) -> _Arrays:
+def _empty(memory: Mapping[str, ArraySpec], library: Library, place: Place) -> _Arrays:
     return {name: library.empty(each.shape, each.dtype, place.device) for name, each in memory.items()}
 
 

@@ -31,7 +31,7 @@ from flashgen.codegen.arguments import (
     output_field,
 )
 from flashgen.codegen.assembly import assemble, common_context, is_masked
-from flashgen.codegen.batches import batch_of
+from flashgen.codegen.batches import batch_of, describe_maps
 from flashgen.codegen.costs import backward_cost
 from flashgen.codegen.header import backward_header
 from flashgen.codegen.padding import WARP
@@ -344,7 +344,7 @@ def backward_kernel(
     rendering: Rendering,
 ) -> RenderedKernel:
     """Renders a backward kernel. part: Its role. launch: The fields of `RenderedKernel` about its launch."""
-    layout = batch_of(spec).describe(layout)
+    layout = describe_maps(spec, batch_of(spec).describe(layout), launch.get("boxes", {}))
     suffix, shared, variant = rendering.suffix, block.shared, rendering.variant or variant_of(spec)
     struct = f"Backward{part.title()}Arguments"
     entry = entry_name(f"attention_backward_{part}{suffix and f'_{suffix}'}", spec)

@@ -7,10 +7,15 @@ from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 from flashgen.codegen.arguments import QUERY_ARRAYS, ArgumentLayout, Field
-from flashgen.codegen.sizes import Grid, Sizes, ceil_div
+from flashgen.codegen.sizes import NAMED_SIZES, Grid, Sizes, ceil_div
 from flashgen.codegen.varlen import MAP_ROWS, sequences_text, slots, varlen_fields
 from flashgen.language.spec import AttentionSpec
 
+_GRADIENTS = {
+    "dq": ("heads_q", "q", "head_dim"),
+    "dk": ("heads_kv", "k", "head_dim"),
+    "dv": ("heads_kv", "k", "value_dim"),
+}
 _VARLEN_COMMENTS = {
     "lse_and_d": "(heads_q, rows, 2): base-2 LSE and D",
     "dq_accum": "(heads_q, rows, padded head_dim), in fragment order",
@@ -106,8 +111,9 @@ class DenseBatch:
         return []
 
     def describe(self, layout: ArgumentLayout) -> ArgumentLayout:
-        """Returns the layout with comments that give the shapes of the backward workspaces."""
-        return layout
+        """Returns the layout with comments that give the shapes of gradients and of the backward workspaces."""
+        shapes = {name: (*self.axes(heads, side), columns) for name, (heads, side, columns) in _GRADIENTS.items()}
+        return _commented(layout, {name: f"({', '.join(shape)})" for name, shape in shapes.items()})
 
     def sequences(self, struct: str, layout: ArgumentLayout, slot_rows: str, **options: Any) -> dict[str, Any]:
         """Returns the template context by which a kernel finds its sequence. Arguments: see `sequences_text`."""
@@ -182,9 +188,7 @@ class VarlenBatch(DenseBatch):
         return varlen_fields(keys)
 
     def describe(self, layout: ArgumentLayout) -> ArgumentLayout:
-        return ArgumentLayout(
-            tuple(replace(field, comment=_VARLEN_COMMENTS.get(field.name, field.comment)) for field in layout.fields)
-        )
+        return _commented(super().describe(layout), _VARLEN_COMMENTS)
 
     def sequences(self, struct: str, layout: ArgumentLayout, slot_rows: str, **options: Any) -> dict[str, Any]:
         return {"sequences": sequences_text(struct, layout, slot_rows, **options)}
@@ -208,6 +212,13 @@ class VarlenBatch(DenseBatch):
         return sizes.heads_q, rows, *columns
 
 
+def _commented(layout: ArgumentLayout, comments: Mapping[str, str]) -> ArgumentLayout:
+    """Returns the layout with these comments, by the names of the members."""
+    return ArgumentLayout(
+        tuple(replace(field, comment=comments.get(field.name, field.comment)) for field in layout.fields)
+    )
+
+
 def _members(*sizes: str | Field) -> list[Field]:
     return [Field("int", size) if isinstance(size, str) else size for size in sizes]
 
@@ -225,3 +236,25 @@ def map_axes(spec: AttentionSpec, name: str, sizes: Sizes, pages: Any) -> MapAxe
     if spec.page_size and name not in QUERY_ARRAYS:
         return MapAxes((spec.page_size, sizes.heads_kv, pages), ("row", "head", "page"), spec.page_size)
     return batch_of(spec).map_axes(name, sizes)
+
+
+def describe_maps(spec: AttentionSpec, layout: ArgumentLayout, boxes: Mapping[str, tuple[int, ...]]) -> ArgumentLayout:
+    """Returns the layout with comments that give the axes of each tensor map, and the box of one copy.
+
+    boxes: See `RenderedKernel`.
+    """
+    return _commented(layout, {f"{name}_map": _map_comment(spec, name, box) for name, box in boxes.items()})
+
+
+def _map_comment(spec: AttentionSpec, name: str, box: tuple[int, ...]) -> str:
+    first, head, last = map_axes(spec, name, NAMED_SIZES, None).strides
+    if first == last:  # packed sequences have two axes of rows
+        first, last = "row x", "row y"
+    axes: tuple[str, ...] = "column", first, head, last
+    units: tuple[str, ...] = "columns", "rows"
+    if len(box) == 3:
+        axes, units = ("column", head, first, last), ("columns", "heads", "rows")
+    elif len(box) == 4:
+        axes, units = ("column", "row", "panel", "group of rows", last), ("columns", "rows", "panels", "groups")
+    extents = " x ".join(f"{extent} {unit}" for extent, unit in zip(box, units, strict=True))
+    return f"axes: {', '.join(axes)}; box: {extents}"

@@ -65,7 +65,13 @@ def maximum(first: Any, second: Any) -> Any:
 
 
 def reciprocal(divisor: Any) -> Any:
-    """Returns 2^31 / divisor, rounded up. Kernels multiply by it to divide the index of a head."""
+    """Returns 2^31 / divisor, rounded up. Kernels multiply by it to divide the index of a head.
+
+    head / divisor = umulhi(2 * head + 1, reciprocal) for head < 2^16 and divisor <= 2^13, the limits that a call is
+    checked for. (2 * head + 1) / (2 * divisor) lies at least 1 / (2 * divisor) >= 2^-14 from every integer, and the
+    rounding of the reciprocal changes it by less than (2 * head + 1) / 2^32 < 2^-15. Without the + 1 it could be an
+    integer, and a reciprocal that is rounded down would give the integer below.
+    """
     return ceil_div(2**31, divisor)
 
 

@@ -66,13 +66,24 @@ class ArgumentWriter:
     def write_into(
         self, struct: bytearray | memoryview, pointers: Addresses | list[int], numbers: Mapping[str, int | float]
     ) -> None:
-        """Writes the members that change from call to call into a struct of an earlier call or a copied template."""
+        """Writes the members that change from call to call into a struct of an earlier call or a copied template.
+
+        Args:
+            pointers: The addresses by name; for a writer from `by_position`, a list of addresses.
+            numbers: The numbers that were not given to the constructor, by name. Raises KeyError if one is missing.
+        """
         self._pack_pointers(struct, self._first_pointer, *self._pointers(pointers))
         for name, (pack, offset) in self._numbers.items():
             pack(struct, offset, numbers[name])
 
     def by_position(self, positions: Mapping[str, int]) -> Self:
-        """Returns a writer that takes a list of addresses. positions: in the list, by name; 0 for missing names."""
+        """Returns a writer whose `write_into` takes a list of addresses.
+
+        Element 0 of the list must be a null address: pointers with names that are not in `positions` read it.
+
+        Args:
+            positions: The positions of addresses in the list, by the names of pointers.
+        """
         other = copy(self)
         other._pointers = getter([positions.get(name, 0) for name in self._members])
         return other

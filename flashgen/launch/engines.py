@@ -15,7 +15,7 @@ from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.dtypes import numpy_dtype
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.launch.argument_writer import Addresses, ArgumentWriter
-from flashgen.launch.memory import Block, Memory, SeparateArrays, Workspace
+from flashgen.launch.memory import ArraySpec, GpuWorkspace, SeparateArrays, Workspace
 from flashgen.runtime import gpu
 from flashgen.runtime.arrays import NUMPY, Library, byte_strides, inverse, library_of, nesting, on_gpu
 from flashgen.runtime.caching import locked_cached_property
@@ -151,9 +151,9 @@ class Gpu:
         operands.owners = tuple(arrays.values())
         return operands
 
-    def workspace(self, memory: Mapping[str, Memory], library: Library, device: int) -> Workspace:
+    def workspace(self, memory: Mapping[str, ArraySpec], library: Library, device: int) -> Workspace:
         """Prepares the workspace of calls on a device with arrays of a library."""
-        return Block(memory, library, device)
+        return GpuWorkspace(memory, library, device)
 
     measures: ClassVar[bool] = True
     """Whether timing its launches measures a GPU."""
@@ -165,7 +165,7 @@ class Gpu:
         """Returns an array without elements. Its library allocates the results of calls without arrays."""
         return gpu.cupy().empty(0)
 
-    def allocate_persistent(self, memory: Mapping[str, Memory], place: Place) -> dict[str, Any]:
+    def allocate_persistent(self, memory: Mapping[str, ArraySpec], place: Place) -> dict[str, Any]:
         """Allocates arrays that outlive the call, for use on its stream.
 
         They are CuPy arrays for calls of any library, because torch may allocate from a pool of CUDA graphs, which
@@ -277,7 +277,7 @@ class Emulator:
     def bind(self, arrays: Arrays) -> Operands:
         return dict(arrays)
 
-    def workspace(self, memory: Mapping[str, Memory], library: Library, device: int) -> Workspace:
+    def workspace(self, memory: Mapping[str, ArraySpec], library: Library, device: int) -> Workspace:
         return SeparateArrays(memory)
 
     measures: ClassVar[bool] = False
@@ -287,7 +287,7 @@ class Emulator:
     def empty(self) -> Any:
         return np.empty(0)
 
-    def allocate_persistent(self, memory: Mapping[str, Memory], place: Place) -> dict[str, Any]:
+    def allocate_persistent(self, memory: Mapping[str, ArraySpec], place: Place) -> dict[str, Any]:
         """Allocates arrays that outlive the call."""
         return {name: np.empty(each.shape, each.dtype) for name, each in memory.items()}
 

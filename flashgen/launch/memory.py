@@ -18,8 +18,8 @@ _ALIGNMENT = 256  # bytes: the alignment of the driver's allocations, and more t
 
 
 @dataclass(frozen=True)
-class Memory:
-    """An array that a call allocates: shape, dtype, and whether it is set to zero."""
+class ArraySpec:
+    """Describes an array that a call allocates: shape, dtype, and whether it is set to zero."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -38,13 +38,13 @@ class Workspace(Protocol):
         """Allocates the arrays for a call on a stream, and adds them to its operands, which keep them alive."""
 
 
-class Block:
+class GpuWorkspace:
     """A workspace on a GPU: one allocation of the caller's library, which holds all arrays one after the other.
 
     offsets: of the arrays in the allocation, in bytes, in order.
     """
 
-    def __init__(self, memory: Mapping[str, Memory], library: Library, device: int) -> None:
+    def __init__(self, memory: Mapping[str, ArraySpec], library: Library, device: int) -> None:
         self._library, self._device = library, device
         self.offsets: dict[str, int] = {}
         size = 0
@@ -55,8 +55,9 @@ class Block:
         self._make = library.maker(*self._block)
         self._zeroed = [(position, each) for position, each in enumerate(memory.values()) if each.zeroed]
 
-    def lay(self, stream: int) -> tuple[Any, list[int]]:
+    def allocate(self, stream: int) -> tuple[Any, list[int]]:
         """Allocates for a call on a stream of the current device. Returns the allocation and the arrays' addresses."""
+        # During a stream capture, a library without pools for graphs gets memory that the graph owns.
         graph = not self._library.pools_for_graphs and gpu.is_capturing(stream)
         block = of_graph(self._library, stream).empty(*self._block) if graph else self._make()
         begin = self._library.pointer(block)
@@ -67,11 +68,11 @@ class Block:
 
     def take(self, operands: Addresses, stream: int) -> None:
         """See `Workspace.take`."""
-        block, addresses = self.lay(stream)
+        block, addresses = self.allocate(stream)
         operands.owners += (block,)
         operands.update(zip(self.offsets, addresses, strict=True))
 
-    def _clear(self, address: int, memory: Memory, stream: int) -> None:
+    def _clear(self, address: int, memory: ArraySpec, stream: int) -> None:
         itemsize = numpy_dtype(memory.dtype).itemsize
         gpu.clear(address, (math.prod(memory.shape),), (itemsize,), itemsize, stream, self._device)
 
@@ -82,7 +83,7 @@ class SeparateArrays:
     Arrays that are not zeroed hold NaN in every float format, so that reads before the first write show up.
     """
 
-    def __init__(self, memory: Mapping[str, Memory]) -> None:
+    def __init__(self, memory: Mapping[str, ArraySpec]) -> None:
         self._memory = memory
 
     def take(self, operands: dict[str, Any], stream: int) -> None:

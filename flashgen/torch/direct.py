@@ -86,7 +86,7 @@ def forward(
     call = _BOTH if with_lse else _OUTPUT
     names, tensors = _forward_tensors(q, k, v, into)
     if sequences:
-        names, tensors = names + _SEQUENCES[: len(sequences)], (*tensors, *distinct(sequences))
+        names, tensors = names + _SEQUENCES[: len(sequences)], (*tensors, *as_separate_objects(sequences))
     results = _replay(attention.forward, names, tensors, call, into, numbers)
     if results is None:
         return None
@@ -141,8 +141,11 @@ def _forward_tensors(q: Tensor, k: Tensor, v: Tensor, into: tuple[Tensor, Tensor
     return (_WITH_RESULTS[_READ], (q, k, v, *into)) if into else (_READ, (q, k, v))
 
 
-def distinct(sequences: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns the arrays of a varlen batch as distinct tensors, as torch's guards refuse one that is given twice."""
+def as_separate_objects(sequences: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns the arrays of a varlen batch, with a second object for cu_seqlens_k if it is the object cu_seqlens_q.
+
+    torch's guards refuse an object that is given twice.
+    """
     if len(sequences) > 1 and sequences[0] is sequences[1]:
         return (sequences[0], sequences[1].detach(), *sequences[2:])
     return sequences
@@ -155,7 +158,7 @@ def _backward_tensors(
     names: Names = _READ_BACK
     tensors: Tensors = (q, k, v, out, d_out, lse)
     if sequences:
-        names, tensors = names + _SEQUENCES[: len(sequences)], (*tensors, *distinct(sequences))
+        names, tensors = names + _SEQUENCES[: len(sequences)], (*tensors, *as_separate_objects(sequences))
         return (names, tensors) if d_lse is None else ((*names, "d_lse"), (*tensors, d_lse))
     if d_lse is not None:
         names, tensors = _READ_BACK_WITH_LSE, (*tensors, d_lse)

@@ -18,7 +18,7 @@ from flashgen.errors import ArgumentError, LaunchError, SpecError, UnsupportedEr
 from flashgen.language.spec import AttentionSpec
 from flashgen.runtime.arrays import TORCH
 from flashgen.torch.arguments import named_captures
-from flashgen.torch.direct import Repeats, distinct
+from flashgen.torch.direct import Repeats, as_separate_objects
 from flashgen.torch.fitting import checked_dropout
 from flashgen.torch.functional import SEEDS
 from flashgen.torch.operators import run_backward, run_forward
@@ -40,7 +40,17 @@ def scaled_dot_product_forward(
     *,
     scale: float | None = None,
 ) -> Any:
-    """Computes aten::_scaled_dot_product_flash_attention, of tensors (batch, heads, length, dim)."""
+    """Computes aten::_scaled_dot_product_flash_attention, of tensors (batch, heads, length, dim).
+
+    Returns:
+        (out, lse, None, None, len_q, len_k, rng_state, unused, debug_mask), where out has the shape of the query with
+        the columns of the value, and lse is float32 (batch, heads, len_q). The two None are cum_seq_q and cum_seq_k of
+        the schema. debug_mask has no elements.
+
+    Raises:
+        ArgumentError, SpecError, UnsupportedError: flashgen does not compute the call.
+        LaunchError: return_debug_mask is given with dropout; see `_refuse`.
+    """
     options = dropout_p, is_causal, return_debug_mask, scale, torch._C._get_deterministic_algorithms()
     found = _SDPA_FORWARDS.launch(options, (query, key, value))
     if found is not None:
@@ -73,7 +83,18 @@ def scaled_dot_product_backward(
     *,
     scale: float | None = None,
 ) -> Any:
-    """Computes aten::_scaled_dot_product_flash_attention_backward."""
+    """Computes aten::_scaled_dot_product_flash_attention_backward.
+
+    grad_out, out: as the output of the forward. logsumexp: float32 (batch, heads, len_q). philox_seed: rng_state of the
+    forward, read with dropout only. cum_seq_q, cum_seq_k, max_q, max_k and philox_offset are not read.
+
+    Returns:
+        The gradients of query, key and value, with their shapes.
+
+    Raises:
+        ArgumentError, SpecError, UnsupportedError: flashgen does not compute the call.
+        LaunchError: flashgen does not compute the backward of a forward with dropout that it computed; see `_backward`.
+    """
     options = dropout_p, is_causal, scale, torch._C._get_deterministic_algorithms()
     tensors = query, key, value, out, grad_out, logsumexp
     found = _SDPA_BACKWARDS.launch(options, tensors)
@@ -105,7 +126,19 @@ def flash_forward(
 ) -> Any:
     """Computes aten::_flash_attention_forward, of tensors (batch, length, heads, dim), packed sequences or pages.
 
-    others: the other keyword arguments of `_entry_and_arrays`, where they are not None.
+    Args:
+        cum_seq_q, cum_seq_k: offsets of packed sequences, int32 (sequences + 1), of tensors (total, heads, dim).
+        max_q: read only with a block table; see `_entry_and_arrays`. max_k is not read.
+        others: block_table, num_splits and further keywords of `_entry_and_arrays`. A call with any of them, even None,
+            is not repeated as an earlier one.
+
+    Returns:
+        (out, lse, rng_state, unused, debug_mask), where lse is float32 (batch, heads, len_q), or (heads, total_q) of
+        packed sequences. debug_mask has no elements.
+
+    Raises:
+        ArgumentError, SpecError, UnsupportedError: flashgen does not compute the call.
+        LaunchError: an argument is refused with dropout; see `_refuse`.
     """
     flags, window = (dropout_p, is_causal, return_debug_mask), (window_size_left, window_size_right)
     sequences = cum_seq_q, cum_seq_k, seqused_k
@@ -155,7 +188,11 @@ def flash_forward_into(
     *flags: Any,
     **options: Any,
 ) -> Any:
-    """Computes aten::_flash_attention_forward_no_dropout_inplace, which writes to `out`. Returns the LSE."""
+    """Computes aten::_flash_attention_forward_no_dropout_inplace, which writes to `out`. Returns the LSE.
+
+    flags: dropout_p, is_causal, return_debug_mask. options: the keyword arguments of `_entry_and_arrays`. The other
+    arguments, the shape of the LSE and the errors are as for `flash_forward`; dropout raises ArgumentError.
+    """
     entry, arrays, bounds = _entry_and_arrays(query, key, value, cum_seq_q, cum_seq_k, max_q, *flags, **options)
     if entry.dropout:
         raise ArgumentError("dropout_p is given to an operator without dropout")
@@ -189,7 +226,18 @@ def flash_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> Any:
-    """Computes aten::_flash_attention_backward."""
+    """Computes aten::_flash_attention_backward, of tensors as for `flash_forward`.
+
+    grad_out, out: as the output of the forward. logsumexp: the LSE of the forward. rng_state: that of the forward, read
+    with dropout only. max_q, max_k and unused are not read.
+
+    Returns:
+        The gradients of query, key and value, with their shapes.
+
+    Raises:
+        ArgumentError, SpecError, UnsupportedError: flashgen does not compute the call.
+        LaunchError: flashgen does not compute the backward of a forward with dropout that it computed; see `_backward`.
+    """
     read, sequences = (query, key, value, out, grad_out, logsumexp), (cum_seq_q, cum_seq_k)
     flags, window = (dropout_p, is_causal), (window_size_left, window_size_right)
     found = repeat_flash_backward(read, sequences, flags, scale, window)
@@ -230,7 +278,8 @@ def _flash_key(
     given = [each for each in sequences if each is not None]
     is_missing = [each is None for each in sequences]
     options = flags, scale, window, is_missing, torch._C._get_deterministic_algorithms()
-    return options, (*read, *distinct(given))
+    # A tensor that is given twice becomes two objects, because torch's guards refuse repeated ones.
+    return options, (*read, *as_separate_objects(given))
 
 
 OPERATORS = {
@@ -248,9 +297,11 @@ _SDPA_BACKWARDS, _FLASH_BACKWARDS = Repeats(backward=True), Repeats(backward=Tru
 
 
 def _remember(repeats: Repeats, options: tuple[Any, ...], entry: Registered, tensors: Any, *lengths: int) -> None:
-    """Remembers the launch of a call that depends on `options` and `tensors` alone.
+    """Remembers the launch of a call if `entry.is_direct` and `direct` has replayed it from the launch cache.
 
-    Calls with dropout are not remembered: they read a seed.
+    No call with dropout, captures, pages, another dtype of the output or on the emulator is direct.
+
+    lengths: values that a hit returns with the results.
     """
     if entry.is_direct:
         q = tensors[0]
@@ -293,7 +344,9 @@ def _backward(
     except REFUSALS as error:
         if seed is None:
             raise
-        check_call(entry, q, k, v, arrays, seed)  # what this refuses, the forward refused too, and torch computed it
+        # A call that check_call refuses was refused in the forward too. torch's kernel computed that forward, and may
+        # compute its backward.
+        check_call(entry, q, k, v, arrays, seed)
         message = "the backward of a forward with flashgen's dropout, which torch's own kernel would not repeat"
         raise LaunchError(f"{message}: {error}") from error
 
@@ -330,9 +383,17 @@ def _entry_and_arrays(
     num_splits: int | None = None,
     **others: Any,
 ) -> tuple[Registered, Sequence[Tensor], Sequence[int]]:
-    """Returns the entry of a call, its arrays beside q, k and v, and the bounds of a sequence's queries and keys.
+    """Returns the entry of a call, its arrays beside q, k and v, and the bounds of the lengths of its sequences.
 
-    others: alibi_slopes, and what later versions of torch add. They must be None.
+    The bounds are (max_seqlen_q, max_seqlen_k) with -1 for unknown, or () if both are. Kernels take the lengths from
+    the arrays; max_q = 1 of a call over pages is passed on, as fewer work units then suffice.
+
+    Args:
+        others: alibi_slopes, and what later versions of torch add. They must be None.
+
+    Raises:
+        ArgumentError: flashgen does not take the arguments.
+        LaunchError: they are refused with dropout; see `_refuse`.
     """
     _refuse(dropout, return_debug_mask=return_debug_mask, **{name: value is not None for name, value in others.items()})
     window = _window(is_causal, window_size_left, window_size_right)
@@ -341,7 +402,8 @@ def _entry_and_arrays(
         _refuse(dropout, num_splits=bool(num_splits) and starts_q is None)
         entry = _entry_of(q, v, layout, None, dropout, *window, scale)
         return entry, _sequences(starts_q, starts_k, seqused_k), ()
-    _refuse(0.0, num_splits=bool(num_splits), dropout_p=bool(dropout))  # over pages the lengths decide the splits
+    # num_splits cannot be given with a block table: the kernels choose the splits from seqused_k, on the device.
+    _refuse(0.0, num_splits=bool(num_splits), dropout_p=bool(dropout))
     if starts_q is None or seqused_k is None:
         raise ArgumentError("block_table is given without cum_seq_q or seqused_k")
     entry = _entry_of(q, v, layout, k.shape[1], 0.0, *window, scale)

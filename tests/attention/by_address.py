@@ -10,7 +10,7 @@ from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.dtypes import numpy_dtype
 from flashgen.launch.argument_writer import Addresses
 from flashgen.launch.engines import Emulator, EmulatorRunner, Gpu, Launch, Place, ScalarArguments
-from flashgen.launch.memory import Block, Memory
+from flashgen.launch.memory import ArraySpec, GpuWorkspace
 from flashgen.runtime.arrays import NUMPY, Library
 
 
@@ -26,10 +26,10 @@ class AddressRunner:
         self._runner.launch(launch, arrays, numbers, place)
 
 
-class HostBlock(Block):
+class HostBlock(GpuWorkspace):
     """A GPU allocation in host memory, with uninitialized content; `known` maps addresses to the arrays in it."""
 
-    def __init__(self, memory: Mapping[str, Memory], known: dict[int, Any]) -> None:
+    def __init__(self, memory: Mapping[str, ArraySpec], known: dict[int, Any]) -> None:
         super().__init__(memory, NUMPY, 0)
         self._memory, self._known = memory, known
 
@@ -42,7 +42,7 @@ class HostBlock(Block):
             part[...] = 0 if each.zeroed else part
             self._known[operands[name]] = part
 
-    def _clear(self, address: int, memory: Memory, stream: int) -> None:
+    def _clear(self, address: int, memory: ArraySpec, stream: int) -> None:
         """Raised for an address without a registered array."""
 
 
@@ -68,7 +68,7 @@ class ByAddress(Emulator):
         self.known.update({operands[name]: array for name, array in arrays.items()})
         return operands
 
-    def workspace(self, memory: Mapping[str, Memory], library: Library, device: int) -> Block:
+    def workspace(self, memory: Mapping[str, ArraySpec], library: Library, device: int) -> GpuWorkspace:
         return HostBlock(memory, self.known)
 
     def counter(self, place: Place, count: int) -> Any:

@@ -13,7 +13,7 @@ from flashgen import attention
 from flashgen.attention.launches import workspaces
 from flashgen.attention.problem import Problem
 from flashgen.dtypes import numpy_dtype
-from flashgen.launch.memory import Memory
+from flashgen.launch.memory import ArraySpec
 from flashgen.runtime.arrays import View
 from flashgen.runtime.schedule import schedules
 from flashgen.verify import Shape, gradients_by_name, random_gradients, random_inputs
@@ -207,8 +207,8 @@ def test_workspace_memory(deterministic: bool) -> None:
     sums = {name: each for name, each in memory.items() if name.startswith("d_")}
     gradients = compiled._backward._gradient_memory(problem, views)
     if deterministic:
-        exact = {"d_half": Memory((4, 100, 10), "int64", True), "d_single": Memory((4, 10), "int64", True)}
+        exact = {"d_half": ArraySpec((4, 100, 10), "int64", True), "d_single": ArraySpec((4, 10), "int64", True)}
         assert sums == exact and not gradients["half"].zeroed and not gradients["single"].zeroed
     else:
-        assert sums.pop("d_half") == Memory((4, 100), "float32", True) and not gradients["half"].zeroed
+        assert sums.pop("d_half") == ArraySpec((4, 100), "float32", True) and not gradients["half"].zeroed
         assert ("d_single" in sums) == ("d_single" in kernels) == (not gradients["single"].zeroed)

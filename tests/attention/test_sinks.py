@@ -189,7 +189,7 @@ def test_names_of_specs_without_a_sink_do_not_change() -> None:
 
 FAULTS = {
     "the sink is not counted": ("fwd", ".add_sink(sink);", ".add_sink(minus_infinity());"),
-    "the output does not shrink": ("fwd", ".shrink / (", ".sum / ("),
+    "the output does not shrink": ("fwd", ".rescale_factor / (", ".sum / ("),
     "the sink is scaled": ("fwd", "kSinkToScore = 5.65685415f", "kSinkToScore = 1.0f"),
     "the gradient's sign": ("bwd-sink", "sum -= exp2", "sum += exp2"),
     "rows left out": ("bwd-sink", "row < arguments.rows", "row < arguments.rows - 128"),

@@ -91,10 +91,10 @@ def test_causal_bounds_print_as_written_by_hand() -> None:
     for line in (
         "const int q_first = work.first_query;",
         "const int q_last = min(work.first_query + kTileQ, arguments.len_q) - 1;",
-        "const int begin = 0;",
-        "const int end = min(arguments.len_k, q_last + arguments.len_k - arguments.len_q + 1);",
-        "const int full_begin = 0;",
-        "const int full_end = min(arguments.len_k, q_first + arguments.len_k - arguments.len_q + 1);",
+        "const int first_key = 0;",
+        "const int end_key = min(arguments.len_k, q_last + arguments.len_k - arguments.len_q + 1);",
+        "const int full_first_key = 0;",
+        "const int full_end_key = min(arguments.len_k, q_first + arguments.len_k - arguments.len_q + 1);",
         "return k <= q + (arguments.len_k - arguments.len_q);",
     ):
         assert line in source, line

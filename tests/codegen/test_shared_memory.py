@@ -140,7 +140,7 @@ def test_members_return_the_addresses_of_copies(union: bool) -> None:
     parts = (queries, Buffer("Output", "O", (ROWS, COLUMNS), ELEMENT, member="output"))
     rows = Buffer("Rows", "rows", copies=Extent("kGroups", 2), parts=parts, union=union, index="group")
     keys = Buffer("Key", "K", (ROWS, COLUMNS), ELEMENT, copies=STAGES, member="keys")
-    gradient = Buffer("KeyGradient", "dK", (ROWS, COLUMNS), ELEMENT, overlays="Key", member="dk")
+    gradient = Buffer("Dk", "dK", (ROWS, COLUMNS), ELEMENT, overlays="Key", member="dk")
     layout = SharedMemoryLayout((rows, keys, Buffer("Sums", "sums", (ROWS,), FLOAT), gradient))
     named = {member.name: member for member in layout.members()}
     assert [(name, member.parameter) for name, member in named.items()] == [

@@ -1,4 +1,4 @@
-"""Memory of a call: on a GPU one allocation, whose arrays are disjoint, aligned, and zeroed where needed."""
+"""ArraySpec of a call: on a GPU one allocation, whose arrays are disjoint, aligned, and zeroed where needed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 
 from flashgen.launch import memory
 from flashgen.launch.argument_writer import Addresses
-from flashgen.launch.memory import Block, Memory, SeparateArrays
+from flashgen.launch.memory import ArraySpec, GpuWorkspace, SeparateArrays
 from flashgen.runtime import gpu
 from flashgen.runtime.arrays import CUPY, NUMPY, TORCH, Library
 
 ARRAYS = {
-    "odd": Memory((3, 5), "float32"),
-    "sums": Memory((7,), "int64", zeroed=True),
-    "nothing": Memory((2, 0), "int32"),
-    "last": Memory((1,), "int32"),
+    "odd": ArraySpec((3, 5), "float32"),
+    "sums": ArraySpec((7,), "int64", zeroed=True),
+    "nothing": ArraySpec((2, 0), "int32"),
+    "last": ArraySpec((1,), "int32"),
 }
 
 
@@ -48,7 +48,7 @@ def on_host() -> tuple[Library, list[np.ndarray[Any, Any]]]:
 
 def test_arrays_of_a_block_are_disjoint_and_aligned(cleared: list[tuple[Any, ...]]) -> None:
     library, made = on_host()
-    block, taken = Block(ARRAYS, library, 1), Addresses(q=64)
+    block, taken = GpuWorkspace(ARRAYS, library, 1), Addresses(q=64)
     assert not made, "memory belongs to a call, not to a plan"
     block.take(taken, stream=7)
     (array,) = made
@@ -62,7 +62,7 @@ def test_arrays_of_a_block_are_disjoint_and_aligned(cleared: list[tuple[Any, ...
 
 def test_each_call_keeps_its_block_while_its_addresses_live(cleared: list[tuple[Any, ...]]) -> None:
     library, made = on_host()
-    block, first, second = Block(ARRAYS, library, 1), Addresses(), Addresses()
+    block, first, second = GpuWorkspace(ARRAYS, library, 1), Addresses(), Addresses()
     for taken in (first, second):
         block.take(taken, 0)
     assert len(made) == 2 and first["last"] != second["last"] and first.owners[0] is not second.owners[0]
@@ -72,7 +72,7 @@ def test_each_call_keeps_its_block_while_its_addresses_live(cleared: list[tuple[
 def test_empty_arrays_have_memory_too() -> None:
     library, made = on_host()
     taken = Addresses()
-    Block({"nothing": Memory((0,), "int32")}, library, 1).take(taken, 0)
+    GpuWorkspace({"nothing": ArraySpec((0,), "int32")}, library, 1).take(taken, 0)
     assert taken["nothing"] == made[0].ctypes.data and made[0].size == 1
 
 
@@ -94,7 +94,7 @@ def test_memory_of_a_graph_comes_from_the_graphs_pool(
     monkeypatch.setattr(gpu, "is_capturing", is_capturing)
     monkeypatch.setattr(memory, "of_graph", lambda library, stream: graphs)
     taken = Addresses()
-    Block({"last": ARRAYS["last"]}, like, 1).take(taken, 7)
+    GpuWorkspace({"last": ARRAYS["last"]}, like, 1).take(taken, 7)
     assert asked == ([7] if library is CUPY else [])
     of_graph = captured and library is CUPY
     assert (len(made_in_graphs), len(made)) == ((1, 0) if of_graph else (0, 1))

@@ -203,22 +203,22 @@ class HopperBackwardPlan(Checked):
         work_bytes = literal(batch_traits(spec).key_tile_bytes)
         arrays = Extent("kArrayStages", array_stages) if array_stages else None
         tile = array_tile(spec, self.tile_k) if arrays else None
-        barriers = key_barriers(stages, ds_stages, dq_apart, not self.adds_dq(spec), arrays)
+        barriers = key_barriers(stages, ds_stages, dq_apart, not self.adds_dq(spec), self.in_turns, arrays)
         panels, own_parts = "a panel of 64 keys for each warpgroup", "the parts of the warps side by side"
-        d_scores = Buffer("Ds", "dS", (queries, keys), element, copies=ds_stages, note=panels, member="ds")
+        ds = Buffer("Ds", "dS", (queries, keys), element, copies=ds_stages, note=panels, member="ds")
         staged = Buffer("Dq", "dQ", (queries, head), FLOAT, note=own_parts, member="dq")
-        summed = (d_scores,) if self.adds_dq(spec) else (d_scores, staged)
+        summed = (ds,) if self.adds_dq(spec) else (ds, staged)
         over_keys = "Dq" if self.loads_early(dq_apart) else "Key"
         stored = (
-            Buffer("KeyGradient", "dK", (keys, head), element, overlays=over_keys, member="dk"),
-            Buffer("ValueGradient", "dV", (keys, value), element, overlays="Value", member="dv"),
+            Buffer("Dk", "dK", (keys, head), element, overlays=over_keys, member="dk"),
+            Buffer("Dv", "dV", (keys, value), element, overlays="Value", member="dv"),
         )
         return SharedMemoryLayout(
             (
                 Buffer("Key", "K", (keys, head), kv_element, member="keys"),
                 Buffer("Value", "V", (keys, value), kv_element, member="values"),
                 Buffer("Query", "Q", (queries, head), element, copies=stages, member="queries"),
-                Buffer("DOutput", "dO", (queries, value), element, copies=stages, member="d_outputs"),
+                Buffer("Do", "dO", (queries, value), element, copies=stages, member="d_o"),
                 *(() if dq_apart else summed),
                 Buffer("LseAndD", "L, D", (queries,), FLOAT2, copies=stages, member="lse_and_d"),
                 *((tile.buffer(queries, arrays),) if tile and arrays else ()),

@@ -32,7 +32,6 @@ from flashgen.language.spec import AttentionSpec
 _NEXT_TILE = Field("unsigned*", "next_tile", comment="counts fetched work tiles: 0 before and after a launch")
 _TILES = Field("int", "tiles", comment="work tiles of all heads and batch entries")
 TILES_OF_HEAD = Field("int", "tiles_k", comment="key tiles of a head")
-_HEADS = Field("int", "heads", comment="KV heads of a batch entry, or query heads if each has its own CTA")
 _HEADS_AT_ONCE = Field("int", "heads_at_once", comment="heads whose work tiles fill all multiprocessors")
 _PARTS = (
     Field("float*", "part_sums", comment="dK and dV of split key tiles, summed over the splits so far"),
@@ -89,9 +88,14 @@ def scheduler_context(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: b
 
 def scheduler_fields(spec: AttentionSpec, plan: HopperBackwardPlan, dq_apart: bool) -> list[Field]:
     """Returns the struct members that the scheduler reads."""
-    fields = [_NEXT_TILE, _TILES, TILES_OF_HEAD, *batch_of(spec).outer_fields(_HEADS)]
+    fields = [_NEXT_TILE, _TILES, TILES_OF_HEAD, *batch_of(spec).outer_fields(_heads(plan))]
     fields += [_HEADS_AT_ONCE] if interleaves(spec, plan) else []
     return [*fields, *(_PARTS if splits_tiles(spec, plan, dq_apart) else ())]
+
+
+def _heads(plan: HopperBackwardPlan) -> Field:
+    """Returns the member that counts the heads that have work tiles of their own."""
+    return Field("int", "heads", comment=f"{'query' if plan.heads_apart else 'KV'} heads of a batch entry")
 
 
 def launch_parameters(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, dq_apart: bool) -> dict[str, Any]:
@@ -158,7 +162,7 @@ def _grid(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, dq_apart: b
 def _values(spec: AttentionSpec, plan: HopperBackwardPlan, rows: Rows, dq_apart: bool, sizes: Sizes) -> dict[str, Any]:
     tiles, heads, _ = _tile_grid(spec, plan, sizes)
     values = row_values(rows, sizes) | {"tiles": _work_tiles(spec, plan, dq_apart, sizes), "tiles_k": tiles}
-    values |= {field.name: heads for field in batch_of(spec).outer_fields(_HEADS)}
+    values |= {field.name: heads for field in batch_of(spec).outer_fields(_heads(plan))}
     if interleaves(spec, plan):
         values["heads_at_once"] = ceil_div(sizes.multiprocessors, maximum(tiles, 1))
     if splits_tiles(spec, plan, dq_apart):

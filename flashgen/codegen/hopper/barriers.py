@@ -139,13 +139,13 @@ def _staged(stages: Extent, shared_kv: bool, split: bool, writers: int) -> tuple
     return (BarrierGroup(comment, (*keys, _full("values"), _empty("values")), stages),)
 
 
-def _queries_and_d_outputs(stages: Extent) -> BarrierGroup:
+def _queries_and_d_o(stages: Extent) -> BarrierGroup:
     comment = (
-        "queries_full: a tile of Q, LSE and D have landed, and K if it is the first of a work tile. d_outputs_full: a "
-        "tile of dO has landed, and V if it is the first of a work tile. queries_empty, d_outputs_empty: every "
+        "queries_full: a tile of Q, LSE and D have landed, and K if it is the first of a work tile. d_o_full: a "
+        "tile of dO has landed, and V if it is the first of a work tile. queries_empty, d_o_empty: every "
         "consumer warp has read Q, or dO."
     )
-    return _pipeline(comment, "queries", "d_outputs", stages=stages)
+    return _pipeline(comment, "queries", "d_o", stages=stages)
 
 
 def _between_consumers(comment: str, name: str, stages: Extent, arrivals: str) -> BarrierGroup:
@@ -156,13 +156,19 @@ def _between_consumers(comment: str, name: str, stages: Extent, arrivals: str) -
 
 @cache
 def key_barriers(
-    stages: Extent, ds_stages: Extent, dq_apart: bool, stages_dq: bool, array_stages: Extent | None = None
+    stages: Extent,
+    ds_stages: Extent,
+    dq_apart: bool,
+    stages_dq: bool,
+    in_turns: bool,
+    array_stages: Extent | None = None,
 ) -> tuple[BarrierGroup, ...]:
     """Returns the barriers of the persistent backward kernel.
 
     Args:
         dq_apart: Whether another kernel computes dQ.
         stages_dq: Whether dQ is staged in shared memory for a dQ writer, unless another kernel computes it.
+        in_turns: Whether there are two dQ writers, for alternate iterations.
         array_stages: Stages of the tiles of a captured array, if idle warps load them.
     """
     stages_dq = stages_dq and not dq_apart
@@ -170,9 +176,11 @@ def key_barriers(
     ds = _between_consumers(ds_comment, "ds", ds_stages, _CONSUMER_WARPS)
     dq_read = "dq_empty: the dQ writer has read a tile of dQ. There is one phase for each iteration."
     dq_written = (
-        "dq_full(iteration % 2): every consumer warp has written its part of the iteration's tile of dQ. There are "
-        "two, since in the deterministic mode two writers wait for alternate iterations."
+        "dq_full(parity): every consumer warp has written its part of dQ of an iteration with this parity. Both "
+        "barriers guard the same buffer."
     )
+    if in_turns:
+        dq_written += " Each of the two dQ writers waits for one of them."
     dq = (
         BarrierGroup(dq_read, (Barrier("dq_empty", _ONE_THREAD),)),
         BarrierGroup(dq_written, (Barrier("dq_full", _CONSUMER_WARPS),), literal(2)),
@@ -185,7 +193,7 @@ def key_barriers(
         "work_tile_full: the producer has published a work tile. work_tile_empty: all its readers are done with it."
     )
     return (
-        _queries_and_d_outputs(stages),
+        _queries_and_d_o(stages),
         *(() if dq_apart else (ds,)),
         *(dq if stages_dq else ()),
         BarrierGroup(
@@ -204,7 +212,7 @@ def wide_key_barriers(stages: Extent, exchange_stages: Extent) -> tuple[BarrierG
         "exchange_full: each warp of a warpgroup has written what it passes to the other one. exchange_empty: each "
         "warp of the other one has read it."
     )
-    return _queries_and_d_outputs(stages), _between_consumers(comment, "exchange", exchange_stages, _GROUP_WARPS)
+    return _queries_and_d_o(stages), _between_consumers(comment, "exchange", exchange_stages, _GROUP_WARPS)
 
 
 @cache

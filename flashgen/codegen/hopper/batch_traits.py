@@ -15,6 +15,7 @@ class BatchTraits:
     Attributes:
         tile_bytes: Shared memory in which the producer of the forward passes a work tile to the consumers: the number
             of the tile, or its coordinates and its sequence.
+        tile_label: What these bytes hold, in words.
         key_tile_bytes: The same for a work tile of the backward.
         packs_heads: Query heads can share a tile of the forward, as its rows follow from its number.
         has_smaller_tiles: The forward has a plan of smaller tiles for calls with few queries.
@@ -29,6 +30,7 @@ class BatchTraits:
     """
 
     tile_bytes: int
+    tile_label: str
     key_tile_bytes: int
     packs_heads: bool
     has_smaller_tiles: bool
@@ -42,6 +44,7 @@ class BatchTraits:
 _TRAITS = {
     DenseBatch: BatchTraits(
         tile_bytes=8,
+        tile_label="work tile index",
         key_tile_bytes=16,
         packs_heads=True,
         has_smaller_tiles=True,
@@ -53,6 +56,7 @@ _TRAITS = {
     ),
     VarlenBatch: BatchTraits(
         tile_bytes=64,
+        tile_label="work tile",
         key_tile_bytes=48,
         packs_heads=False,
         has_smaller_tiles=False,

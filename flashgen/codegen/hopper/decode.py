@@ -10,6 +10,7 @@ from functools import partial
 
 from flashgen.codegen.arguments import ArgumentLayout, Field, output_field
 from flashgen.codegen.assembly import assemble, check_spec, suffix_of
+from flashgen.codegen.batches import describe_maps
 from flashgen.codegen.costs import decode_cost
 from flashgen.codegen.forward_kernel import forward_context, forward_kernel, page_fields
 from flashgen.codegen.header import header
@@ -64,10 +65,12 @@ def render_hopper_decode(spec: AttentionSpec, target: Target, plan: HopperDecode
     """
     check_spec(spec, target)
     plan.check(spec, target)
-    layout, entry = hopper_decode_layout(spec, plan.scheduled), entry_name("attention_decode", spec)
+    forward, entry = plan.forward, entry_name("attention_decode", spec)
+    panels = {"k": forward.head_panel(spec), "v": forward.value_panel(spec)}
+    boxes = {name: (panels[name], box_keys(spec, plan.tile_k)) for name in spec.inputs[1:] if not spec.kv_record}
+    layout = describe_maps(spec, hopper_decode_layout(spec, plan.scheduled), boxes)
     cost = decode_cost(spec, plan.tile_q, plan.scheduled)
     grid, method = (STREAM_K_GRID, UNMERGED_STREAM_K) if plan.scheduled else (DECODE_GRID, UNMERGED_SPLITS)
-    forward = plan.forward
     producer_registers, consumer_registers = forward.warpgroup_registers(spec)
     common = forward_context(
         spec, target, plan, layout, "scores[n]", DECODE_NAMES, LAST_QUERY, struct=_STRUCT, position=False
@@ -107,14 +110,13 @@ def render_hopper_decode(spec: AttentionSpec, target: Target, plan: HopperDecode
     )
     columns = (forward.output_columns(spec), "true")
     products = {"shared_forms": [(plan.tile_k, "false"), columns], "register_forms": [columns]}
-    panels = {"k": forward.head_panel(spec), "v": forward.value_panel(spec)}
     kernel = forward_kernel(
         spec,
         target,
         plan,
         layout,
         assemble("hopper/decode.cu.jinja", context, target, products),
-        boxes={name: (panels[name], box_keys(spec, plan.tile_k)) for name in spec.inputs[1:] if not spec.kv_record},
+        boxes=boxes,
         grid=partial(decode_grid, spec, plan),
         values=partial(decode_values, spec, plan),
         workspaces=partial_workspaces(spec, partial(partial_rows, spec, plan)),

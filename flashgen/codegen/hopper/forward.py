@@ -19,7 +19,7 @@ from flashgen.codegen.assembly import (
     longest_last,
     suffix_of,
 )
-from flashgen.codegen.batches import batch_of
+from flashgen.codegen.batches import batch_of, describe_maps
 from flashgen.codegen.expressions.function_text import DEVICE_NAMES, FunctionText, Names
 from flashgen.codegen.expressions.row_elements import paired_elements, with_parameters
 from flashgen.codegen.expressions.uniform_text import uniform_text
@@ -86,7 +86,8 @@ def hopper_layout(spec: AttentionSpec, lists: bool, packed: bool = False) -> Arg
         Field("int", "section", comment=f"{heads} whose tiles are interleaved, so few that their K and V stay in L2")
     )
     fields += batch_of(spec).size_fields("len_q", "len_k")
-    fields.append(Field("unsigned", "kv_reciprocal", comment=f"2^31 / ({heads} per KV head), rounded up"))
+    per_kv = heads if packed else "query heads"
+    fields.append(Field("unsigned", "kv_reciprocal", comment=f"2^31 / ({per_kv} per KV head), rounded up"))
     return layout_of(spec, fields, lists, sink=True)
 
 
@@ -114,7 +115,8 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     plan.check(spec, target)
     keys, tiles, packed = visited_keys(spec), forward_tiles(spec), plan.packed_heads > 1
     layout, longest_first = hopper_layout(spec, keys is None, packed), longest_last(keys)
-    bounds = _tile_bounds(longest_first, plan)
+    boxes, bounds = _boxes(spec, plan), _tile_bounds(longest_first, plan)
+    layout = describe_maps(spec, layout, boxes)
     producer_registers, consumer_registers = plan.warpgroup_registers(spec)
     cost, option = tiles.cost(spec), smaller_option(plan, spec, target)
     names, stages = _device_names(plan), plan.array_stages(spec)
@@ -159,7 +161,7 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         plan,
         layout,
         assemble("hopper/forward.cu.jinja", context, target, sizes),
-        boxes=_boxes(spec, plan),
+        boxes=boxes,
         grid=partial(tiles.grid, spec, plan),
         values=partial(_values, spec, plan, longest_first),
         counts=partial(_counters, spec, plan),

@@ -8,10 +8,11 @@ of fewer keys are left to the kernels of mma.sync.
 Issuing a copy takes the producer warp longer than a small copy takes to arrive. So one copy loads all panels of a
 page's columns if these are full panels. The order of the axes in the map is: 64 columns, 8 rows, panels, groups of 8
 rows. A tile in shared memory has the same order. Its groups of 8 rows are equally spaced whatever the page size is,
-which is all that wgmma requires. Panels are counted along all heads, so heads must be a multiple of a panel apart.
+which is all that wgmma requires. The map's axis of panels runs through all heads, so the stride between heads must be a
+multiple of the columns of a panel. `panels_between_heads` raises ArgumentError otherwise.
 
-A copy loads a page beyond the last key of a sequence too, where it may hold anything. Scores of these keys are -inf.
-Their values are zeroed by the producer warp, before it signals the consumer warpgroups.
+The copies of a last page also load its rows beyond the last key, which may hold any bits. Scores of these keys are
+-inf. Their values are zeroed by the producer warp, before it signals the consumer warpgroups.
 """
 
 from __future__ import annotations
@@ -31,14 +32,21 @@ _SMALL_PAGE = 16
 
 
 def has_small_pages(spec: AttentionSpec) -> bool:
-    """Whether pages have at most 16 keys, so that copies are small whatever the tile is."""
+    """Whether pages have at most 16 keys, so that copies of 16-bit K and V are small whatever the tile is.
+
+    False with kv_dtype: TMA does not copy K and V of 8 bits.
+    """
     return spec.page_size is not None and not spec.kv_dtype and spec.page_size <= _SMALL_PAGE
 
 
 def panels_joined(spec: AttentionSpec, width: int, panel: int) -> int:
-    """Returns how many panels one copy of keys or values of `width` columns loads; 1 if each has its own copy.
+    """Returns how many panels one copy of keys or values loads; 1 if each has its own copy.
 
-    Panels of wide rows have their own copies, as those of contiguous keys have.
+    Each panel has its own copy if rows have more than 256 columns (`is_wide`), or if K and V are not paged.
+
+    Args:
+        width: Columns of a row of K, or of V.
+        panel: Columns of a panel.
     """
     return width // panel if spec.page_size and width % panel == 0 and not is_wide(spec) else 1
 
@@ -52,7 +60,7 @@ def cache_problem(spec: AttentionSpec, converts_records: bool = False) -> str | 
     """Returns why Hopper's own forward kernel cannot read the KV cache of a spec; None if it can.
 
     Args:
-        converts_records: Whether the kernel converts records of keys, as the decode kernel does.
+        converts_records: Whether the kernel reads a cache of `KvRecord`, as the decode kernel does.
     """
     if spec.kv_dtype and not (spec.kv_record and converts_records):
         return f"kv_dtype={spec.kv_dtype!r} is for the kernels of mma.sync, which widen keys in registers"

@@ -364,22 +364,22 @@ class HopperPlan(Checked):
             Buffer("WarpgroupQuery", "Q", (rows, head), element, member="queries"),
             Buffer("WarpgroupOutput", "O", (rows, value), element, member="output"),
         )
-        groups, label = Extent(self.group_constant, self.row_groups), "rows of warpgroups"
+        groups, label = Extent(self.group_constant, self.row_groups), "each warpgroup"
         passed = Extent("kPassedStages", passed_stages) if self.split > 1 else None
         arrays = Extent("kArrayStages", array_stages) if array_stages else None
         array, array_rows = array_tile(spec, self.tile_k), Extent("kConsumers * 64", self.consumers * ROWS)
         barriers = forward_barriers(stages, bool(spec.page_size), spec.shared_kv, passed, arrays, bool(spec.kv_dtype))
-        index_bytes = literal(batch_traits(spec).tile_bytes)
+        index_bytes, tile = literal(batch_traits(spec).tile_bytes), batch_traits(spec).tile_label
         return SharedMemoryLayout(
             (
-                Buffer("Rows", label, copies=groups, parts=of_rows, union=not output_apart, index="warpgroup"),
+                Buffer("Warpgroup", label, copies=groups, parts=of_rows, union=not output_apart, index="warpgroup"),
                 *staged_buffers(spec, keys, stages),
                 *((passed_buffer(keys, passed, element),) if passed else ()),
                 *((array.buffer(array_rows, arrays),) if array and arrays else ()),
                 *((self._chunk_buffer(spec),) if spec.kv_dtype else ()),
                 mbarriers(barriers),
-                Buffer("Index", "tile number", (index_bytes,), BYTE),
-                *((Buffer("NextIndex", "tile number of array loads", (index_bytes,), BYTE),) if arrays else ()),
+                Buffer("Index", tile, (index_bytes,), BYTE),
+                *((Buffer("NextIndex", f"{tile} of array loads", (index_bytes,), BYTE),) if arrays else ()),
                 *(self._drawing(drawn_steps) if spec.dropout else ()),
             ),
             barriers,

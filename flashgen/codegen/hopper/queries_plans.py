@@ -65,9 +65,7 @@ class HopperQueriesPlan(Checked):
         return SharedMemoryLayout(
             (
                 Buffer("Query", "Q", (rows, head), element, copies=consumers, member="queries", index="warpgroup"),
-                Buffer(
-                    "DOutput", "dO", (rows, value), element, copies=consumers, member="d_outputs", index="warpgroup"
-                ),
+                Buffer("Do", "dO", (rows, value), element, copies=consumers, member="d_o", index="warpgroup"),
                 Buffer("Key", "K", (keys, head), kv_element, copies=key_stages, member="keys"),
                 Buffer("Value", "V", (keys, value), kv_element, copies=value_stages, member="values"),
                 mbarriers(barriers),

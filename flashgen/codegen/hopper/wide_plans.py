@@ -95,7 +95,7 @@ class HopperWidePlan(Checked):
                 Buffer("Key", "K", (keys, head), kv_element, member="keys"),
                 Buffer("Value", "V", (keys, value), kv_element, member="values"),
                 Buffer("Query", "Q", (queries, head), element, copies=stages, member="queries"),
-                Buffer("DOutput", "dO", (queries, value), element, copies=stages, member="d_outputs"),
+                Buffer("Do", "dO", (queries, value), element, copies=stages, member="d_o"),
                 Buffer(
                     "Exchange",
                     "P" if passed == "probabilities" else passed,
@@ -107,8 +107,8 @@ class HopperWidePlan(Checked):
                 ),
                 Buffer("LseAndD", "L, D", (queries,), FLOAT2, copies=stages, member="lse_and_d"),
                 mbarriers(barriers),
-                Buffer("KeyGradient", "dK", (keys, head), element, overlays="Key", member="dk"),
-                Buffer("ValueGradient", "dV", (keys, value), element, overlays="Value", member="dv"),
+                Buffer("Dk", "dK", (keys, head), element, overlays="Key", member="dk"),
+                Buffer("Dv", "dV", (keys, value), element, overlays="Value", member="dv"),
             ),
             barriers,
         )

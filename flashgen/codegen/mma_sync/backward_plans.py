@@ -137,11 +137,11 @@ class BackwardPlan(Checked, _LoopPlan):
                 Buffer("Key", "K", (keys, head), kv_element),
                 *([] if spec.shared_kv else [Buffer("Value", "V", (keys, value), kv_element)]),
                 Buffer("Query", "Q", (queries, head), element, copies=stages),
-                Buffer("Output", "dO", (queries, value), element, copies=stages),
+                Buffer("Do", "dO", (queries, value), element, copies=stages),
                 Buffer("LseAndD", "L, D", (queries,), FLOAT2, copies=stages),
                 *shared_scores,
-                Buffer("KeyGradient", "dK", (keys, head), element, overlays="Key"),
-                *([] if spec.shared_kv else [Buffer("ValueGradient", "dV", (keys, value), element, overlays="Value")]),
+                Buffer("Dk", "dK", (keys, head), element, overlays="Key"),
+                *([] if spec.shared_kv else [Buffer("Dv", "dV", (keys, value), element, overlays="Value")]),
             )
         )
 
@@ -179,7 +179,7 @@ class QueriesPlan(Checked, _LoopPlan):
         return SharedMemoryLayout(
             (
                 Buffer("Query", "Q", (queries, head), element),
-                Buffer("Output", "dO", (queries, value), element),
+                Buffer("Do", "dO", (queries, value), element),
                 Buffer("Key", "K", (keys, head), kv_element, copies=stages),
                 *([] if spec.shared_kv else [Buffer("Value", "V", (keys, value), kv_element, copies=stages)]),
                 *([Buffer("Score", "dS", (queries, keys), element)] if self.split > 1 else []),

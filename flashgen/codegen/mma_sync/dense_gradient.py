@@ -79,7 +79,7 @@ class DensePlan(Checked):
                 Buffer("LastRow", "sums of the last row", (keys,), FLOAT),
                 Buffer("LastColumn", "sums of the last column", (queries,), FLOAT),
                 Buffer("Query", "Q", (queries, head_extent(spec)), element),
-                Buffer("Output", "dO", (queries, value_extent(spec)), element),
+                Buffer("Do", "dO", (queries, value_extent(spec)), element),
                 Buffer("Key", "K", (keys, head_extent(spec)), element),
                 Buffer("Value", "V", (keys, value_extent(spec)), element),
                 Buffer("Sum", "sums of a tile", (queries, pitch), FLOAT, overlays="Query"),
