@@ -8,11 +8,12 @@ which loss_curves.py compares with those of standard attention.
 from __future__ import annotations
 
 import gc
+import importlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from benchmarks.loss_curves import FLOOR, STANDARD, compared
@@ -106,11 +107,35 @@ def in_sdpa(implementation: str) -> Iterator[None]:
     from flashgen.torch import register_sdpa
 
     register_sdpa()
-    activate_flash_attention_impl(implementation)
+    with _results_that_torch_unpacks() if implementation == "FA4" else nullcontext():
+        activate_flash_attention_impl(implementation)
+        try:
+            yield
+        finally:
+            restore_flash_attention_impl()
+
+
+@contextmanager
+def _results_that_torch_unpacks() -> Iterator[None]:
+    """Drops the results of FlashAttention-4 that torch 2.11 does not expect: its newer versions return more."""
+    interface: Any = importlib.import_module("flash_attn.cute.interface")
+    names = {"_flash_attn_fwd": 2, "_flash_attn_bwd": 3}
+    own = {name: getattr(interface, name) for name in names}
+
+    def first_results(function: Callable[..., Any], count: int) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            return function(*arguments, **options)[:count]
+
+        return call
+
+    for name, count in names.items():
+        setattr(interface, name, first_results(own[name], count))
     try:
         yield
     finally:
-        restore_flash_attention_impl()
+        for name, function in own.items():
+            setattr(interface, name, function)
 
 
 def trainings(

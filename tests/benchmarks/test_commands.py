@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -103,6 +104,20 @@ def test_an_implementation_that_cannot_be_activated_has_a_row_with_the_reason() 
     assert "flashgen in SDPA" in train.registered_names()
     (row,) = train.train_rows(["nobody's in SDPA"], ["eager"], [(1, 64)])
     assert row.ms is None and row.problem.startswith("ValueError: Unknown flash attention impl")
+
+
+def test_flash_attention_4_returns_what_torch_unpacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch's registry only: its own functions return the rest as well."""
+    module: Any = ModuleType("flash_attn.cute.interface")
+    module._flash_attn_fwd = lambda q, **options: (q, "lse", options, None, None)
+    module._flash_attn_bwd = lambda q: (q, "dk", "dv", None, None)
+    module._flash_attn_fwd.compile_cache = {}
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", module)
+    own = module._flash_attn_fwd
+    with train._results_that_torch_unpacks():
+        assert module._flash_attn_fwd("q", causal=True) == ("q", "lse") and module._flash_attn_fwd.compile_cache == {}
+        assert module._flash_attn_bwd("q") == ("q", "dk", "dv")
+    assert module._flash_attn_fwd is own
 
 
 def test_train_adds_a_floor_to_standard_attentions_losses() -> None:
