@@ -63,7 +63,6 @@ constexpr float kRescaleThreshold = 8.0f;
 constexpr int kHeadPanel = 64;    // columns of Q and K
 constexpr int kValuePanel = 64;   // columns of V and the output
 constexpr int kPassedPanel = 64;   // columns of P
-constexpr int kHeldColumns = 96;   // of Q, which consumers hold in registers
 constexpr int kElementBytes = sizeof(Element);
 // Shared memory of a CTA, 215128 bytes, by offset:
 //        0  each warpgroup (Q, then O), 1 x 65536 bytes
@@ -124,13 +123,6 @@ __device__ __forceinline__ float exp2_approx(float x) {
 // Makes this thread's writes to shared memory visible to TMA and wgmma, which use the asynchronous proxy.
 __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// ldmatrix: loads four 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8.
-__device__ __forceinline__ void load_matrix_x4(unsigned (&fragment)[4], unsigned shared_source) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3}, [%4];"
-               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
-               : "r"(shared_source) : "memory");
 }
 
 // Returns the logarithm of x to base 2, from the special-function unit.
@@ -249,22 +241,6 @@ __device__ __forceinline__ void wgmma_fence() {
 template <int kN, bool kTransposedB>
 __device__ __forceinline__ void wgmma_registers_bf16(float (&d)[kN / 2], const unsigned (&a)[4], unsigned long long b,
                                                      bool accumulate);
-template <>
-__device__ __forceinline__ void wgmma_registers_bf16<64, false>(
-    float (&d)[32], const unsigned (&a)[4], unsigned long long b, bool accumulate) {
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %37, 0;\n\t"
-               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-               " %0, %1, %2, %3, %4, %5, %6, %7, "
-               " %8, %9, %10, %11, %12, %13, %14, %15, "
-               " %16, %17, %18, %19, %20, %21, %22, %23, "
-               " %24, %25, %26, %27, %28, %29, %30, %31"
-               "}, { %32, %33, %34, %35}, %36, p, 1, 1, 0;\n\t}"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
-}
 template <>
 __device__ __forceinline__ void wgmma_registers_bf16<256, true>(
     float (&d)[128], const unsigned (&a)[4], unsigned long long b, bool accumulate) {
@@ -557,43 +533,19 @@ __device__ __forceinline__ void store_rows(const float (&output)[kOutputColumns 
   }
 }
 
-// The rows of Q of a warpgroup: the first kHeldColumns in registers, as operands A of wgmmas, and the address of all in
-// shared memory.
-struct Queries { unsigned held[kHeldColumns / 16][4], tile; };
-
-// Loads the first kHeldColumns of the rows of Q of a warpgroup from shared memory, whose address is `tile`.
-__device__ __forceinline__ Queries hold_queries(unsigned tile) {
-  constexpr int kChunks = kHeadPanel / 8;   // of 16 bytes in a row of a panel
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16, swizzle = row / (8 / kChunks) % kChunks;
-  Queries queries;
-  queries.tile = tile;
-#pragma unroll
-  for (int depth = 0; depth < kHeldColumns / 16; ++depth) {
-    const int panel = depth * 2 / kChunks, chunk = (depth * 2 % kChunks + lane / 16) ^ swizzle;
-    load_matrix_x4(queries.held[depth], tile + ((panel * 64 + row) * kChunks + chunk) * 16);
-  }
-  return queries;
-}
-
-// Issues the wgmmas of scores = Q * K^T for the rows of a warpgroup; `keys` is a shared memory address.
-__device__ __forceinline__ void issue_qk_wgmma(float (&scores)[kTileK / 2], const Queries& queries, unsigned keys) {
+// Issues the wgmmas of scores = Q * K^T for the rows of a warpgroup; `queries` and `keys` are shared memory addresses.
+__device__ __forceinline__ void issue_qk_wgmma(float (&scores)[kTileK / 2], unsigned queries, unsigned keys) {
   constexpr int kSwizzle = kHeadPanel * kElementBytes;
   order_registers(scores);
   wgmma_fence();
   // The compiler would otherwise hold the descriptors of all parts of the depth in registers.
-  const unsigned long long a = matrix_descriptor<kSwizzle>(opaque(queries.tile), 16, 8 * kSwizzle);
+  const unsigned long long a = matrix_descriptor<kSwizzle>(opaque(queries), 16, 8 * kSwizzle);
   const unsigned long long b = matrix_descriptor<kSwizzle>(keys, 16, 8 * kSwizzle);
 #pragma unroll
-  for (int depth = 0; depth < kHeldColumns; depth += 16) {
-    const int panel = depth / kHeadPanel, column = depth % kHeadPanel;   // descriptors count in 16 bytes
-    wgmma_registers_bf16<kTileK, false>(scores, queries.held[depth / 16],
-                                       b + (panel * kTileK * kSwizzle + column * kElementBytes) / 16, depth > 0);
-  }
-#pragma unroll
-  for (int depth = kHeldColumns; depth < kHeadDimPadded; depth += 16) {
+  for (int depth = 0; depth < kHeadDimPadded; depth += 16) {
     const int panel = depth / kHeadPanel, column = depth % kHeadPanel;   // descriptors count in 16 bytes
     wgmma_shared_bf16<kTileK, false>(scores, a + (panel * 64 * kSwizzle + column * kElementBytes) / 16,
-                                    b + (panel * kTileK * kSwizzle + column * kElementBytes) / 16, true);
+                                    b + (panel * kTileK * kSwizzle + column * kElementBytes) / 16, depth > 0);
   }
   wgmma_commit();
 }
@@ -930,7 +882,7 @@ __device__ __forceinline__ void epilogue(float (&output)[kOutputColumns / 2], Ro
 // it passes P.
 __device__ __forceinline__ void score_consumer(const SharedStorage& storage, const ForwardArguments& arguments) {
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
-  const unsigned query_tile = storage.queries(0);
+  const unsigned queries = storage.queries(0);
   PipelineState<kStages> state = {0};   // of K and V, through all work tiles
   PipelineState<kPassedStages> passed = {0};   // of P, and of the row states of each work tile
   for (unsigned queries_phase = 0;; queries_phase ^= 1) {
@@ -940,7 +892,6 @@ __device__ __forceinline__ void score_consumer(const SharedStorage& storage, con
     const WorkTile work = work_tile_at(index, arguments);
     const KeyTiles tiles = key_tiles_of(work, arguments);
     const int first = 0, last = tiles.count;   // steps
-    const Queries queries = hold_queries(query_tile);
     const Position position = {work.batch, work.head, work.first_query + warp_row + lane / 4, lane % 4 * 2};
     float output[kOutputColumns / 2] = {}, scores[kTileK / 2];
     unsigned probabilities[kTileK / 16][4];

@@ -114,6 +114,19 @@ def test_hopper_plans_and_thread_orders(plan: HopperPlan, order: Any, copies: An
         assert_hopper_is_right(spec, shape, plan, schedule=schedule, sanitize=sanitize)
 
 
+@pytest.mark.rotated(2)
+@pytest.mark.parametrize("sanitize", [None, "thread", "address"])
+@pytest.mark.parametrize("plan", [HOPPER_PLANS[0], HOPPER_PLANS[4]], ids=str)
+def test_hopper_holds_queries_in_registers(plan: HopperPlan, sanitize: Any) -> None:
+    """Columns of Q in registers and others in shared memory, in two work tiles of a CTA."""
+    spec = fg.AttentionSpec(448, "bfloat16", value_dim=328, scale=0.3)
+    assert plan.held_columns(spec) == 128
+    for masked in (fg.AttentionSpec(448, mask=fg.causal()), fg.AttentionSpec(320), fg.AttentionSpec(448, layout="thd")):
+        assert plan.held_columns(masked) == 0
+    shape = Shape(90 // plan.packed_heads + 3, 100, 1, 2 * plan.packed_heads, 1)
+    assert_hopper_is_right(spec, shape, plan, schedule=Schedule("random", "late", seed=5), sanitize=sanitize)
+
+
 @pytest.mark.rotated(9)
 @pytest.mark.parametrize("mask", [fg.full(), fg.causal()], ids=str)
 def test_hopper_holds_narrow_outputs_of_wide_heads_in_one_warpgroup(mask: fg.Mask) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from flashgen.codegen.arguments import ArgumentLayout, Field, output_field
 from flashgen.codegen.assembly import assemble, check_spec, suffix_of
@@ -40,6 +41,23 @@ from flashgen.codegen.variant import layout_of
 from flashgen.language.spec import AttentionSpec
 
 _STRUCT = "DecodeArguments"
+_FIXED: dict[str, Any] = {
+    "score_query": DECODE_QUERY,
+    "output_columns": "kOutputColumns",
+    "softmax_beside_pv": True,
+    "output_apart": False,
+    "own_tiles": False,
+    "packed": False,
+    "prefill_queries": 0,
+    "row_groups": 1,
+    "joined": {"k": False, "v": False},
+    "copy": "copy_async_16",
+    "split_depth": False,
+    "widen": None,
+    "held_columns": 0,
+    "opaque_keys": True,
+}
+"""The part of the context that is the same for all kernels. Templates of the forward read it too."""
 
 
 def hopper_decode_layout(spec: AttentionSpec, scheduled: bool) -> ArgumentLayout:
@@ -77,35 +95,22 @@ def render_hopper_decode(spec: AttentionSpec, target: Target, plan: HopperDecode
     )
     context = (
         common
+        | _FIXED
         | work_unit_context(plan)
         | {
             "entry": entry,
             "header": header(spec, target, plan, grid, method, "attention decode", cost),
-            "score_query": DECODE_QUERY,
             "head_panel": forward.head_panel(spec),
             "value_panel": forward.value_panel(spec),
             "passed_panel": forward.passed_panel(spec),
             "passed_stages": plan.passed_stages(spec),
-            "output_columns": "kOutputColumns",
             "values": "keys" if spec.shared_kv else "values",
             "keys_in_two_parts": spec.shared_kv,
-            "softmax_beside_pv": True,
-            "output_apart": False,
-            "own_tiles": False,
-            "packed": False,
-            "prefill_queries": 0,
-            "row_groups": 1,
             "producer_registers": producer_registers,
             "consumer_registers": consumer_registers,
             "suffix": suffix_of(spec),
             "page_size": spec.page_size,
             "box_keys": box_keys(spec, plan.tile_k),
-            "joined": {"k": False, "v": False},
-            "copy": "copy_async_16",
-            "split_depth": False,
-            "widen": None,
-            "opaque_keys": True,
-            "held_columns": 0,
         }
     )
     columns = (forward.output_columns(spec), "true")

@@ -84,9 +84,8 @@ _REGISTERS_TO_CONVERT = {
     3: ((80, 144), (56, 152)),
 }
 _MAX_HELD_COLUMNS = 128  # of rows of Q that consumers hold in registers as a whole
-# The columns of wide rows of Q that they hold if so many registers are left, of which some must stay free: varlen
-# kernels of 512 columns spill otherwise.
-_HELD_OF_WIDE, _FREE_OF_WIDE = (128, 96, 64), 8
+_HELD_OF_WIDE = 128  # the same of wide rows, of at least _MIN_TO_HOLD columns: narrower ones spill beside 512 of V
+_MIN_TO_HOLD = 384
 # Registers of a consumer thread for the scales of its two rows if Q is converted too, and an array is read for each
 # score. The numbers of _OTHER_REGISTERS are enough for other variants.
 _ROW_SCALES = 2
@@ -225,26 +224,18 @@ class HopperPlan(Checked):
         """Returns the columns of Q that consumers hold in registers. The products read the others from shared memory.
 
         Its bandwidth limits kernels that convert K and V of 8 bits, and those of wide rows, where one warpgroup
-        multiplies 64 rows of Q by K. Score functions and dropout need the registers instead.
+        multiplies 64 rows of Q by K. Score functions and dropout need the registers instead. With a mask, wide rows
+        were up to 2% slower so, which other causes limit.
         """
-        if demand_of(spec).weight > Weight.PLAIN:
-            return 0
-        choices, available = self._held_choices(spec)
-        left = available - self._registers_beside(spec)
-        return next((held for held in choices if _registers_of_queries(held) <= left), 0)
-
-    def _held_choices(self, spec: AttentionSpec) -> tuple[tuple[int, ...], int]:
-        """Returns numbers of columns of Q to hold, the best first, and the registers of a consumer thread."""
-        columns = padded_head_dim(spec)
-        if spec.scales_kv and columns <= _MAX_HELD_COLUMNS:
-            of_pages, others = _REGISTERS_TO_CONVERT[self.consumers][0], _REGISTERS_TO_CONVERT[self.consumers][-1]
+        weight, columns, held, available = demand_of(spec).weight, padded_head_dim(spec), 0, 0
+        if spec.scales_kv and columns <= _MAX_HELD_COLUMNS and weight <= Weight.PLAIN:
+            choices = _REGISTERS_TO_CONVERT[self.consumers]
             # A producer that converts pages needs more registers.
-            return ((min(columns, 64),), of_pages[1]) if spec.page_size else ((columns,), others[1])
-        if self.split > 1:
-            first = self.output_columns(spec) if spec.shared_kv else columns  # of a part of K that lands on its own
-            held = tuple(held for held in _HELD_OF_WIDE if held <= first)
-            return held, self.warpgroup_registers(spec)[1] - _FREE_OF_WIDE
-        return (), 0
+            held, (_, available) = (min(columns, 64), choices[0]) if spec.page_size else (columns, choices[-1])
+        elif self.split > 1 and weight == Weight.NONE and not spec.shared_kv and batch_traits(spec).spares_registers:
+            held = _HELD_OF_WIDE if columns >= _MIN_TO_HOLD else 0
+            _, available = self.warpgroup_registers(spec)
+        return held if self._registers_beside(spec) + _registers_of_queries(held) <= available else 0
 
     def pages_of_tile(self, spec: AttentionSpec) -> int | None:
         """Returns how many pages have the keys of a tile, for kernels that convert K and V.
