@@ -16,6 +16,7 @@ from flashgen.templates_path import template_root
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _COMMENT = re.compile(r"^( *)// \S.*\n(?:\1// \S.*\n)*", re.MULTILINE)
+_SETS_DTYPES = "{% set dtypes = "
 _COLUMNS = 120
 _MAX_SLACK = 24  # columns that a line of a comment leaves free although the next word fits
 
@@ -49,15 +50,18 @@ def _dedent(text: str) -> str:
 
 @cache
 def _primitive_templates() -> dict[str, tuple[str, str | None]]:
-    """Returns primitive name -> template, and the element type if the template has several."""
+    """Returns primitive name -> template, and the element type if the template has several.
+
+    Only templates that set `dtypes` are compiled: a kernel calls few of the others.
+    """
     found: dict[str, tuple[str, str | None]] = {}
     for path in sorted((template_root() / "device").glob("*.cuh.jinja")):
         template, stem = f"device/{path.name}", path.name.removesuffix(".cuh.jinja")
-        dtypes = getattr(environment().get_template(template).make_module({"target": None}), "dtypes", None)
-        if dtypes is None:
+        if _SETS_DTYPES not in path.read_text(encoding="utf-8"):
             found[stem] = (template, None)
-        else:
-            found.update({f"{stem}_{dtype}": (template, dtype) for dtype in dtypes})
+            continue
+        module: Any = environment().get_template(template).make_module({"target": None})
+        found.update({f"{stem}_{dtype}": (template, dtype) for dtype in module.dtypes})
     return found
 
 
