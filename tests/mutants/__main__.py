@@ -54,7 +54,7 @@ def verdict(tree: Path, tests: tuple[str, ...]) -> tuple[str, str]:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", "--all", *tests]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
     said = "\n".join(done.stdout.strip().splitlines()[-4:]) or done.stderr.strip()
-    if done.returncode == _TESTS_FAILED:
+    if done.returncode == _TESTS_FAILED or done.returncode < 0:  # a signal: the mutant made the process crash
         return KILLED, said
     return (SURVIVED if done.returncode == 0 and " passed" in said else NOT_RUN), said
 
