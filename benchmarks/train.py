@@ -84,7 +84,7 @@ def train_rows(
             with in_sdpa(name.removesuffix(IN_SDPA)) if name.endswith(IN_SDPA) else nullcontext():
                 attend = _long(name, length) if long else _causal(name)
                 yield _row(name, mode, batch, length, attend, steps)
-        except (ImportError, RuntimeError, ValueError) as error:  # it cannot be activated
+        except (ImportError, RuntimeError, ValueError) as error:  # the implementation cannot be activated
             yield TrainRow(name, mode, batch, length, None, None, None, (), _reason(error))
         torch.compiler.reset()
 
@@ -171,7 +171,8 @@ def _row(name: str, mode: str, batch: int, length: int, attend: Callable[..., An
 
 def _reason(error: Exception) -> str:
     """Returns the first line of an error's message, after the name of its class."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
+    first, _, _ = str(error).partition("\n")
+    return f"{type(error).__name__}: {first}"[:200]
 
 
 def _trained(

@@ -563,7 +563,7 @@ __device__ __forceinline__ bool compute_p(unsigned (&probabilities)[kTileK / 16]
 
 // Raises the row maxima to those of this tile's scores, and rescales output and row sums. Returns whether the maxima
 // are steady: all rows of the warp have usable offsets, and no row that had a key was rescaled by less than 1 /
-// kMaxLaneSum. The maximum of such a row is likely to grow again in the next tile.
+// kMaxLaneSum. Otherwise a maximum is likely to grow again in the next tile.
 __device__ __forceinline__ bool update_row_maxima(RowState (&rows)[Scores::kRows], float (&output)[Output::kElements],
                                                   const float (&scores)[Scores::kElements]) {
   float rescale_factor[Scores::kRows];

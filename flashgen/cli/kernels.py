@@ -254,10 +254,13 @@ def write_timeline(
         raise ArgumentError("--what timeline supports --pass forward and --pass backward, not decode")
     kernels = render_kernels(spec, target, pass_, name, deterministic)
     role = next(iter(kernels)) if name else "forward" if pass_ is Pass.forward else "dkdv"
-    plan = kernels[role].plan
-    shape = short_shape(plan.tile_q, plan.tile_k, along_keys=pass_ is Pass.forward)
-    own = plan if pass_ is Pass.forward else None  # calls of few queries would run smaller tiles
-    run = run_once(spec, target, ("forward" if own else "backward",), shape, deterministic=deterministic, plan=own)
+    plan, is_forward = kernels[role].plan, pass_ is Pass.forward
+    shape = short_shape(plan.tile_q, plan.tile_k, along_keys=is_forward)
+    # The plan of the forward is given, because a call of this length would choose smaller tiles.
+    given = plan if is_forward else None
+    run = run_once(
+        spec, target, ("forward" if is_forward else "backward",), shape, deterministic=deterministic, plan=given
+    )
     events = run.events[kernels[role].entry]
     timeline = timeline_of(events, kernels[role])
     if not timeline.spans:

@@ -247,6 +247,7 @@ def describe_maps(spec: AttentionSpec, layout: ArgumentLayout, boxes: Mapping[st
 
 
 def _map_comment(spec: AttentionSpec, name: str, box: tuple[int, ...]) -> str:
+    """Returns the comment of the tensor map of an array: its axes in the order of the map, and the box of one copy."""
     first, head, last = map_axes(spec, name, NAMED_SIZES, None).strides
     if first == last:  # packed sequences have two axes of rows
         first, last = "row x", "row y"

@@ -218,9 +218,9 @@ def _run(request: ReportRequest, passes: Mapping[Pass, Kernels], plan: Plan | No
     shapes = [short_shape(plan.tile_q, plan.tile_k, along_keys) for plan, along_keys in plans]
     longest = max(shapes, key=lambda shape: shape.len_q)
     try:
-        own = forward["forward"].plan  # calls of few queries would run smaller tiles
-        given = (request.maker, request.deterministic, own)
-        return run_once(request.spec, request.target, request.passes, longest, *given), ""
+        # The plan is given, because a call of this length would choose smaller tiles.
+        options = {"deterministic": request.deterministic, "plan": forward["forward"].plan}
+        return run_once(request.spec, request.target, request.passes, longest, request.maker, **options), ""
     except BuildError as error:  # there is no C++ compiler
         return None, str(error)
 

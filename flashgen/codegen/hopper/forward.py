@@ -122,7 +122,6 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
     names, stages = _device_names(plan), plan.array_stages(spec)
     method = _CONVERTING_METHOD if spec.kv_dtype else _METHOD
     held = plan.held_columns(spec)
-    pages_of_tile = plan.pages_of_tile(spec) if spec.scales_kv else None
     by_rows: dict[str, Any] = {"by_rows": True, "array_stages": stages}
     context = forward_context(spec, target, plan, layout, "scores[n]", names, bounds, **by_rows) | {
         "header": header(spec, target, plan, _GRID, method, tiles.title, cost, option),
@@ -145,10 +144,9 @@ def render_hopper(spec: AttentionSpec, target: Target, plan: HopperPlan | None =
         "joined": {name: _joined(spec, name) > 1 for name in "kv"},
         "scaled_exponent": bool(spec.kv_dtype) and not spec.score,
         "convert": f"convert_{EIGHT_BIT_SUFFIXES[spec.kv_dtype]}" if spec.kv_dtype else None,
-        "converts_queries": bool(spec.kv_dtype) and factor_suffix_of(spec) != suffix_of(spec),
+        "converts_queries": factor_suffix_of(spec) != suffix_of(spec),
         "held_columns": held,
-        "pages_of_tile": pages_of_tile,
-        "looks_up_rows": bool(spec.page_size and not pages_of_tile),
+        "pages_of_tile": plan.pages_of_tile(spec) if spec.scales_kv else None,
     }
     context |= tiles.sequences(spec, context["struct"], layout)
     of_output = (plan.output_columns(spec), "true")

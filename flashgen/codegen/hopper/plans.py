@@ -76,16 +76,16 @@ _REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 _REGISTERS_WITH_PAGES = _REGISTERS | {2: (40, 232)}
 _REGISTERS_WITH_RECORDS = (72, 216)  # the producer warpgroup converts records of keys
 _REGISTERS_TO_SPARE, _LIGHT = (56, 152), 156
-# With K and V of 8 bits all threads of the producer warpgroup convert them, and need more registers. The first choice
-# is taken in which consumers have as many as they are estimated to need (`registers`), otherwise the last.
+# With K and V of 8 bits all threads of the producer warpgroup convert them, and need more registers. A plan has the
+# first choice that gives a consumer thread at least its estimate (`registers`), or else the last choice.
 _REGISTERS_TO_CONVERT = {
     1: ((104, 256),),
     2: ((88, 208), (72, 216), (56, 224)),
     3: ((80, 144), (56, 152)),
 }
-_MAX_HELD_COLUMNS = 128  # of rows of Q that consumers hold in registers as a whole
-_HELD_OF_WIDE = 128  # the same of wide rows, of at least _MIN_TO_HOLD columns: narrower ones spill beside 512 of V
-_MIN_TO_HOLD = 384
+_MAX_HELD_COLUMNS = 128  # columns of Q that consumers hold in registers
+_HELD_OVER_PAGES = 64  # the same if the producer converts pages, for which it needs more registers
+_MIN_WIDE_TO_HOLD = 384  # columns of wide rows; kernels for narrower ones spill if V has 512 columns
 # Registers of a consumer thread for the scales of its two rows if Q is converted too, and an array is read for each
 # score. The numbers of _OTHER_REGISTERS are enough for other variants.
 _ROW_SCALES = 2
@@ -223,19 +223,20 @@ class HopperPlan(Checked):
     def held_columns(self, spec: AttentionSpec) -> int:
         """Returns the columns of Q that consumers hold in registers. The products read the others from shared memory.
 
-        Its bandwidth limits kernels that convert K and V of 8 bits, and those of wide rows, where one warpgroup
-        multiplies 64 rows of Q by K. Score functions and dropout need the registers instead. With a mask, wide rows
-        were up to 2% slower so, which other causes limit.
+        Its bandwidth limits kernels that convert K and V of 8 bits, and kernels for wide rows, where one warpgroup
+        multiplies 64 rows of Q by K. Score functions and dropout need the registers themselves. Kernels for wide rows
+        with a mask were up to 2% slower with columns of Q in registers.
         """
-        weight, columns, held, available = demand_of(spec).weight, padded_head_dim(spec), 0, 0
+        weight, columns = demand_of(spec).weight, padded_head_dim(spec)
         if spec.scales_kv and columns <= _MAX_HELD_COLUMNS and weight <= Weight.PLAIN:
-            choices = _REGISTERS_TO_CONVERT[self.consumers]
-            # A producer that converts pages needs more registers.
-            held, (_, available) = (min(columns, 64), choices[0]) if spec.page_size else (columns, choices[-1])
-        elif self.split > 1 and weight == Weight.NONE and not spec.shared_kv and batch_traits(spec).spares_registers:
-            held = _HELD_OF_WIDE if columns >= _MIN_TO_HOLD else 0
+            held = min(columns, _HELD_OVER_PAGES) if spec.page_size else columns
+            _, available = _REGISTERS_TO_CONVERT[self.consumers][0 if spec.page_size else -1]
+        elif self.split > 1 and columns >= _MIN_WIDE_TO_HOLD and weight == Weight.NONE:
+            held = _MAX_HELD_COLUMNS if batch_traits(spec).spares_registers and not spec.shared_kv else 0
             _, available = self.warpgroup_registers(spec)
-        return held if self._registers_beside(spec) + _registers_of_queries(held) <= available else 0
+        else:
+            return 0
+        return held if self._registers_without_queries(spec) + _registers_of_queries(held) <= available else 0
 
     def pages_of_tile(self, spec: AttentionSpec) -> int | None:
         """Returns how many pages have the keys of a tile, for kernels that convert K and V.
@@ -270,10 +271,10 @@ class HopperPlan(Checked):
 
         The 16-bit probabilities of one iteration are live together with the scores of the next.
         """
-        return self._registers_beside(spec) + _registers_of_queries(self.held_columns(spec))
+        return self._registers_without_queries(spec) + _registers_of_queries(self.held_columns(spec))
 
-    def _registers_beside(self, spec: AttentionSpec) -> int:
-        """Returns the estimate without the registers of Q."""
+    def _registers_without_queries(self, spec: AttentionSpec) -> int:
+        """Estimates the registers of a consumer thread that holds no columns of Q."""
         scores, output = _WARP_ROWS * self.tile_k // WARP, _WARP_ROWS * self.output_columns(spec) // WARP
         weight = Weight.BUSY if self.array_stages(spec) else demand_of(spec).weight
         converts = spec.scales_kv and spec.element != DTYPES["float16"] and weight == Weight.HEAVY
