@@ -4,6 +4,8 @@ This file uses the public interface of flashgen alone, so that it can measure an
 
     PYTHONPATH=CHECKOUT python -P benchmarks/host.py [TARGET] > OLD.json
 
+With --turns instead of a target it measures one group of calls per request, for `python -m benchmarks versions`.
+
 The parts are functions inside flashgen, which are looked up by name. If a checkout has none of the functions of a part,
 the time of that part counts as `rest`.
 """
@@ -15,7 +17,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -320,15 +322,52 @@ def host_rows(
         groups, calls: the number of groups of a measurement, and of calls per group.
         engine: further arguments of `flashgen.compile`; emulate=True requires the library "numpy".
     """
+    for cell in host_cells(libraries, passes, target, **engine):
+        cost = cost_of(cell.run, cell.wait, groups, calls)
+        where = cell.target, cell.library, cell.timed, cell.case.sizes
+        yield HostRow(cell.case.name, *where, cost.median, cost.minimum, cost.parts)
+
+
+@dataclass(frozen=True)
+class HostCell:
+    """A pass of a case with arrays of a library: `run` performs a call, and `wait` waits until the GPU has run all."""
+
+    case: HostCase
+    target: str
+    library: str
+    timed: Timed
+    run: Run
+    wait: Run
+
+    @property
+    def name(self) -> str:
+        return f"{self.library} {self.case.name} {self.timed} {list(self.case.sizes)}"
+
+
+def host_cells(
+    libraries: Sequence[str] = (), passes: Sequence[Timed] = PASSES, target: str | None = None, **engine: Any
+) -> Iterator[HostCell]:
+    """Prepares the cells that `host_rows` measures, one after another."""
     for library in libraries or installed_libraries():
         for case in host_cases():
             spec = fg.AttentionSpec(64, "float16", **case.options)
             attention = fg.compile(spec, target=target, **engine)
             for timed in [name for name in passes if name in case.passes]:
                 run = run_of(attention, case, timed, library)
-                cost = cost_of(run, partial(_wait, library), groups, calls)
-                where = attention.target.name, library, timed, case.sizes
-                yield HostRow(case.name, *where, cost.median, cost.minimum, cost.parts)
+                yield HostCell(case, attention.target.name, library, timed, run, partial(_wait, library))
+
+
+def serve_groups(cells: Iterable[HostCell], requests: Iterable[str], calls: int = CALLS) -> Iterator[str]:
+    """Measures one group of calls per request, so that another process can alternate between checkouts.
+
+    The first line is a JSON list of the names of the cells. A request is the index of a cell, and its answer the median
+    of the group in microseconds.
+    """
+    prepared = list(cells)
+    yield json.dumps([cell.name for cell in prepared])
+    for request in requests:
+        cell = prepared[int(request)]
+        yield repr(_group_median(cell.run, cell.wait, calls, time.perf_counter_ns))
 
 
 def installed_libraries() -> list[str]:
@@ -400,7 +439,12 @@ def _wait(library: str) -> None:
 
 
 def main() -> None:
-    """Prints the rows as JSON, for a checkout without `python -m benchmarks`."""
+    """Prints the rows as JSON, for a checkout without `python -m benchmarks`, or serves groups of calls."""
+    if sys.argv[1:] == ["--turns"]:
+        for line in serve_groups(host_cells(), sys.stdin):
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
+        return
     rows = []
     for row in host_rows(target=sys.argv[1] if len(sys.argv) > 1 else None):
         rows.append(row.to_dict())

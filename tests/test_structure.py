@@ -121,3 +121,20 @@ def test_no_record_holds_many_functions_by_position() -> None:
     assert max(records.values()) >= 3, "a record of functions is recognised"
     found = [f"{where}: {name}" for where, name, given in calls if min(records.get(name, 0), given) > MAX_FUNCTIONS]
     assert not found
+
+
+OPTIONAL = ("torch", "jax", "transformers")
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_modules_of_tests_skip_without_an_optional_package(name: str) -> None:
+    """An import at the top of a test module follows a `pytest.importorskip`: without the package, its tests skip."""
+    checked = 0
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = path.read_text("utf-8")
+        imported = re.search(rf"^(import|from) {name}\b", text, re.MULTILINE)
+        if imported:
+            checked += 1
+            skips = re.search(rf"^(?:\w+ = )?pytest\.importorskip\(\s*\"{name}\"", text, re.MULTILINE)
+            assert skips and skips.start() < imported.start(), path
+    assert checked > 0

@@ -33,8 +33,6 @@ from flashgen.launch.engines import Engine, Operands, Place, ScalarArguments
 from flashgen.launch.memory import ArraySpec
 from flashgen.runtime.arrays import JAX, Library, View, give_back
 
-_IN_ROWS = frozenset(("q", "k", "v", "o", "d_o", "dq", "dk", "dv"))
-
 
 @dataclass(frozen=True)
 class _Prepared:
@@ -73,7 +71,7 @@ class BackwardPass(Pass[_Prepared]):
         tuned: TunedPlans | None = None,
         deterministic: bool = False,
     ) -> None:
-        super().__init__(spec, engine, _IN_ROWS)
+        super().__init__(spec, engine)
         self.kernels = stages
         self.stages = BuiltStages(spec, stages, engine, prebuild)
         self.dispatch = BackwardDispatch(spec, self.stages, engine, head_split, tuned, deterministic)

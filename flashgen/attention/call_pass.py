@@ -33,7 +33,7 @@ from flashgen.runtime.caching import Cache
 
 _MAX_PREPARED = 1024  # in decoding, every call has a new length
 _MAX_RECENT_LAUNCHES = 8  # a lookup compares a call with each of them
-_ROW_ALIGNMENT, _LARGEST_ELEMENT = 16, 8  # bytes
+_ALIGNMENT = 16  # bytes: of a copy of a row, and more than that of any element
 _ARGUMENTS = {
     "o": "out",
     "d_o": "d_out",
@@ -76,15 +76,14 @@ class Listers(Protocol):
 class Pass(Generic[AnyPrepared]):
     """One pass of a spec on an engine.
 
-    in_rows: the arrays that kernels copy 16 bytes at a time; all others are read and written element by element.
     listers: create the tile lists; None if closed forms give the tiles to visit.
     recent_launches: the entries that callers added with `remember_launch`, the newest first.
     """
 
     listers: Listers | None = None
 
-    def __init__(self, spec: AttentionSpec, engine: Engine, in_rows: frozenset[str]) -> None:
-        self.spec, self.engine, self._in_rows = spec, engine, in_rows
+    def __init__(self, spec: AttentionSpec, engine: Engine) -> None:
+        self.spec, self.engine = spec, engine
         self._arrays = [(capture, member_name(capture)) for capture in spec.captures if capture.ndim]
         self._numbers = [(capture, member_name(capture)) for capture in spec.captures if not capture.ndim]
         self._argument_names = _ARGUMENTS | {member: f"capture {capture.name!r}" for capture, member in self._arrays}
@@ -314,16 +313,13 @@ class Pass(Generic[AnyPrepared]):
         key: list[Any] = [bounds, splits]
         addresses = Addresses()
         misaligned = 0
-        in_rows = self._in_rows
         for name, array in arrays.items():
             described, address = (look if type(array) is q_type else self._library(name, array).look)(array)
             key.append(described)
             addresses[name] = address
-            if name in in_rows:
-                misaligned |= address
-            else:
-                key.append(address % _LARGEST_ELEMENT)
-        key.append(misaligned % _ROW_ALIGNMENT)
+            misaligned |= address
+        if misaligned % _ALIGNMENT:
+            key += [address % _ALIGNMENT for address in addresses.values()]
         cache_key = tuple(key)
         return self._prepared.get(cache_key), addresses, cache_key
 

@@ -153,7 +153,7 @@ def check_shard(spec: AttentionSpec, captures: Mapping[str, Any], problem: Probl
 
 def is_in_memory(seed: Any) -> bool:
     """Whether a dropout's seed is an array that kernels read, and not a number."""
-    return hasattr(seed, "dtype") and not isinstance(seed, np.generic)
+    return type(seed) is not int and hasattr(seed, "dtype") and not isinstance(seed, np.generic)
 
 
 def check_seed(spec: AttentionSpec, seed: Any, offset: Any) -> dict[str, int | float]:

@@ -59,7 +59,7 @@ class ForwardPass(Pass[_Prepared]):
         by_sizes: bool = False,
         decodes: bool = False,
     ) -> None:
-        super().__init__(spec, engine, in_rows=frozenset(("q", "k", "v", "o")))
+        super().__init__(spec, engine)
         default = ForwardKernels.build(spec, kernels, engine, prebuild)
         self.kernels = kernels
         self.kernel, self.lister, self.listers = default.kernel, default.lister, default.lister

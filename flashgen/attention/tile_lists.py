@@ -108,7 +108,7 @@ class TileLister:
         self._captures = spec.mask.captures
         self._keeps_lists = not self._captures and spec.batch_layout.supports("kept tile lists")
         self._blocks = _indexed_blocks(spec)
-        self._cache: Cache[Hashable, TileLists] = Cache(_MAX_CACHED)
+        self._cache: Cache[Hashable, tuple[TileLists, Operands]] = Cache(_MAX_CACHED)
 
     def prepare(self, problem: Problem, captured: Mapping[str, View], library: Library, device: int) -> ListsLaunch:
         """Prepares the launch for calls of these sizes and captured arrays on a device. library: that of q."""
@@ -132,7 +132,7 @@ class TileLister:
             self._launch(prepared.launch, operands, numbers, place)
             return {member: operands[name] for name, member in _MEMBERS.items()}
         make = partial(self._make_persistent, prepared, problem, numbers, place)
-        return self.engine.bind(self._cached(problem, prepared.shape, place, make).arguments())
+        return self._cached(problem, prepared.shape, place, make)[1]
 
     def make(self, len_q: int, len_k: int, batch: int, heads: int, captures: Mapping[str, Any]) -> TileLists:
         """Creates lists for later calls, and waits until they are complete.
@@ -169,7 +169,7 @@ class TileLister:
             self.engine.synchronize(place)
             return lists
 
-        return fill() if self._captures else self._cached(problem, shape, place, fill)
+        return fill() if self._captures else self._cached(problem, shape, place, fill)[0]
 
     def check(self, lists: Any, prepared: ListsLaunch, problem: Problem, place: Place) -> Operands:
         """Returns the operands of given lists. Raises ArgumentError if they are not for this mask and these sizes."""
@@ -199,14 +199,19 @@ class TileLister:
             if (view.device or 0) != place.device:
                 raise ArgumentError(f"tile_lists are on GPU {view.device} and q on {place.device}: make them there")
 
-    def _cached(self, problem: Problem, shape: ListShape, place: Place, make: Callable[[], TileLists]) -> TileLists:
-        """Returns the cached lists of these lengths, and creates them on a miss.
+    def _cached(
+        self, problem: Problem, shape: ListShape, place: Place, make: Callable[[], TileLists]
+    ) -> tuple[TileLists, Operands]:
+        """Returns the cached lists of these lengths, and their operands. Creates them on a miss.
 
         Each stream has its own entries. The lists of another stream might not be complete yet. And if an entry is
         evicted while a launch reads it, its memory is reused in the order of its own stream only.
         """
         key = (problem.len_q, problem.len_k, shape.batch, shape.heads, place.device, self.engine.stream_key(place))
-        return self._cache.get_or_make(key, make)
+        return self._cache.get_or_make(key, lambda: self._bound(make()))
+
+    def _bound(self, lists: TileLists) -> tuple[TileLists, Operands]:
+        return lists, self.engine.bind(lists.arguments())
 
     def _lists(self, problem: Problem, arrays: Mapping[str, Any]) -> TileLists:
         own = (arrays["counts"], arrays["offsets"], arrays["entries"])

@@ -52,7 +52,7 @@ class Library:
         stream: returns the current stream of the device of an array.
         pools_for_graphs: whether memory that is allocated during a stream capture belongs to the graph while it lives.
         recogniser: takes arrays, and returns a function that tells whether other arrays agree with them in class,
-            shape, strides, dtype and device; it holds no array. None if the library cannot do so faster than `look`.
+            shape, strides, dtype and device; it holds no array. None if the library cannot do so.
     """
 
     name: str
@@ -85,6 +85,15 @@ def view_numpy(array: Any, argument: str) -> View:
 def _look_cupy(array: Any) -> tuple[Any, int]:
     memory = array.data
     return (array.shape, array.strides, array.dtype, memory.device_id), memory.ptr
+
+
+_describe_cupy = attrgetter("__class__", "shape", "strides", "dtype", "data.device_id")
+
+
+def _recogniser_of_cupy(arrays: Sequence[Any]) -> Callable[..., bool]:
+    """Returns a function that compares arrays with the descriptions of these."""
+    described = [*map(_describe_cupy, arrays)]
+    return lambda *others: [*map(_describe_cupy, others)] == described
 
 
 def _view_cupy(array: Any, argument: str) -> View:
@@ -298,6 +307,7 @@ CUPY = Library(
     _maker_of_cupy,
     _stream_cupy,
     pools_for_graphs=False,
+    recogniser=_recogniser_of_cupy,
 )
 TORCH = Library(
     "torch",

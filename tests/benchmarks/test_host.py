@@ -140,6 +140,21 @@ def test_a_checkout_without_a_part_is_measured_without_it(monkeypatch: pytest.Mo
     assert meter.calls == {"numbers": 1}
 
 
+def test_groups_of_calls_are_served_on_request() -> None:
+    """Answers name the cells first; each request then runs the calls of one group of one cell."""
+    ran: list[str] = []
+    case = HostCase("causal", {}, ONE_TILE)
+    cells = [
+        host.HostCell(
+            case, "sm_90a", library, "forward", lambda name=library: ran.append(name), lambda: ran.append("|")
+        )
+        for library in ("cupy", "torch")
+    ]
+    names, *medians = host.serve_groups(cells, iter(["1", "0\n"]), calls=2)
+    assert json.loads(names) == ["cupy causal forward [1, 1, 64]", "torch causal forward [1, 1, 64]"]
+    assert ran == ["torch", "torch", "|", "cupy", "cupy", "|"] and all(float(each) > 0 for each in medians)
+
+
 CASES = {case.name: case for case in host.host_cases()}
 
 

@@ -7,6 +7,9 @@ from itertools import count
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch", reason="flashgen.torch needs torch: pip install 'flashgen[torch]'")
+
 import torch
 
 import flashgen as fg
