@@ -807,10 +807,12 @@ __device__ __forceinline__ void producer(const SharedStorage& storage, const For
       load_rows<64, kHeadDimPadded, kHeadPanel>(storage.queries(group), arguments.q_map, storage.queries_full(),
                                                 work.first_query + group * kPartQ, work.head, work.batch);
     }
-    for (int step = 0; step < tiles.count; ++step) {
-      if (step + 1 < tiles.count) load_keys(step + 1);
-      load_values(step);
+#pragma unroll 1   // the producer waits for barriers most of the time
+    for (int step = 1; step < tiles.count; ++step) {
+      load_keys(step);
+      load_values(step - 1);
     }
+    if (tiles.count > 0) load_values(tiles.count - 1);
     first_state = first_state + tiles.count;
     // A launch increments the counter once after each tile: the last increment wraps it to 0, as it began.
     index = arguments.next_tile == nullptr ? arguments.tiles
