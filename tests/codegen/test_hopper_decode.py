@@ -101,7 +101,8 @@ def test_calls_with_one_split_launch_no_merge() -> None:
     sizes = Sizes(64, 128, 1, 1, 4096, multiprocessors=132)
     assert decode.grid(sizes) == (2, 1, 64) and not all(merge.grid(sizes))
     split = Sizes(16, 128, 1, 1, 32768, multiprocessors=132, splits=4)
-    assert decode.grid(split) == (8, 1, 16) and merge.grid(split) == (128, 1, 16)
+    assert decode.grid(split) == (8, 1, 16) and merge.grid(split) == (32, 1, 16)
+    assert merge.grid(replace(split, splits=5)) == (128, 1, 16), "one group of columns for each thread"
 
 
 def test_default_kernels() -> None:

@@ -210,6 +210,13 @@ def forward_subjects() -> dict[str, ForwardSubject]:
             target="sm_90a",
             splits=5,
         ),
+        "hopper decode, few splits": ForwardSubject(
+            fg.AttentionSpec(320, shared_kv=True, scale=0.4, mask=fg.causal()),
+            Shape(5, 300, 1, 16, 1),
+            2,
+            target="sm_90a",
+            splits=3,
+        ),
         "hopper decode, one split": ForwardSubject(
             fg.AttentionSpec(264, value_dim=200), Shape(5, 150, 2, 32, 2), 2, target="sm_90a", splits=1
         ),

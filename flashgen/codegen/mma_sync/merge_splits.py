@@ -26,7 +26,7 @@ from flashgen.codegen.mma_sync.stream_k import LAST_QUERY, visited_bounds, work_
 from flashgen.codegen.padding import WARP
 from flashgen.codegen.rendered_kernel import RenderedKernel, entry_name, kernel_name
 from flashgen.codegen.shared_memory import BYTE, INT, NO_SHARED_MEMORY, Buffer, Extent, SharedMemoryLayout, literal
-from flashgen.codegen.sizes import Grid, Sizes, minimum
+from flashgen.codegen.sizes import Grid, Sizes, maximum, minimum
 from flashgen.codegen.targets import Target
 from flashgen.codegen.variant import Variant, arrays_of
 from flashgen.language.spec import AttentionSpec
@@ -35,6 +35,10 @@ _STRUCT = "MergeArguments"
 _THREADS = 128
 _COLUMNS = 4  # of a thread at a time
 _MAX_BLOCKS_OF_TILE = {False: 64, True: 8}  # by whether a block first finds its splits by a prefix sum
+_FEW_SPLITS = 4
+# The groups of columns that a thread merges at once, if the splits are few, by the same: so many fewer blocks share a
+# tile. Of a schedule most tiles have one split, and more blocks fit on a multiprocessor to find that out.
+_GROUPS_AT_ONCE = {False: 4, True: 2}
 _TITLE = "merge of partial outputs of decode"
 _GRID = "several CTAs per output tile, along x; groups of heads along y, and the batch along z"
 _METHOD = "partial outputs are combined in a fixed order by the row maxima and row sums of the splits"
@@ -78,6 +82,8 @@ def render_merge_splits(spec: AttentionSpec, target: Target, plan: SplitPlan) ->
         "header": header(spec, target, _Described(plan, blocks), _GRID, _METHOD, _TITLE, cost),
         "threads": _THREADS,
         "blocks_of_tile": blocks,
+        "few_splits": _FEW_SPLITS,
+        "groups_at_once": _GROUPS_AT_ONCE[plan.scheduled],
         "partials_at_once": PARTIALS_AT_ONCE,
         "split_depth": False,
         "widen": None,
@@ -124,5 +130,9 @@ def _search_memory() -> SharedMemoryLayout:
 
 
 def _grid(spec: AttentionSpec, plan: SplitPlan, blocks: int, sizes: Sizes) -> Grid:
-    tiles = row_tiles(spec, plan, sizes) * (sizes.batch if plan.scheduled else 1)
-    return tiles * blocks * minimum(sizes.splits - 1, 1), head_groups(spec, sizes), 1 if plan.scheduled else sizes.batch
+    several = minimum(sizes.splits - 1, 1)
+    if plan.scheduled:  # the device knows the splits of each tile
+        return row_tiles(spec, plan, sizes) * sizes.batch * blocks * several, head_groups(spec, sizes), 1
+    few = max(blocks // _GROUPS_AT_ONCE[False], 1)
+    blocks_of_tile = few + (blocks - few) * minimum(maximum(sizes.splits - _FEW_SPLITS, 0), 1)
+    return row_tiles(spec, plan, sizes) * blocks_of_tile * several, head_groups(spec, sizes), sizes.batch
