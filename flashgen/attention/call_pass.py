@@ -105,10 +105,10 @@ class Pass(Generic[AnyPrepared]):
         library = self.engine.library(q, "q")
         if library is self.engine.host_library:
             return self._through_gpu(call)
-        if self.listers and captures and any(isinstance(value, BlockLayout) for value in captures.values()):
+        if self.listers and BlockLayout in map(type, captures.values()):
             views = (library.view(q, "q"), library.view(call.inputs["k"], "k"))
             captures = self.listers.without_layouts(captures, *views)
-        numbers = self._call_numbers(captures, call.seed, call.offset)
+        numbers = self._call_numbers(captures, call.seed, call.offset) if self._takes_numbers else _NO_NUMBERS
         arrays = call.inputs
         if self.spec.dropout and is_in_memory(call.seed):
             arrays["seed"] = call.seed
@@ -159,8 +159,18 @@ class Pass(Generic[AnyPrepared]):
 
     @property
     def repeats_launches(self) -> bool:
-        """Whether calls with arrays of the same shapes and strides launch the same kernels on a GPU, and do no more."""
-        return isinstance(self.engine, Gpu) and self.listers is None and not self._takes_numbers
+        """Whether calls with arrays of the same shapes and strides launch the same kernels on a GPU, and do no more.
+
+        Calls with dropout do so if their seed is a number.
+        """
+        return isinstance(self.engine, Gpu) and self.listers is None and not self._numbers
+
+    def seed_numbers(self, seed: Any, offset: Any) -> ScalarArguments:
+        """Returns the seed and offset of the dropout by their names in the structs; none if the spec has no dropout.
+
+        Raises ArgumentError if the seed is missing, or either is out of range.
+        """
+        return check_seed(self.spec, seed, offset) if self.spec.dropout else _NO_NUMBERS
 
     def prepared_of(self, call: Call) -> tuple[AnyPrepared | None, Mapping[str, Any]]:
         """Returns the shared state of a call that has been run, None if it is not cached, and its arrays by name."""
@@ -272,14 +282,10 @@ class Pass(Generic[AnyPrepared]):
             fetched[name] = array if stays else self.engine.fetch(array, call.results.get(name))
         return fetched
 
-    def _call_numbers(self, captures: Mapping[str, Any], seed: Any, offset: Any) -> dict[str, int | float]:
+    def _call_numbers(self, captures: Mapping[str, Any], seed: Any, offset: Any) -> ScalarArguments:
         """Returns the numbers that change from call to call, by their names in the structs."""
-        if not self._takes_numbers:
-            return _NO_NUMBERS
         numbers = {member: number(capture, captures[capture.name]) for capture, member in self._numbers}
-        if self.spec.dropout:
-            numbers |= check_seed(self.spec, seed, offset)
-        return numbers
+        return {**numbers, **self.seed_numbers(seed, offset)}
 
     def _check_distances(self, captures: Mapping[str, Any]) -> None:
         """Raises ArgumentError if an array of relative positions has another size than a captured number implies.

@@ -428,10 +428,10 @@ class Attention:
             LaunchError: the kernel could not be launched, or the emulator found a fault.
         """
         repeats = self._repeats if tile_lists is None and decode_schedule is None else None
-        if repeats is not None and repeats.takes(q):
+        if repeats is not None and repeats.takes(q, seed):
             named, common = (*captures,), (q, k, v, out, page_table, seqused_k, k_scale, v_scale)
             arguments = (*common, return_lse, num_splits, *captures.values())
-            found = repeats.launch(named, arguments)
+            found = repeats.launch(named, arguments, seed, offset)
             if found is not None:
                 return out if out is not None else tuple(found) if return_lse else found[0]
         else:
@@ -472,12 +472,12 @@ class Attention:
     ) -> tuple[RepeatedLaunch, tuple[Any, ...]] | None:
         """Returns the launch that a call with these arguments repeats, and the arrays that it takes.
 
-        None if the call repeats none. `flashgen.torch.views` uses this.
+        None if the call repeats none, or the spec has dropout. `flashgen.torch.views` uses this.
 
         Args:
             q, k, v, out, page_table, seqused_k, k_scale, v_scale, captures: the arguments of a call.
         """
-        if self._repeats is None:
+        if self._repeats is None or self.spec.dropout:
             return None
         common = (q, k, v, out, page_table, seqused_k, k_scale, v_scale)
         repeated, arrays = self._repeats.find((*captures,), (*common, False, None, *captures.values()))
@@ -628,9 +628,9 @@ class Attention:
         if self.spec.of_cache:
             self.build_backward()  # raises UnsupportedError
         repeats = self._repeated_backward if tile_lists is None and (into is None or type(into) is tuple) else None
-        if repeats is not None and repeats.takes(q):
+        if repeats is not None and repeats.takes(q, seed):
             named, arguments = (*captures,), (d_out, q, k, v, out, lse, d_lse, *(into or ()), *captures.values())
-            found = repeats.launch(named, arguments)
+            found = repeats.launch(named, arguments, seed, offset)
             if found is not None:
                 return Gradients.of(dict(zip(self._gradients, found or into, strict=True)))
         else:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from flashgen.attention.call import Call
 from flashgen.attention.call_pass import Pass
+from flashgen.attention.captures import is_in_memory
 from flashgen.attention.replay import Replay
 from flashgen.launch.engines import ScalarArguments
 from flashgen.runtime.arrays import Library
@@ -60,8 +61,10 @@ class RepeatedLaunch(NamedTuple):
         """Whether the launch cache was cleared."""
         return self.generation != self.pass_.generation
 
-    def launch(self, sources: Sequence[Any]) -> Sequence[Any] | None:
+    def launch(self, sources: Sequence[Any], numbers: ScalarArguments = _NO_NUMBERS) -> Sequence[Any] | None:
         """Launches. Returns the results that it allocated, which are none if the call has `out`.
+
+        numbers: the seed and offset of the dropout, by their names in the structs.
 
         None if a source is misaligned or another device is the current one. Raises ArgumentError if an array of results
         overlaps another one.
@@ -73,7 +76,7 @@ class RepeatedLaunch(NamedTuple):
             addresses = [addresses[source] + offset for source, offset in self.locations]
         if self.check is not None:
             self.check(addresses)
-        return self.replay(addresses, self.library.stream(sources[0]), _NO_NUMBERS)
+        return self.replay(addresses, self.library.stream(sources[0]), numbers)
 
     def with_sources(
         self, key: Hashable, sources: Sequence[Any], locations: Sequence[Location]
@@ -163,7 +166,7 @@ class _Form(NamedTuple):
 
 
 class RepeatedCalls:
-    """The last calls of an attention, by their arguments.
+    """The last calls of an attention, by their arguments other than the seed and offset of a dropout.
 
     Methods take all arguments of a call in a tuple `given`: first those that each call has, then its captures. `names`
     are those of the captures.
@@ -178,9 +181,12 @@ class RepeatedCalls:
         self._pass, self._library, self._launches = pass_, pass_.engine.library, RepeatedLaunches()
         self._forms: tuple[_Form, ...] = ()
 
-    def takes(self, q: Any) -> bool:
-        """Whether the library of an array recognises arrays. Raises ArgumentError for an object that is no array."""
-        return self._library(q, "q").recogniser is not None
+    def takes(self, q: Any, seed: Any) -> bool:
+        """Whether the library of an array recognises arrays, and the seed of a dropout is a number.
+
+        Raises ArgumentError for an object that is no array.
+        """
+        return self._library(q, "q").recogniser is not None and not (self._pass.spec.dropout and is_in_memory(seed))
 
     def find(self, names: tuple[str, ...], given: tuple[Any, ...]) -> tuple[RepeatedLaunch | None, tuple[Any, ...]]:
         """Returns the launch that a call repeats, or None; and the arrays of the call, as the launch takes them."""
@@ -191,10 +197,13 @@ class RepeatedCalls:
                 return self._launches.find((each.form, each.constants(given)), arrays), arrays
         return None, ()
 
-    def launch(self, names: tuple[str, ...], given: tuple[Any, ...]) -> Sequence[Any] | None:
-        """Launches a call that repeats an earlier one. Returns the results that it allocated; None if there is none."""
+    def launch(self, names: tuple[str, ...], given: tuple[Any, ...], seed: Any, offset: Any) -> Sequence[Any] | None:
+        """Launches a call that repeats an earlier one. Returns the results that it allocated; None if there is none.
+
+        Raises ArgumentError if a spec with dropout needs another seed or offset.
+        """
         repeated, arrays = self.find(names, given)
-        return None if repeated is None else repeated.launch(arrays)
+        return None if repeated is None else repeated.launch(arrays, self._pass.seed_numbers(seed, offset))
 
     def remember(self, names: tuple[str, ...], given: tuple[Any, ...], call: Call) -> None:
         """Remembers a call that has been run, if its arguments other than arrays are integers or None."""

@@ -69,14 +69,14 @@ def test_tile_lists_of_other_streams_and_devices(rimmed: attention.Attention) ->
     lister, problem, made = rimmed.forward.lister, sizes_of(50, 60, 1, 1), []
 
     def make() -> Any:
-        made.append(object())
+        made.append(SimpleNamespace(arguments=dict))
         return made[-1]
 
     assert lister is not None
     shape = lister._shape(problem)
     places = [Place(stream, device) for stream in (0, 0x5560, 0x5570) for device in (0, 1)]
-    first = [lister._cached(problem, shape, place, make) for place in places]
-    assert len(made) == 6 and [lister._cached(problem, shape, place, make) for place in places] == first == made
+    first = [lister._cached(problem, shape, place, make)[0] for place in places]
+    assert len(made) == 6 and [lister._cached(problem, shape, place, make)[0] for place in places] == first == made
 
 
 def test_tile_lists_of_per_thread_streams(at_once: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,8 +86,12 @@ def test_tile_lists_of_per_thread_streams(at_once: Callable[..., list[Any]], mon
     assert lister is not None
     problem = sizes_of(50, 60, 1, 1)
     shape = lister._shape(problem)
-    found = at_once(lambda number: lister._cached(problem, shape, Place(2, 0), object))
-    assert len(set(map(id, found))) == 8
+
+    def lists() -> Any:
+        return SimpleNamespace(arguments=dict)
+
+    found = at_once(lambda number: lister._cached(problem, shape, Place(2, 0), lists))
+    assert len({id(each) for each, _ in found}) == 8
 
 
 def test_a_stream_under_capture_caches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -416,11 +416,34 @@ def test_how_many_calls_are_remembered(name: str, most: int, launched: Launched,
     assert found == [True, True, *[False] * 8, True, True], found
 
 
+def test_repeated_calls_have_their_own_seeds(
+    launched: Launched, memory: Memory, lookups: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention = _compiled(page_size=None, dropout=0.5)
+    q, k, v = (torch.zeros(1, 48, HEADS, DIM, dtype=torch.float16) for _ in range(3))
+    rows = {"q": q, "k": k[:, :, :HEADS_KV], "v": v[:, :, :HEADS_KV]}
+    attention(**rows, seed=1)
+    structs = []
+    for named in ({"seed": 1}, {"seed": 2**40 + 5}, {"seed": 1, "offset": 8}):
+        memory.again()
+        expected = _expected(attention, rows | named, launched, monkeypatch)
+        lookups.clear()
+        memory.again()
+        attention(**rows, **named)
+        assert launched == expected and expected and not lookups
+        structs.append(launched[0][1])
+    assert len(set(structs)) == 3
+    with pytest.raises(ArgumentError, match="seed is missing"):
+        attention(**rows)
+    with pytest.raises(ArgumentError, match="offset=-1"):
+        attention(**rows, seed=1, offset=-1)
+
+
 def test_specs_whose_calls_do_more_repeat_nothing(launched: Launched, lookups: Any) -> None:
-    """Dropout has a seed in each call, tile lists are made in each call, captured numbers may change."""
+    """A seed in memory is one more array, tile lists are made in each call, captured numbers may change."""
     q, k, v = (torch.zeros(1, 48, 2, DIM, dtype=torch.float16) for _ in range(3))
     calls: list[tuple[Any, dict[str, Any]]] = [
-        (_compiled(page_size=None, dropout=0.5), {"seed": 3}),
+        (_compiled(page_size=None, dropout=0.5), {"seed": torch.tensor([3])}),
         (_compiled(page_size=None, mask=fg.sliding_window(fg.Scalar("window"), 0)), {"window": 7}),
         (_compiled(page_size=None, mask=fg.document("ids")), {"ids": torch.zeros(48, dtype=torch.int32)}),
     ]

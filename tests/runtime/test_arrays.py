@@ -1,4 +1,4 @@
-"""Array libraries: where memory is allocated. CuPy is mocked."""
+"""Array libraries: where memory is allocated, with a mock of CuPy, and which arrays are recognised."""
 
 from __future__ import annotations
 
@@ -43,6 +43,36 @@ def test_memory_is_allocated_on_the_stream_of_the_launch(library: Library, monke
     monkeypatch.setattr(arrays, "_cupy", lambda: made)
     assert library.empty((3,), "float16", 0) == library.stream(None)
     assert made.current == 0x5560
+
+
+def _cupy_array(
+    cls: Any = None, device: int = 0, dtype: str = "float16", shape: Any = (4, 8), strides: Any = None
+) -> Any:
+    """Returns a CuPy array of memory that nobody reads: without a GPU there is none."""
+    cupy = pytest.importorskip("cupy")
+    memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(4096, 1024, None, device), 0)
+    return (cls or cupy.ndarray)(shape, dtype, memory, strides=strides)
+
+
+def test_arrays_of_cupy_are_recognised_by_what_a_launch_depends_on() -> None:
+    cupy = pytest.importorskip("cupy")
+
+    class Subclass(cupy.ndarray):
+        pass
+
+    others = [
+        _cupy_array(shape=(8, 4)),
+        _cupy_array(strides=(32, 2)),
+        _cupy_array(dtype="int16"),
+        _cupy_array(device=1),
+        _cupy_array(Subclass),
+    ]
+    assert CUPY.recogniser
+    recognises = CUPY.recogniser([_cupy_array(), _cupy_array(dtype="int32")])
+    assert recognises(_cupy_array(), _cupy_array(dtype="int32"))
+    assert not recognises(_cupy_array(dtype="int32"), _cupy_array())
+    for other in others:
+        assert not recognises(other, _cupy_array(dtype="int32"))
 
 
 @pytest.mark.parametrize("quick", [True, False], ids=["quick", "long"])
