@@ -87,6 +87,7 @@ class Pass(Generic[AnyPrepared]):
         self._arrays = [(capture, member_name(capture)) for capture in spec.captures if capture.ndim]
         self._numbers = [(capture, member_name(capture)) for capture in spec.captures if not capture.ndim]
         self._argument_names = _ARGUMENTS | {member: f"capture {capture.name!r}" for capture, member in self._arrays}
+        self._capture_names = {capture.name for capture in spec.captures}
         self._distances = captured_distances(spec)
         self._takes_numbers = bool(self._numbers or spec.dropout)
         self._prepared: Cache[Any, AnyPrepared] = Cache(_MAX_PREPARED)
@@ -95,8 +96,8 @@ class Pass(Generic[AnyPrepared]):
     def __call__(self, call: Call) -> Mapping[str, Any]:
         """Returns the results of a call by name. Raises ArgumentError if an argument does not fit the spec."""
         captures = call.captures
-        if captures or self.spec.captures:
-            check_captures(self.spec, captures)
+        if captures.keys() != self._capture_names:
+            check_captures(self.spec, captures)  # raises ArgumentError
         if call.tile_lists is not None and self.listers is None:
             raise ArgumentError(f"tile_lists: the kernels of {self.spec.mask.name} read none; leave them out")
         if call.tile_lists is not None:

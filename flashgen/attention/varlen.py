@@ -14,6 +14,8 @@ from flashgen.language.operations import LONGEST
 from flashgen.language.spec import AttentionSpec
 
 _VARLEN = BATCH_LAYOUTS["thd"]
+_ARGUMENTS = _VARLEN.arguments
+_ARGUMENT_SET = frozenset(_ARGUMENTS)
 _NO_ARRAYS: Mapping[str, Any] = {}
 
 
@@ -26,8 +28,10 @@ def split_varlen_arguments(
     cu_seqlens_q, or cu_seqlens_k for a k with another number of tokens.
     """
     if not spec.batch_layout.sequence_arrays:
-        named = [name for name in _VARLEN.arguments if name in given] if given else []
-        unknown = [name for name in named if all(capture.name != name for capture in spec.captures)]
+        if _ARGUMENT_SET.isdisjoint(given):
+            return _NO_ARRAYS, NO_BOUNDS, given
+        declared = {capture.name for capture in spec.captures}
+        unknown = [name for name in _ARGUMENTS if name in given and name not in declared]
         if unknown:
             raise ArgumentError(f"{unknown[0]} is of varlen batches: make the spec with layout='thd', or leave it out")
         return _NO_ARRAYS, NO_BOUNDS, given
@@ -40,7 +44,7 @@ def split_varlen_arguments(
     else:
         check_shared_offsets(arrays, q, k)
         arrays.setdefault("cu_seqlens_k", arrays["cu_seqlens_q"])
-    captures = {name: value for name, value in given.items() if name not in _VARLEN.arguments}
+    captures = {name: value for name, value in given.items() if name not in _ARGUMENT_SET}
     max_q, max_k = (_max_length(given, name) for name in _VARLEN.max_lengths)
     return arrays, (max_q, max_k), captures
 

@@ -26,9 +26,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RepeatedLaunch]]:
     seen: list[RepeatedLaunch] = []
     launch = RepeatedLaunch.launch
 
-    def recorded(self: RepeatedLaunch, sources: Any) -> Any:
+    def recorded(self: RepeatedLaunch, *given: Any) -> Any:
         seen.append(self)
-        return launch(self, sources)
+        return launch(self, *given)
 
     monkeypatch.setattr(RepeatedLaunch, "launch", recorded)
     yield seen
