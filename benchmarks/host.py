@@ -34,7 +34,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "checks": (
         "flashgen.attention.call_pass:Pass._find",
         "flashgen.attention.call_pass:Pass._lookup_or_prepare",  # in older checkouts
-        "flashgen.attention.call_pass:check_captures",
+        "flashgen.attention.call_pass:check_captures",  # of names that differ; in older checkouts of all calls
         "flashgen.attention.repeated_calls:RepeatedCalls.find",
     ),
     "numbers": ("flashgen.attention.call_pass:Pass._call_numbers",),
