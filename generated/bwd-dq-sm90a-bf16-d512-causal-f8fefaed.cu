@@ -376,15 +376,13 @@ __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
-// Starts copying kRows rows from first_row on, panel by panel. `tile` is a shared memory address. The copies complete
-// their bytes on `barrier`, which must expect kRows * kColumns * kElementBytes.
+// Starts copying kRows rows from first_row on, panel by panel. They complete on `barrier`, which must expect them.
 template <int kRows, int kColumns, int kPanel>
 __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, unsigned barrier, int first_row, int head,
                                           int batch) {
 #pragma unroll 1   // the producer has few registers
-  for (int column = 0; column < kColumns; column += kPanel) {
+  for (int column = 0; column < kColumns; column += kPanel)
     tma_load_4d(tile + column * kRows * kElementBytes, map, barrier, column, first_row, head, batch);
-  }
 }
 
 // Issues the wgmmas of product = A * B^T for 64 rows of A and kRowsB rows of B, both in shared memory (SS). Both tiles

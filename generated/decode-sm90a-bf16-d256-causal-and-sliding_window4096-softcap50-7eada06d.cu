@@ -592,22 +592,6 @@ __device__ __forceinline__ Value load_partial(const Value* partial) { return kFr
 
 constexpr int kPartialsAtOnce = 16;   // loads in flight; each takes as long as a round trip to the L2
 
-// Adds partial outputs of four columns of a row to `output`, and their states to `combined`, whose maximum is that of
-// all.
-template <int kCount>
-__device__ __forceinline__ void add_partials(RowState& combined, float4& output, const float2 (&states)[kCount],
-                                             const float4 (&partials)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const float weight = states[i].x == minus_infinity() ? 0.0f : exp2_approx((states[i].x - combined.row_max) * kScoreToLog2);
-    output.x = fmaf(partials[i].x, weight, output.x);
-    output.y = fmaf(partials[i].y, weight, output.y);
-    output.z = fmaf(partials[i].z, weight, output.z);
-    output.w = fmaf(partials[i].w, weight, output.w);
-    combined.sum = fmaf(states[i].y, weight, combined.sum);
-  }
-}
-
 // Combines `count` partial outputs of four columns of a row. The order is fixed, so the result does not depend on the
 // order in which CTAs arrive.
 template <bool kFromWarps>
@@ -632,7 +616,15 @@ __device__ __forceinline__ RowState combine_partials(float4& output, const float
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) combined.row_max = fmaxf(combined.row_max, state[i].x);
-    add_partials(combined, output, state, partial);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const float weight = state[i].x == minus_infinity() ? 0.0f : exp2_approx((state[i].x - combined.row_max) * kScoreToLog2);
+      output.x = fmaf(partial[i].x, weight, output.x);
+      output.y = fmaf(partial[i].y, weight, output.y);
+      output.z = fmaf(partial[i].z, weight, output.z);
+      output.w = fmaf(partial[i].w, weight, output.w);
+      combined.sum = fmaf(state[i].y, weight, combined.sum);
+    }
   }
   return combined;
 }

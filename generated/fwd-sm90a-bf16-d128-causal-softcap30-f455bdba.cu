@@ -408,15 +408,13 @@ __device__ __forceinline__ void skip_step(PipelineState<kStages> state, const Sh
   release(storage.values_empty(state.stage()));
 }
 
-// Starts copying kRows rows from first_row on, panel by panel. `tile` is a shared memory address. The copies complete
-// their bytes on `barrier`, which must expect kRows * kColumns * kElementBytes.
+// Starts copying kRows rows from first_row on, panel by panel. They complete on `barrier`, which must expect them.
 template <int kRows, int kColumns, int kPanel>
 __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, unsigned barrier, int first_row, int head,
                                           int batch) {
 #pragma unroll 1   // the producer has few registers
-  for (int column = 0; column < kColumns; column += kPanel) {
+  for (int column = 0; column < kColumns; column += kPanel)
     tma_load_4d(tile + column * kRows * kElementBytes, map, barrier, column, first_row, head, batch);
-  }
 }
 
 // Starts copying the kTileK rows of a stage once it is empty.
@@ -657,8 +655,7 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const For
 __device__ __forceinline__ void producer(const SharedStorage& storage, const ForwardArguments& arguments) {
   int index = blockIdx.x;
   PipelineState<kStages> first_state = {0};   // of the first step of the work tile
-  // The parity of queries_empty's phase for the previous work tile. 1 passes at once on a new barrier.
-  unsigned queries_empty_phase = 1;
+  unsigned queries_empty_phase = 1;   // of the previous work tile; 1 passes at once on a new barrier
   for (; index < arguments.tiles; queries_empty_phase ^= 1) {
     const WorkTile work = work_tile_at(index, arguments);
     const KeyTiles tiles = key_tiles_of(work, arguments);

@@ -65,12 +65,12 @@ def test_evicted_tile_lists_live_until_the_launch() -> None:
     lister, problem = compiled.forward.lister, sizes_of(150, 150, 1, 2)
     assert lister is not None
     taken = lister.lists_for_call(lister.prepare(problem, {}, NUMPY, 0), problem, Addresses(), {}, Place())
-    (lists,) = lister._cache.values()
+    ((lists, operands),) = lister._cache.values()
     assert {taken[name] for name in taken} == {array.ctypes.data for array in lists.arguments().values()}
     arrays = [weakref.ref(array) for array in lists.arguments().values()]
     engine.known.clear()
     lister._cache.clear()
-    del lists
+    del lists, operands
     assert all(array() is not None for array in arrays)
     del taken
     assert all(array() is None for array in arrays)
