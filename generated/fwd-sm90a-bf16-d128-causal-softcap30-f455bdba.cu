@@ -650,10 +650,9 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const For
 
 // ---- The producer ---------------------------------------------------------------------------------------------------
 
-// The producer: loads Q of each work tile, and K and V of each step once their stage is empty, K one step ahead. The
-// first tile index is the CTA's own; then it fetches the next one that no other CTA has taken.
+// The producer: loads Q of each work tile, and K and V of each step, K one step ahead, into stages that are empty.
 __device__ __forceinline__ void producer(const SharedStorage& storage, const ForwardArguments& arguments) {
-  int index = blockIdx.x;
+  int index = blockIdx.x;   // of the CTA's first work tile; then the next one that no other CTA has taken
   PipelineState<kStages> first_state = {0};   // of the first step of the work tile
   unsigned queries_empty_phase = 1;   // of the previous work tile; 1 passes at once on a new barrier
   for (; index < arguments.tiles; queries_empty_phase ^= 1) {
