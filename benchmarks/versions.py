@@ -104,10 +104,10 @@ def _bench_times(group: str, checkout: Path) -> Times:
 
 
 def _host_times(checkouts: Sequence[Path]) -> list[Times]:
-    """Measures the cells with a process for each checkout, which run groups of calls in turns.
+    """Measures host times with one process per checkout. The processes alternate after each group of calls.
 
-    So a change of the host's speed affects all checkouts alike. Host times of processes that run one after the other
-    differ by up to a factor of two on a shared machine.
+    A change of the host's speed then affects all checkouts alike. If one process ran after the other, its host times
+    could differ by a factor of two on a shared machine.
     """
     with ExitStack() as stack:
         processes = [stack.enter_context(_HostProcess(checkout)) for checkout in checkouts]

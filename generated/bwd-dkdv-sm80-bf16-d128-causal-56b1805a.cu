@@ -219,8 +219,8 @@ struct WorkTile {
   int first_key, head_kv, batch;
 };
 
-// The query tiles that are visited for a key tile. Each is an iteration of the mainloop. Those from full_begin to
-// full_end need no mask. begin, full_begin and full_end are indices of tiles; count is a number of tiles.
+// The query tiles to visit for a key tile. The mainloop takes an iteration for each. Those from full_begin to full_end
+// need no mask. begin, full_begin and full_end are indices of tiles; count is a number of tiles.
 struct QueryTiles {
   int begin, count, full_begin, full_end;
 

@@ -492,8 +492,8 @@ __device__ __forceinline__ bool mask_mod(int q, int k, const BackwardDqArguments
 // A work tile: kTileQ queries of one head of one batch.
 struct WorkTile { int first_query, head, batch; };
 
-// The key tiles that are visited for a query tile. Each is a step of the mainloop. Those from full_begin to full_end
-// need no mask. begin, full_begin and full_end are indices of tiles; count is a number of tiles.
+// The key tiles to visit for a query tile. The mainloop takes a step for each. Those from full_begin to full_end need
+// no mask. begin, full_begin and full_end are indices of tiles; count is a number of tiles.
 struct KeyTiles {
   int begin, count, full_begin, full_end;
 

@@ -212,8 +212,8 @@ __device__ __forceinline__ int kv_head_of(int head, const ForwardArguments& argu
   return __umulhi(2 * head + 1, arguments.kv_reciprocal);
 }
 
-// The key tiles that are visited for a query tile. Each is a step of the mainloop. Those from full_begin to full_end
-// need no mask. begin, full_begin and full_end are indices of tiles; count is a number of tiles.
+// The key tiles to visit for a query tile. The mainloop takes a step for each. Those from full_begin to full_end need
+// no mask. begin, full_begin and full_end are indices of tiles; count is a number of tiles.
 struct KeyTiles {
   int begin, count, full_begin, full_end;
 

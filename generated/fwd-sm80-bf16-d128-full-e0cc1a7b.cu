@@ -207,7 +207,7 @@ __device__ __forceinline__ int kv_head_of(int head, const ForwardArguments& argu
   return __umulhi(2 * head + 1, arguments.kv_reciprocal);
 }
 
-// The key tiles that are visited for a query tile. Each is a step of the mainloop.
+// The key tiles to visit for a query tile. The mainloop takes a step for each.
 // begin is the index of the first tile; count is a number of tiles.
 struct KeyTiles {
   int begin, count;

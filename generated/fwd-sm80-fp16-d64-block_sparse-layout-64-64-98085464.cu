@@ -236,8 +236,8 @@ __device__ __forceinline__ int kv_head_of(int head, const ForwardArguments& argu
   return __umulhi(2 * head + 1, arguments.kv_reciprocal);
 }
 
-// The key tiles that are visited for a query tile, from `list_key_tiles`. Each is a step of the mainloop. An entry is
-// tile << 1, plus 1 if the tile needs no mask.
+// The key tiles to visit for a query tile, which `list_key_tiles` lists. The mainloop takes a step
+// for each. An entry is tile << 1, plus 1 if the tile needs no mask.
 struct KeyTiles {
   const int* entries;
   int count;

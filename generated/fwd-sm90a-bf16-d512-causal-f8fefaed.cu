@@ -746,8 +746,8 @@ __device__ __forceinline__ WorkTile work_tile_at(int index, const ForwardArgumen
   return {first_query, head % arguments.heads_q, head / arguments.heads_q};
 }
 
-// The key tiles that are visited for a query tile. Each is a step of the mainloop. Those from full_begin to full_end
-// need no mask. begin, full_begin and full_end are indices of tiles; count is a number of tiles.
+// The key tiles to visit for a query tile. The mainloop takes a step for each. Those from full_begin to full_end need
+// no mask. begin, full_begin and full_end are indices of tiles; count is a number of tiles.
 struct KeyTiles {
   int begin, count, full_begin, full_end;
 

@@ -655,8 +655,8 @@ __device__ __forceinline__ WorkTile work_tile_at(int index, const ForwardArgumen
   return {first_query, head % arguments.heads_q, head / arguments.heads_q};
 }
 
-// The key tiles that are visited for a query tile, from `list_key_tiles`. Each is a step of the mainloop. An entry is
-// tile << 1, plus 1 if the tile needs no mask.
+// The key tiles to visit for a query tile, which `list_key_tiles` lists. The mainloop takes a step
+// for each. An entry is tile << 1, plus 1 if the tile needs no mask.
 struct KeyTiles {
   const int* entries;
   int count;

@@ -48,7 +48,7 @@ def test_memory_is_allocated_on_the_stream_of_the_launch(library: Library, monke
 def _cupy_array(
     cls: Any = None, device: int = 0, dtype: str = "float16", shape: Any = (4, 8), strides: Any = None
 ) -> Any:
-    """Returns a CuPy array of memory that nobody reads: without a GPU there is none."""
+    """Returns a CuPy array at an address that is never read, so that no GPU is needed."""
     cupy = pytest.importorskip("cupy")
     memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(4096, 1024, None, device), 0)
     return (cls or cupy.ndarray)(shape, dtype, memory, strides=strides)

@@ -35,9 +35,9 @@ _STRUCT = "MergeArguments"
 _THREADS = 128
 _COLUMNS = 4  # of a thread at a time
 _MAX_BLOCKS_OF_TILE = {False: 64, True: 8}  # by whether a block first finds its splits by a prefix sum
-_FEW_SPLITS = 4
-# The groups of columns that a thread merges at once, if the splits are few, by the same: so many fewer blocks share a
-# tile. Of a schedule most tiles have one split, and more blocks fit on a multiprocessor to find that out.
+_FEW_SPLITS = 4  # up to which a thread merges several groups of columns at once
+# The number of these groups, by whether the splits come from a schedule. Without one, that many fewer blocks share a
+# tile. With one, most blocks only find that their tile has one split, and fewer registers let more of them run at once.
 _GROUPS_AT_ONCE = {False: 4, True: 2}
 _TITLE = "merge of partial outputs of decode"
 _GRID = "several CTAs per output tile, along x; groups of heads along y, and the batch along z"
@@ -50,14 +50,14 @@ class _Described(NamedTuple):
 
     Attributes:
         decode: The plan of the decode kernel.
-        blocks: The blocks that share a tile.
+        blocks: The most blocks that share a tile.
     """
 
     decode: Any
     blocks: int
 
     def summary(self, spec: AttentionSpec) -> str:
-        return f"{self.blocks} CTA(s) of {_THREADS} threads for each tile of {self.decode.tile_q} rows"
+        return f"at most {self.blocks} CTA(s) of {_THREADS} threads for each tile of {self.decode.tile_q} rows"
 
     def show_options(self, spec: AttentionSpec) -> str:
         return f"--pass decode --kernel {self.decode.part(spec).replace('decode', 'decode_merge', 1)}"
