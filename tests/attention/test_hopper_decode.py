@@ -125,7 +125,7 @@ def test_nothing_outside_of_the_pages_is_read(name: str) -> None:
 def test_which_calls_decode_by_wgmma() -> None:
     latent, paged = dict(LATENT), {**LATENT, "page_size": 64}
     for options, scheduled in ((latent, False), (paged, True)):
-        assert _plan(options, Shape(1, 4096, 4, 128, 1)) == HopperDecodePlan(64, 2, scheduled)
+        assert _plan(options, Shape(1, 4096, 4, 128, 1)) == HopperDecodePlan(64, 3, scheduled)
         assert not isinstance(_plan(options, Shape(1, 4096, 4, 16, 1)), HopperDecodePlan), "few rows: bandwidth limits"
     assert not isinstance(_plan(latent, Shape(1, 100, 4, 128, 1)), HopperDecodePlan), "a step or two"
     assert not isinstance(_plan(latent, Shape(4096, 4096, 8, 128, 1)), HopperDecodePlan), "a prompt fills the GPU"
@@ -140,7 +140,7 @@ def test_which_calls_decode_by_wgmma() -> None:
         (HopperDecodePlan(64), {"head_dim": 128}, "rows of more than 256 columns"),
         (HopperDecodePlan(64), {"head_dim": 320, "dropout": 0.1}, "dropout is for the decode kernel of mma.sync"),
         (HopperDecodePlan(64), {"head_dim": 320, "mask": fg.document("ids")}, "reads tile lists"),
-        (HopperDecodePlan(64, 1), {"head_dim": 320, "shared_kv": True}, "at least 2 with shared_kv=True"),
+        (HopperDecodePlan(64, 1), {"head_dim": 320, "shared_kv": True}, "stages=1 must be at least 2"),
         (HopperDecodePlan(40), {"head_dim": 320}, "multiple of 16"),
         (HopperDecodePlan(64, 2, True), {"head_dim": 320}, "scheduled=True needs a paged KV cache"),
         (HopperDecodePlan(64, 4), {"head_dim": 512}, "take fewer keys or stages"),

@@ -48,6 +48,7 @@ USES = {
     "mbarrier_arrive(arguments.barrier);": "SYNCS.*ARRIVE",
     "mbarrier_wait(arguments.barrier, 1);": "SYNCS.*TRYWAIT",
     f"tma_load_4d(arguments.bytes, {BOX});": "UTMALDG.4D",
+    "tma_prefetch_4d(arguments.map, 0, 1, 2, 3);": "UTMAPF.L2.4D",
     "tma_load_5d(arguments.bytes, arguments.map, arguments.barrier, 0, 1, 2, 3, 4);": "UTMALDG.5D",
     "tma_store_4d(arguments.map, arguments.bytes, 0, 1, 2, 3); bulk_commit(); bulk_wait_read<0>();": "UTMASTG.4D",
     "tma_reduce_add_4d(arguments.map, arguments.bytes, 0, 1, 2, 3); bulk_commit();": "UTMAREDG.4D.ADD",

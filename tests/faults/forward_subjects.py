@@ -220,8 +220,16 @@ def forward_subjects() -> dict[str, ForwardSubject]:
         "hopper decode, one split": ForwardSubject(
             fg.AttentionSpec(264, value_dim=200), Shape(5, 150, 2, 32, 2), 2, target="sm_90a", splits=1
         ),
+        # K has columns beyond those that are V, and the score warpgroup holds a part of Q in registers.
+        "hopper decode, latent": ForwardSubject(
+            fg.AttentionSpec(576, value_dim=512, shared_kv=True, scale=0.4, mask=fg.causal()),
+            Shape(5, 300, 1, 16, 1),
+            2,
+            target="sm_90a",
+            splits=2,
+        ),
         "hopper decode, units": ForwardSubject(
-            fg.AttentionSpec(320, shared_kv=True, scale=0.4, mask=fg.causal(), page_size=16),
+            fg.AttentionSpec(576, value_dim=512, shared_kv=True, scale=0.4, mask=fg.causal(), page_size=16),
             Shape(5, 140, 5, 16, 1),
             2,
             target="sm_90a",

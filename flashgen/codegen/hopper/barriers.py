@@ -67,13 +67,57 @@ def _of_arrays(stages: Extent) -> tuple[BarrierGroup, ...]:
 
 
 @cache
+def decode_barriers(
+    stages: Extent, passed_stages: Extent, shared_kv: bool, rest: bool, writers: int, scheduled: bool
+) -> tuple[BarrierGroup, ...]:
+    """Returns the barriers of the decode kernel, in which one warpgroup computes P for the value warpgroups.
+
+    Args:
+        stages: Stages of the tiles of K and of V.
+        passed_stages: Stages of P.
+        shared_kv: Whether V is a part of K. A tile of K then has the columns that are V.
+        rest: Whether K has other columns as well, which P replaces.
+        writers: Arrivals at the full barriers of a tile of K of which V is a part: the thread that starts the copies,
+            or the warps of the producer if these write the tile.
+        scheduled: Whether a CTA has several work tiles.
+    """
+    readers = str(2 * WARPS_OF_GROUP)
+    if shared_kv:
+        comment = (
+            "keys_full: the columns of a tile of K that are V have landed. keys_empty: every warp of the value "
+            "warpgroups has read them, for which it needs P, so that the score warpgroup has read them before."
+        )
+        tiles = BarrierGroup(comment, (_full("keys", writers), _empty("keys", readers)), stages)
+    else:
+        comment = (
+            "keys_full, values_full: a tile of K, or V, has landed. keys_empty: every warp of the score warpgroup has "
+            "read K. values_empty: every warp of the value warpgroups has read V."
+        )
+        keys = _full("keys"), _empty("keys", _GROUP_WARPS)
+        tiles = BarrierGroup(comment, (*keys, _full("values"), _empty("values", readers)), stages)
+    passed = (
+        "passed_full: every warp of the score warpgroup has written its rows of P. passed_empty: every warp of the "
+        "value warpgroups has read P."
+    )
+    barriers: tuple[Barrier, ...] = Barrier("passed_full", _GROUP_WARPS), _empty("passed", readers)
+    if rest:
+        passed = f"rest_full: the other columns of a tile of K have landed, which P replaces. {passed}"
+        barriers = _full("rest", writers), *barriers
+    rows = "rows_full: every warp of the score warpgroup has written the rows of the output of a work tile."
+    of_rows: tuple[Barrier, ...] = (Barrier("rows_full", _GROUP_WARPS),)
+    if scheduled:
+        rows += " rows_empty: every warp of the value warpgroups has read them."
+        of_rows += (_empty("rows", readers),)
+    return tiles, BarrierGroup(passed, barriers, passed_stages), BarrierGroup(rows, of_rows)
+
+
+@cache
 def key_tile_barriers(
     stages: Extent,
     paged: bool,
     shared_kv: bool,
     passed_stages: Extent | None,
     converted: bool = False,
-    writers: int = 1,
 ) -> tuple[BarrierGroup, ...]:
     """Returns the barriers of the tiles of K and V, and of what consumer warpgroups pass to each other.
 
@@ -82,8 +126,6 @@ def key_tile_barriers(
         shared_kv: Whether V is a part of K.
         passed_stages: Stages of P, if a consumer warpgroup passes it to another one with the same rows.
         converted: Whether the producer warpgroup converts K and V of 8 bits.
-        writers: Arrivals at the full barriers of a tile of K of which V is a part: the producer's thread, or the warps
-            of the producer if these write the tile.
     """
     if converted:
         return (_converted(stages),)
@@ -94,7 +136,7 @@ def key_tile_barriers(
     )
     return (
         *([BarrierGroup(tail, (_full("tail"),), at_end=True)] if paged else []),
-        *_staged(stages, shared_kv, bool(passed_stages), writers),
+        *_staged(stages, shared_kv, bool(passed_stages)),
         *([_between_consumers(passed, "passed", passed_stages, _GROUP_WARPS)] if passed_stages else []),
     )
 
@@ -109,7 +151,7 @@ def _converted(stages: Extent) -> BarrierGroup:
     return BarrierGroup(comment, tuple(barriers), stages)
 
 
-def _staged(stages: Extent, shared_kv: bool, split: bool, writers: int) -> tuple[BarrierGroup, ...]:
+def _staged(stages: Extent, shared_kv: bool, split: bool) -> tuple[BarrierGroup, ...]:
     """Returns the barriers of the tiles of K and V. `split`: one consumer warpgroup of two computes the scores."""
     if shared_kv and split:
         comment = (
@@ -118,7 +160,7 @@ def _staged(stages: Extent, shared_kv: bool, split: bool, writers: int) -> tuple
             "warps has read them. rest_empty: each warp of the second warpgroup has read the others as V, for which it "
             "needs P, so that the first warpgroup has read them before."
         )
-        parts = (each for name in ("first", "rest") for each in (_full(name, writers), _empty(name, _GROUP_WARPS)))
+        parts = (each for name in ("first", "rest") for each in (_full(name), _empty(name, _GROUP_WARPS)))
         return (BarrierGroup(comment, tuple(parts), stages),)
     if shared_kv:
         comment = (

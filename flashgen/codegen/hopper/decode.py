@@ -15,7 +15,7 @@ from flashgen.codegen.batches import describe_maps
 from flashgen.codegen.costs import decode_cost
 from flashgen.codegen.forward_kernel import forward_context, forward_kernel, page_fields
 from flashgen.codegen.header import header
-from flashgen.codegen.hopper.decode_plans import HopperDecodePlan
+from flashgen.codegen.hopper.decode_plans import HopperDecodePlan, rest_columns
 from flashgen.codegen.hopper.pages import box_keys
 from flashgen.codegen.mma_sync.decode import (
     DECODE_GRID,
@@ -45,19 +45,13 @@ _FIXED: dict[str, Any] = {
     "score_query": DECODE_QUERY,
     "output_columns": "kOutputColumns",
     "softmax_beside_pv": True,
-    "output_apart": False,
-    "own_tiles": False,
     "packed": False,
-    "prefill_queries": 0,
-    "row_groups": 1,
     "joined": {"k": False, "v": False},
-    "copy": "copy_async_16",
     "split_depth": False,
     "widen": None,
-    "held_columns": 0,
-    "opaque_keys": True,
+    "warp_sums": "shared_memory + kWarpSumsOffset",
 }
-"""The part of the context that is the same for all kernels. Templates of the forward read it too."""
+"""The part of the context that is the same for all kernels. Templates of other kernels read it too."""
 
 
 def hopper_decode_layout(spec: AttentionSpec, scheduled: bool) -> ArgumentLayout:
@@ -83,13 +77,12 @@ def render_hopper_decode(spec: AttentionSpec, target: Target, plan: HopperDecode
     """
     check_spec(spec, target)
     plan.check(spec, target)
-    forward, entry = plan.forward, entry_name("attention_decode", spec)
-    panels = {"k": forward.head_panel(spec), "v": forward.value_panel(spec)}
+    tiles, entry = plan.panels, entry_name("attention_decode", spec)
+    panels = {"k": tiles.head_panel(spec), "v": tiles.value_panel(spec)}
     boxes = {name: (panels[name], box_keys(spec, plan.tile_k)) for name in spec.inputs[1:] if not spec.kv_record}
     layout = describe_maps(spec, hopper_decode_layout(spec, plan.scheduled), boxes)
     cost = decode_cost(spec, plan.tile_q, plan.scheduled)
     grid, method = (STREAM_K_GRID, UNMERGED_STREAM_K) if plan.scheduled else (DECODE_GRID, UNMERGED_SPLITS)
-    producer_registers, consumer_registers = forward.warpgroup_registers(spec)
     common = forward_context(
         spec, target, plan, layout, "scores[n]", DECODE_NAMES, LAST_QUERY, struct=_STRUCT, position=False
     )
@@ -100,21 +93,21 @@ def render_hopper_decode(spec: AttentionSpec, target: Target, plan: HopperDecode
         | {
             "entry": entry,
             "header": header(spec, target, plan, grid, method, "attention decode", cost),
-            "head_panel": forward.head_panel(spec),
-            "value_panel": forward.value_panel(spec),
-            "passed_panel": forward.passed_panel(spec),
-            "passed_stages": plan.passed_stages(spec),
+            "head_panel": tiles.head_panel(spec),
+            "value_panel": tiles.value_panel(spec),
+            "passed_panel": tiles.passed_panel(spec),
+            "held_columns": plan.held_columns(spec),
+            "rest_columns": rest_columns(spec),
             "values": "keys" if spec.shared_kv else "values",
-            "keys_in_two_parts": spec.shared_kv,
-            "producer_registers": producer_registers,
-            "consumer_registers": consumer_registers,
+            "registers": plan.warpgroup_registers(spec),
             "suffix": suffix_of(spec),
             "page_size": spec.page_size,
             "box_keys": box_keys(spec, plan.tile_k),
         }
     )
-    columns = (forward.output_columns(spec), "true")
-    products = {"shared_forms": [(plan.tile_k, "false"), columns], "register_forms": [columns]}
+    scores = (plan.tile_k, "false")
+    columns = (tiles.output_columns(spec) // (2 if spec.kv_record else 1), "true")
+    products = {"shared_forms": [scores, columns], "register_forms": [scores]}
     kernel = forward_kernel(
         spec,
         target,
@@ -127,4 +120,5 @@ def render_hopper_decode(spec: AttentionSpec, target: Target, plan: HopperDecode
         workspaces=partial_workspaces(spec, partial(partial_rows, spec, plan)),
     )
     name = kernel_name("decode", target, spec) + plan.part(spec).removeprefix("decode").replace("_", "-")
-    return replace(kernel, name=name, entry=entry, cost=cost), render_merge_splits(spec, target, plan)
+    kernel = replace(kernel, name=name, entry=entry, cost=cost, threads=plan.launched_threads(spec))
+    return kernel, render_merge_splits(spec, target, plan)

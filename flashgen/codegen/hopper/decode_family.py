@@ -62,7 +62,7 @@ class HopperDecode(MmaSyncDecode):
     def candidates(self, spec: AttentionSpec, target: Target, default: Any) -> Iterator[Any]:
         if type(default) in MmaSyncDecode.plans:
             return super().candidates(spec, target, default)
-        sizes = product((64, 48, 80, 32, 96, 128), (2, 1, 3, 4))
+        sizes = product((64, 48, 80, 32, 96, 128), (3, 2, 4))
         return (HopperDecodePlan(keys, stages, default.scheduled) for keys, stages in sizes)
 
     def _wide(self, spec: AttentionSpec, target: Target, rows: int, scheduled: bool = False) -> HopperDecodePlan | None:

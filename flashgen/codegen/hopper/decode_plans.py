@@ -2,40 +2,61 @@
 
 The rows of a tile are the queries of all query heads of one KV head, as in the decode kernel of mma.sync. More than 16
 rows are limited by the matrix products rather than by the bandwidth of memory, so this kernel multiplies 64 rows by
-wgmma. Its consumer warpgroups share the columns of the output as in the forward kernel.
+wgmma. One warpgroup computes the scores and P, and two others, the value warpgroups, multiply P by V: each has half of
+the columns of the output. The score warpgroup holds most of Q in registers, which leaves shared memory for three tiles
+of K. With two, the next tile is not loaded in time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import ClassVar
 
-from flashgen.codegen.demand import demand_of
-from flashgen.codegen.hopper.barriers import WARPS_OF_GROUP, key_tile_barriers
-from flashgen.codegen.hopper.measured_plans import wide_tiles
+from flashgen.codegen.demand import Weight, demand_of
+from flashgen.codegen.hopper.barriers import WARPS_OF_GROUP, decode_barriers
+from flashgen.codegen.hopper.measured_plans import wide_keys
 from flashgen.codegen.hopper.pages import cache_problem
-from flashgen.codegen.hopper.plans import MAX_PASSED, MAX_SHARED, ROWS, HopperPlan, passed_buffer, staged_buffers
+from flashgen.codegen.hopper.plans import ROWS, SWIZZLE_BYTES, WARPGROUP, HopperPlan, staged_buffers
 from flashgen.codegen.mma_sync.decode_plans import WORK_UNIT_BYTES, merge_kernel_cost, search_buffers
-from flashgen.codegen.padding import MMA_K, WARP, element_sizes, head_extent, is_wide, padded_value_dim
+from flashgen.codegen.padding import (
+    MMA_K,
+    WARP,
+    element_sizes,
+    is_wide,
+    padded_head_dim,
+    padded_value_dim,
+    value_extent,
+)
 from flashgen.codegen.plan import Checked, shared_memory_problem
-from flashgen.codegen.shared_memory import Buffer, Extent, SharedMemoryLayout, mbarriers
+from flashgen.codegen.shared_memory import FLOAT, Buffer, Extent, SharedMemoryLayout, mbarriers
 from flashgen.codegen.targets import Target
 from flashgen.language.spec import AttentionSpec
 
-_CONSUMERS = 2
+_VALUE_WARPGROUPS = 2
 _MAX_COLUMNS = 256  # of a wgmma
 _MIN_HALF = 16  # columns of the narrowest panel
+# Registers of a thread of each kind of warpgroup. Of records a producer warpgroup converts the numbers; otherwise the
+# consumers load tiles themselves, which leaves them its registers.
+_REGISTERS = {"score": 184, "value": 160}
+_REGISTERS_WITH_RECORDS = {"score": 104, "value": 160, "producer": 88}
+_OTHER_REGISTERS = 40  # of a thread of the score warpgroup, beside its scores and its part of Q
+_COLUMNS_PER_REGISTER = 4  # of 64 rows of Q in 16 bits, in each thread of a warpgroup
+_PANEL = 64  # columns of Q
+# P * V of a tile runs after Q * K^T of the next one, whose tile must have a stage of its own.
+_MIN_STAGES = 2
+_OUTPUT_ROW = Extent("sizeof(OutputRow)", 16)
 _MAX_RECORDS = 128  # of a tile of records, of which each lane of the producer looks up the page of 4
 
 
 @dataclass(frozen=True)
 class HopperDecodePlan(Checked):
-    """The plan of Hopper's decode kernel, which has a producer warpgroup and two consumer warpgroups.
+    """The plan of Hopper's decode kernel, which has a score warpgroup and two value warpgroups.
 
     Attributes:
         tile_k: keys of a tile.
-        stages: stages of the pipelines of K and of V in shared memory.
+        stages: stages of the tiles of K and of V in shared memory.
         scheduled: with a paged KV cache, whether CTAs divide the keys of all sequences equally (stream_k.py). Otherwise
             every sequence has the same number of splits.
     """
@@ -44,9 +65,10 @@ class HopperDecodePlan(Checked):
     stages: int = 2
     scheduled: bool = False
     tile_q: ClassVar[int] = ROWS
-    consumers: ClassVar[int] = _CONSUMERS
-    split: ClassVar[int] = _CONSUMERS
+    consumers: ClassVar[int] = 1 + _VALUE_WARPGROUPS
+    split: ClassVar[int] = _VALUE_WARPGROUPS
     takes_turns: ClassVar[bool] = False
+    passed_stages: ClassVar[int] = 2
     blocks: ClassVar[int] = 1
     packed_heads: ClassVar[int] = 1  # how many heads share a tile is a size of the call
     groups: ClassVar[int] = 1
@@ -65,18 +87,22 @@ class HopperDecodePlan(Checked):
         return replace(self, scheduled=scheduled)
 
     @property
-    def forward(self) -> HopperPlan:
-        """The plan of the forward kernel with the same mainloop."""
-        return HopperPlan(self.consumers, self.tile_k, self.stages, split=self.split)
+    def panels(self) -> HopperPlan:
+        """The plan of the forward kernel whose tiles have the same panels of columns."""
+        return HopperPlan(self.split, self.tile_k, self.stages, split=self.split)
 
     @property
     def threads(self) -> int:
-        return self.forward.threads
+        """The threads of the consumer warpgroups."""
+        return self.consumers * WARPGROUP
 
     @property
     def warps(self) -> int:
-        """The number of consumer warps."""
-        return self.forward.warps
+        return self.consumers * WARPS_OF_GROUP
+
+    def launched_threads(self, spec: AttentionSpec) -> int:
+        """Returns the threads of a CTA: those of the consumers, and of a producer warpgroup that converts records."""
+        return self.threads + (WARPGROUP if spec.kv_record else 0)
 
     def merge_cost(self, spec: AttentionSpec, splits: int) -> float:
         """Returns the cost of merging the partial outputs of several splits, in iterations: another kernel does it."""
@@ -84,7 +110,7 @@ class HopperDecodePlan(Checked):
 
     @property
     def register_budget(self) -> int:
-        return self.forward.register_budget
+        return _REGISTERS["score"]
 
     def part(self, spec: AttentionSpec) -> str:
         """Returns the name of a default plan's kernel among the decode kernels."""
@@ -93,50 +119,73 @@ class HopperDecodePlan(Checked):
     def show_options(self, spec: AttentionSpec) -> str:
         return f"--pass decode --kernel {self.part(spec)}"
 
+    def warpgroup_registers(self, spec: AttentionSpec) -> dict[str, int]:
+        """Returns the registers of a thread of each kind of warpgroup (setmaxnreg)."""
+        return dict(_REGISTERS_WITH_RECORDS if spec.kv_record else _REGISTERS)
+
+    def held_columns(self, spec: AttentionSpec) -> int:
+        """Returns the columns of Q that the score warpgroup holds in registers. Others are in shared memory.
+
+        Variants that need registers themselves, and records, whose producer does, have all of Q in shared memory.
+        """
+        if spec.kv_record or demand_of(spec).weight > Weight.PLAIN:
+            return 0
+        available = (_REGISTERS["score"] - _OTHER_REGISTERS - self._score_registers) * _COLUMNS_PER_REGISTER
+        return min(available // _PANEL * _PANEL, padded_head_dim(spec))
+
     def registers(self, spec: AttentionSpec) -> int:
-        return self.forward.registers(spec)
+        """Estimates the registers of a thread of the score warpgroup: its scores, its part of Q, and others."""
+        return self._score_registers + self.held_columns(spec) // _COLUMNS_PER_REGISTER + _OTHER_REGISTERS
+
+    @property
+    def _score_registers(self) -> int:
+        return ROWS * self.tile_k // WARPGROUP
 
     def matrix_cycles(self, spec: AttentionSpec) -> float:
-        return self.forward.matrix_cycles(spec)
+        return self.panels.matrix_cycles(spec)
 
     def exposed(self, blocks: int) -> float:
-        return self.forward.exposed(blocks)
+        return self.panels.exposed(blocks)
 
     def summary(self, spec: AttentionSpec) -> str:
         """Returns the line that the kernel's header has about the plan."""
         units = "stream-K work units, " if self.scheduled else ""
         tiles = "K, of which V is a part" if spec.shared_kv else "K and V"
+        held, registers = self.held_columns(spec), self.warpgroup_registers(spec)
+        queries = f" and {held} columns of Q in them" if held else ""
         return (
-            f"{self.tile_q} rows x {self.tile_k} keys, {self.consumers} warpgroups of "
-            f"{self.forward.warpgroup_registers(spec)[1]} registers that share the rows, {self.stages} stage(s) of "
-            f"{tiles}, {units}{self.shared_bytes(spec)} bytes of shared memory"
+            f"{self.tile_q} rows x {self.tile_k} keys, a score warpgroup of {registers['score']} registers{queries}, "
+            f"{self.split} value warpgroups of {registers['value']}, {self.stages} stage(s) of {tiles}, {units}"
+            f"{self.shared_bytes(spec)} bytes of shared memory"
         )
 
-    def passed_stages(self, spec: AttentionSpec) -> int:
-        """Returns the tiles of P in shared memory: 2 if they fit."""
-        return MAX_PASSED if self._shared_memory(spec, MAX_PASSED).total_bytes <= MAX_SHARED else 1
-
     def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
-        """Returns the layout: Q, the stages of K and of V, P that is passed between warpgroups, and the mbarriers.
+        """Returns the layout: the columns of Q that are not held, the stages of K, V and P, and the mbarriers.
 
-        In scheduled plans the search for the work unit overlays Q at the start.
+        If V is a part of K, P of a tile replaces the other columns of K, which only its scores need. In scheduled plans
+        the search for the work unit overlays the rows of the output at the start.
         """
-        return self._shared_memory(spec, self.passed_stages(spec))
-
-    def _shared_memory(self, spec: AttentionSpec, passed_stages: int) -> SharedMemoryLayout:
         keys, stages = Extent("kTileK", self.tile_k), Extent("kStages", self.stages)
-        passed, element = Extent("kPassedStages", passed_stages), element_sizes(spec)[0]
-        copies_pages = bool(spec.page_size) and not spec.kv_record
+        rows, passed = Extent("kTileQ", self.tile_q), Extent("kPassedStages", self.passed_stages)
+        element, rest = element_sizes(spec)[0], rest_columns(spec)
         writers = WARPS_OF_GROUP if spec.kv_record else 1
-        barriers = key_tile_barriers(stages, copies_pages, spec.shared_kv, passed, writers=writers)
-        rows = Extent("kTileQ", self.tile_q)
+        barriers = decode_barriers(stages, passed, spec.shared_kv, bool(rest), writers, self.scheduled)
+        stored = Extent("(kHeadDimPadded - kHeldColumns)", padded_head_dim(spec) - self.held_columns(spec))
+        query = Buffer("Query", "Q", (rows, stored), element, member="queries")
+        key = Buffer("Key", "K", (keys, value_extent(spec)), element, stages, member="keys")
+        p = Buffer("P", "P", (rows, keys), element, member="probabilities")
+        other = Buffer("Rest", "the other columns of K", (keys, Extent("kRestColumns", rest)), element, member="rest")
+        parts = (other, p) if rest else (p,)
+        warps = self.launched_threads(spec) // WARP
         return SharedMemoryLayout(
             (
-                Buffer("Query", "Q", (rows, head_extent(spec)), element, member="queries"),
-                *staged_buffers(spec, keys, stages),
-                passed_buffer(keys, passed, element),
+                *((query,) if stored.value else ()),
+                *((key,) if spec.shared_kv else staged_buffers(spec, keys, stages)),
+                Buffer("Passed", "stages of P", (), None, passed, parts, bool(rest), alignment=SWIZZLE_BYTES),
+                Buffer("Factor", "factors of the output before", (rows,), FLOAT, passed, member="factors"),
+                Buffer("OutputRow", "rows of the output", (rows,), _OUTPUT_ROW, member="output_rows"),
                 mbarriers(barriers),
-                *(search_buffers(self.threads // WARP, WORK_UNIT_BYTES) if self.scheduled else ()),
+                *(search_buffers(warps, WORK_UNIT_BYTES, overlays="OutputRow") if self.scheduled else ()),
             ),
             barriers,
         )
@@ -145,8 +194,8 @@ class HopperDecodePlan(Checked):
         """Returns why the plan is inconsistent or does not fit the spec or the target; None if it is valid."""
         if target.family != "hopper":
             return f"it is a plan of the family hopper, and {target.name} is of {target.family}"
-        if self.stages < 1 + spec.shared_kv:
-            return f"stages={self.stages} must be positive, and at least 2 with shared_kv=True"
+        if self.stages < _MIN_STAGES:
+            return f"stages={self.stages} must be at least {_MIN_STAGES}"
         if not MMA_K <= self.tile_k <= _MAX_COLUMNS or self.tile_k % MMA_K:
             return f"tile_k={self.tile_k} must be a multiple of 16 up to {_MAX_COLUMNS}"
         if self.scheduled and not spec.page_size:
@@ -158,11 +207,17 @@ class HopperDecodePlan(Checked):
         )
 
 
+def rest_columns(spec: AttentionSpec) -> int:
+    """Returns the columns of K beyond those that are V; 0 if K and V are apart."""
+    return padded_head_dim(spec) - padded_value_dim(spec) if spec.shared_kv else 0
+
+
 def variant_problem(spec: AttentionSpec) -> str | None:
     """Returns why Hopper's decode kernel cannot run a spec; None if it can."""
     if not is_wide(spec):
         return f"it is for rows of more than {_MAX_COLUMNS} columns; others take the decode kernel of mma.sync"
-    if padded_value_dim(spec) // _CONSUMERS < _MIN_HALF or padded_value_dim(spec) > _CONSUMERS * _MAX_COLUMNS:
+    columns = padded_value_dim(spec) // _VALUE_WARPGROUPS
+    if not _MIN_HALF <= columns <= _MAX_COLUMNS:
         return f"value_dim={spec.value_dim} leaves a warpgroup no panel of columns"
     if spec.dropout:
         return "dropout is for the decode kernel of mma.sync; here it is drawn for rows of one head"
@@ -174,5 +229,5 @@ def variant_problem(spec: AttentionSpec) -> str | None:
 @lru_cache(maxsize=256)
 def choose_hopper_decode_plan(spec: AttentionSpec, target: Target, scheduled: bool = False) -> HopperDecodePlan | None:
     """Returns the default plan of a spec, or None if the decode kernel of mma.sync runs it."""
-    plans = (HopperDecodePlan(keys, stages, scheduled) for keys, stages in wide_tiles(spec))
+    plans = (HopperDecodePlan(keys, stages, scheduled) for keys, stages in product(wide_keys(spec), (3, 2)))
     return next((plan for plan in plans if not plan.problem(spec, target)), None)

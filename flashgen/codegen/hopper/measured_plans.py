@@ -134,6 +134,12 @@ def choose_hopper_plan(spec: AttentionSpec, target: Target) -> HopperPlan:
     return over_pages.get(kind, _MEASURED[kind])[column]
 
 
+def wide_keys(spec: AttentionSpec) -> list[int]:
+    """Returns the keys of a tile for rows of more than 256 columns, in order of preference."""
+    limit = _MAX_WIDE_KEYS.get(kind_of(demand_of(spec)), 64)
+    return [keys for keys in (64, 48, 32) if keys <= limit]
+
+
 def wide_tiles(spec: AttentionSpec) -> list[tuple[int, int]]:
     """Returns the keys of a tile and the stages for rows of more than 256 columns, in order of preference."""
     limit = _MAX_WIDE_KEYS.get(kind_of(demand_of(spec)), 64)

@@ -48,7 +48,7 @@ MAX_PASSED = 2  # tiles of P in shared memory
 _TARGET = TARGETS["sm_90a"]  # the target of this family and of its measured plans
 MAX_SHARED = _TARGET.shared_per_block
 _SWIZZLED_ROWS = (128, 64, 32)  # bytes of a row of a box that TMA swizzles
-_SWIZZLE_BYTES = 8 * _SWIZZLED_ROWS[0]  # period of the widest swizzle
+SWIZZLE_BYTES = 8 * _SWIZZLED_ROWS[0]  # period of the widest swizzle
 
 _DRAWN_BLOCKS = 32  # blocks of keys for which a warp prepares random numbers for dropout, one per lane
 _MAX_DRAWN = 2  # maximum number of times this is done at once
@@ -74,7 +74,6 @@ _REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 # consumers can spare registers, the producer gets more of them and starts more copies together. Kernels with an
 # estimate (`registers`) of up to _LIGHT do not spill with 152.
 _REGISTERS_WITH_PAGES = _REGISTERS | {2: (40, 232)}
-_REGISTERS_WITH_RECORDS = (72, 216)  # the producer warpgroup converts records of keys
 _REGISTERS_TO_SPARE, _LIGHT = (56, 152), 156
 # With K and V of 8 bits all threads of the producer warpgroup convert them, and need more registers. A plan has the
 # first choice that gives a consumer thread at least its estimate (`registers`), or else the last choice.
@@ -210,8 +209,6 @@ class HopperPlan(Checked):
 
     def warpgroup_registers(self, spec: AttentionSpec) -> tuple[int, int]:
         """Returns the registers of a thread of the producer warpgroup and of a consumer warpgroup (setmaxnreg)."""
-        if spec.kv_record:
-            return _REGISTERS_WITH_RECORDS
         if spec.kv_dtype:
             needed, choices = self.registers(spec), _REGISTERS_TO_CONVERT[self.consumers]
             return next((choice for choice in choices if choice[1] >= needed), choices[-1])
@@ -440,7 +437,7 @@ def staged_buffers(spec: AttentionSpec, keys: Extent, stages: Extent) -> tuple[B
     kv_element = element_sizes(spec)[0]
     of_keys = Buffer("Key", "K", (keys, head_extent(spec)), kv_element, copies=stages, member="keys")
     of_values: dict[str, Any] = {"name": "Value", "label": "V", "shape": (keys, value_extent(spec))}
-    of_values |= {"element": kv_element, "copies": stages, "alignment": _SWIZZLE_BYTES, "member": "values"}
+    of_values |= {"element": kv_element, "copies": stages, "alignment": SWIZZLE_BYTES, "member": "values"}
     return of_keys, *(() if spec.shared_kv else (Buffer(**of_values),))
 
 
@@ -450,7 +447,7 @@ def passed_buffer(keys: Extent, stages: Extent, element: Extent) -> Buffer:
         Buffer("P", "P", (literal(ROWS), keys), element, member="probabilities"),
         Buffer("Factors", "factors of the output", (literal(WARPGROUP),), FLOAT2, member="factors"),
     )
-    return Buffer("Passed", "P of a step", copies=stages, parts=parts, alignment=_SWIZZLE_BYTES)
+    return Buffer("Passed", "P of a step", copies=stages, parts=parts, alignment=SWIZZLE_BYTES)
 
 
 def every_hopper_plan(spec: AttentionSpec, target: Target) -> Iterator[HopperPlan]:

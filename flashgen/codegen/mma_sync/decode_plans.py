@@ -87,13 +87,13 @@ def merge_kernel_cost(splits: int) -> float:
     return _MERGE_KERNEL + _MERGE_OF_SPLIT * splits
 
 
-def search_buffers(warps: int, found_bytes: int) -> tuple[Buffer, Buffer]:
+def search_buffers(warps: int, found_bytes: int, overlays: str = "Query") -> tuple[Buffer, Buffer]:
     """Returns the buffers in which a CTA finds its work unit by a prefix sum over the batch, before it loads Q.
 
     They hold the partial sums of the warps, and the result of `found_bytes` bytes.
     """
     return (
-        Buffer("WarpSums", "warp sums", (Extent("kWarps", warps),), INT, overlays="Query"),
+        Buffer("WarpSums", "warp sums", (Extent("kWarps", warps),), INT, overlays=overlays),
         Buffer("Found", "found work unit", (literal(found_bytes),), BYTE),
     )
 
