@@ -43,7 +43,11 @@ _SUM = block(_DQ, _EQUALS, _TAU, f"<munder>{sign('∑')}{name('j')}</munder>", s
 # Functions by step, in reading order. The first of a step's functions that the source defines is linked.
 _FORWARD = (
     ("Which tiles of keys are visited", "", ("key_tiles_of",)),
-    ("Q, K and V are loaded", "", ("producer", "load_tiles", "load_tile", "load_paged_tile", "load_stage")),
+    (
+        "Q, K and V are loaded",
+        "",
+        ("producer", "load_columns", "load_tiles", "load_tile", "load_paged_tile", "load_stage"),
+    ),
     ("Scores", _SCORES, ("issue_qk_wgmma", "multiply_by_transpose")),
     ("The score function", _MODIFIED, ("apply_score", "score_mod")),
     ("The mask", _MASKED, ("apply_mask",)),
@@ -51,8 +55,8 @@ _FORWARD = (
     ("Dropout", block(_P, _INTO, _P, _TIMES, over(name("Z"), row(number(1), _MINUS, name("p")))), ("apply_dropout",)),
     ("The output", _OUTPUT, ("issue_pv_wgmma", "multiply_registers")),
     ("The output is divided by the row sum and stored", _DIVIDE, ("epilogue",)),
-    ("The log-sum-exp", _LSE, ("store_lse", "epilogue")),
-    ("All that a warpgroup does", "", ("consumer",)),
+    ("The log-sum-exp", _LSE, ("store_lse", "pass_output_rows", "epilogue")),
+    ("All that a warpgroup does", "", ("consumer", "score_consumer")),
 )
 _BACKWARD = (
     ("Which tiles of queries are visited", "", ("query_tiles_of",)),
