@@ -74,6 +74,22 @@ def test_default_plans_do_not_spill(dims: str, variant: str, page_size: int | No
         assert resources.spill_stores == 0, (kernel.name, resources)
 
 
+@pytest.mark.parametrize("kv_dtype", [None, "fp8_ds_mla"])
+def test_register_counts_of_warpgroups_fit_the_launch(kv_dtype: str | None) -> None:
+    """setmaxnreg waits forever for registers that the launch does not have."""
+    spec = AttentionSpec(**WIDE["latent"], dtype="bfloat16", kv_dtype=kv_dtype, page_size=64)
+    plan = choose_hopper_decode_plan(spec, SM_90A)
+    assert plan
+    counts, threads = plan.warpgroup_registers(spec), plan.launched_threads(spec)
+    launched = SM_90A.registers_per_multiprocessor // threads // 8 * 8
+    total = sum(count * (plan.split if kind == "value" else 1) for kind, count in counts.items())
+    assert all(count % 8 == 0 for count in counts.values())
+    assert total <= launched * threads // 128
+    source = render_forward_kernels(spec, SM_90A, plan)[0].source
+    for count in counts.values():
+        assert f"registers_{'increase' if count > launched else 'decrease'}<{count}>();" in source
+
+
 def splits(batch: int, heads: int, len_k: int, len_q: int = 1, page_size: int | None = None) -> int:
     spec = AttentionSpec(**WIDE["latent"], page_size=page_size)
     plan = choose_hopper_decode_plan(spec, SM_90A, page_size is not None)

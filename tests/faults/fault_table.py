@@ -505,7 +505,7 @@ FAULTS = [
         ("a tile of keys too few", "hopper decode, units", r"max\(last - first, 0\)", "max(last - first - 1, 0)"),
         ("partial output of the first columns", "hopper decode", r"(partial_outputs \+ row\.first) \+ first_column",
          r"\1"),
-        ("rows not divided by their sums", "hopper decode, one split", r"(pack_f16\(output\[n\]) \* row\.factor",
+        ("rows not divided by their sums", "hopper decode, one split", r"(pack_f16\(output\[n\]) \* row\.normaliser",
          r"\1"),
         ("a split not merged", "hopper decode", r"states \+ row, arguments\.splits\)",
          "states + row, arguments.splits - 1)"),

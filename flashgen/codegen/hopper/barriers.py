@@ -82,9 +82,10 @@ def decode_barriers(
         scheduled: Whether a CTA has several work tiles.
     """
     readers = str(2 * WARPS_OF_GROUP)
+    written = "have landed" if writers == 1 else "are written by every warp of the producer"
     if shared_kv:
         comment = (
-            "keys_full: the columns of a tile of K that are V have landed. keys_empty: every warp of the value "
+            f"keys_full: the columns of a tile of K that are V {written}. keys_empty: every warp of the value "
             "warpgroups has read them, for which it needs P, so that the score warpgroup has read them before."
         )
         tiles = BarrierGroup(comment, (_full("keys", writers), _empty("keys", readers)), stages)
@@ -101,9 +102,9 @@ def decode_barriers(
     )
     barriers: tuple[Barrier, ...] = Barrier("passed_full", _GROUP_WARPS), _empty("passed", readers)
     if rest:
-        passed = f"rest_full: the other columns of a tile of K have landed, which P replaces. {passed}"
+        passed = f"rest_full: the other columns of a tile of K, which P replaces, {written}. {passed}"
         barriers = _full("rest", writers), *barriers
-    rows = "rows_full: every warp of the score warpgroup has written the rows of the output of a work tile."
+    rows = "rows_full: every warp of the score warpgroup has written where the rows of a work tile's output begin."
     of_rows: tuple[Barrier, ...] = (Barrier("rows_full", _GROUP_WARPS),)
     if scheduled:
         rows += " rows_empty: every warp of the value warpgroups has read them."

@@ -69,6 +69,14 @@ def hopper_decode_layout(spec: AttentionSpec, scheduled: bool) -> ArgumentLayout
     return layout_of(spec, fields, lists=False, sink=True)
 
 
+def _register_changes(spec: AttentionSpec, plan: HopperDecodePlan) -> dict[str, str]:
+    """Returns the function by which each kind of warpgroup takes or gives up registers, without its parentheses."""
+    threads, granularity = plan.launched_threads(spec), Target.register_granularity
+    launched = Target.registers_per_multiprocessor // threads // granularity * granularity
+    counts = plan.warpgroup_registers(spec).items()
+    return {kind: f"registers_{'increase' if count > launched else 'decrease'}<{count}>" for kind, count in counts}
+
+
 def render_hopper_decode(spec: AttentionSpec, target: Target, plan: HopperDecodePlan) -> tuple[RenderedKernel, ...]:
     """Returns the decode kernel of a spec on Hopper, and the kernel that merges the splits of the keys.
 
@@ -99,7 +107,7 @@ def render_hopper_decode(spec: AttentionSpec, target: Target, plan: HopperDecode
             "held_columns": plan.held_columns(spec),
             "rest_columns": rest_columns(spec),
             "values": "keys" if spec.shared_kv else "values",
-            "registers": plan.warpgroup_registers(spec),
+            "registers": _register_changes(spec, plan),
             "suffix": suffix_of(spec),
             "page_size": spec.page_size,
             "box_keys": box_keys(spec, plan.tile_k),

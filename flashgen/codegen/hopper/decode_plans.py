@@ -36,9 +36,8 @@ from flashgen.language.spec import AttentionSpec
 
 _VALUE_WARPGROUPS = 2
 _MAX_COLUMNS = 256  # of a wgmma
-_MIN_HALF = 16  # columns of the narrowest panel
-# Registers of a thread of each kind of warpgroup. Of records a producer warpgroup converts the numbers; otherwise the
-# consumers load tiles themselves, which leaves them its registers.
+# Registers of a thread of each kind of warpgroup. With records there is a producer warpgroup, which converts them.
+# Otherwise the consumers load tiles themselves, and have its registers.
 _REGISTERS = {"score": 184, "value": 160}
 _REGISTERS_WITH_RECORDS = {"score": 104, "value": 160, "producer": 88}
 _OTHER_REGISTERS = 40  # of a thread of the score warpgroup, beside its scores and its part of Q
@@ -152,18 +151,19 @@ class HopperDecodePlan(Checked):
         units = "stream-K work units, " if self.scheduled else ""
         tiles = "K, of which V is a part" if spec.shared_kv else "K and V"
         held, registers = self.held_columns(spec), self.warpgroup_registers(spec)
+        producer = f"a producer warpgroup of {registers['producer']}, " if spec.kv_record else ""
         queries = f" and {held} columns of Q in them" if held else ""
         return (
             f"{self.tile_q} rows x {self.tile_k} keys, a score warpgroup of {registers['score']} registers{queries}, "
-            f"{self.split} value warpgroups of {registers['value']}, {self.stages} stage(s) of {tiles}, {units}"
-            f"{self.shared_bytes(spec)} bytes of shared memory"
+            f"{self.split} value warpgroups of {registers['value']}, {producer}{self.stages} stage(s) of {tiles}, "
+            f"{units}{self.shared_bytes(spec)} bytes of shared memory"
         )
 
     def shared_memory(self, spec: AttentionSpec) -> SharedMemoryLayout:
         """Returns the layout: the columns of Q that are not held, the stages of K, V and P, and the mbarriers.
 
         If V is a part of K, P of a tile replaces the other columns of K, which only its scores need. In scheduled plans
-        the search for the work unit overlays the rows of the output at the start.
+        the search for the work unit overlays `OutputRow` at the start.
         """
         keys, stages = Extent("kTileK", self.tile_k), Extent("kStages", self.stages)
         rows, passed = Extent("kTileQ", self.tile_q), Extent("kPassedStages", self.passed_stages)
@@ -182,8 +182,8 @@ class HopperDecodePlan(Checked):
                 *((query,) if stored.value else ()),
                 *((key,) if spec.shared_kv else staged_buffers(spec, keys, stages)),
                 Buffer("Passed", "stages of P", (), None, passed, parts, bool(rest), alignment=SWIZZLE_BYTES),
-                Buffer("Factor", "factors of the output before", (rows,), FLOAT, passed, member="factors"),
-                Buffer("OutputRow", "rows of the output", (rows,), _OUTPUT_ROW, member="output_rows"),
+                Buffer("Rescale", "factors that rescale the output", (rows,), FLOAT, passed, member="rescale_factors"),
+                Buffer("OutputRow", "where output rows begin", (rows,), _OUTPUT_ROW, member="output_rows"),
                 mbarriers(barriers),
                 *(search_buffers(warps, WORK_UNIT_BYTES, overlays="OutputRow") if self.scheduled else ()),
             ),
@@ -216,9 +216,6 @@ def variant_problem(spec: AttentionSpec) -> str | None:
     """Returns why Hopper's decode kernel cannot run a spec; None if it can."""
     if not is_wide(spec):
         return f"it is for rows of more than {_MAX_COLUMNS} columns; others take the decode kernel of mma.sync"
-    columns = padded_value_dim(spec) // _VALUE_WARPGROUPS
-    if not _MIN_HALF <= columns <= _MAX_COLUMNS:
-        return f"value_dim={spec.value_dim} leaves a warpgroup no panel of columns"
     if spec.dropout:
         return "dropout is for the decode kernel of mma.sync; here it is drawn for rows of one head"
     if demand_of(spec).listed:
