@@ -106,8 +106,8 @@ def _bench_times(group: str, checkout: Path) -> Times:
 def _host_times(checkouts: Sequence[Path]) -> list[Times]:
     """Measures host times with one process per checkout. The processes alternate after each group of calls.
 
-    A change of the host's speed then affects all checkouts alike. If one process ran after the other, its host times
-    could differ by a factor of two on a shared machine.
+    A change of the host's speed then affects all checkouts equally. On a shared machine, the host times of processes
+    that run one after the other differ by up to a factor of two.
     """
     with ExitStack() as stack:
         processes = [stack.enter_context(_HostProcess(checkout)) for checkout in checkouts]

@@ -93,6 +93,12 @@ class Target:
     partitions: ClassVar[int] = 4
     exponentials_per_cycle: ClassVar[int] = 16
 
+    @classmethod
+    def registers_of_launch(cls, threads: int) -> int:
+        """Returns the most registers of a thread with which this many threads fit a multiprocessor."""
+        step = cls.register_granularity
+        return min(cls.registers_per_multiprocessor // threads // step * step, cls.registers_per_thread)
+
     @property
     def architecture(self) -> str:
         """The compiler's name of the architecture."""

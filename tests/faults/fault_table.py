@@ -522,8 +522,8 @@ FAULTS = [
          "merge_splits(work, 0,"),
     ]),
     *caught_by(FORWARD, [WRONG_OR_REPORTED], [
-        ("a tail not cleared", "hopper decode, units", r"clear_rows\(storage[^;]*;"),
-        ("a row of a tail too few cleared", "hopper decode, units", r"left \* kValuePanel", "(left + 1) * kValuePanel"),
+        ("a tail not cleared", "hopper decode, units", r"clear_rows<kValueDimPadded, kValuePanel>[^;]*;"),
+        ("a row of a tail too few cleared", "hopper decode, units", r"left \* kPanel", "(left + 1) * kPanel"),
         ("one page of a tile", "hopper decode, units",
          r"page, box\);([^}]*const unsigned target)", r"page, 0);\1"),
     ]),

@@ -49,7 +49,6 @@ _FIXED: dict[str, Any] = {
     "joined": {"k": False, "v": False},
     "split_depth": False,
     "widen": None,
-    "warp_sums": "shared_memory + kWarpSumsOffset",
 }
 """The part of the context that is the same for all kernels. Templates of other kernels read it too."""
 
@@ -71,8 +70,7 @@ def hopper_decode_layout(spec: AttentionSpec, scheduled: bool) -> ArgumentLayout
 
 def _register_changes(spec: AttentionSpec, plan: HopperDecodePlan) -> dict[str, str]:
     """Returns the function by which each kind of warpgroup takes or gives up registers, without its parentheses."""
-    threads, granularity = plan.launched_threads(spec), Target.register_granularity
-    launched = Target.registers_per_multiprocessor // threads // granularity * granularity
+    launched = Target.registers_of_launch(plan.launched_threads(spec))
     counts = plan.warpgroup_registers(spec).items()
     return {kind: f"registers_{'increase' if count > launched else 'decrease'}<{count}>" for kind, count in counts}
 

@@ -2,8 +2,8 @@
 
 The rows of a tile are the queries of all query heads of one KV head, as in the decode kernel of mma.sync. More than 16
 rows are limited by the matrix products rather than by the bandwidth of memory, so this kernel multiplies 64 rows by
-wgmma. One warpgroup computes the scores and P, and two others, the value warpgroups, multiply P by V: each has half of
-the columns of the output. The score warpgroup holds most of Q in registers, which leaves shared memory for three tiles
+wgmma. The score warpgroup computes the scores and P. Two value warpgroups multiply P by V, and each has half of the
+columns of the output. The score warpgroup holds most of Q in registers, which leaves shared memory for three tiles
 of K. With two, the next tile is not loaded in time.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Literal
 
 import sympy
@@ -91,8 +92,7 @@ _WITH_8_BITS: dict[Kind, tuple[HopperPlan, ...]] = {
 }
 # fmt: on
 _NARROW, _NARROW_TILES = 32, _Plan(3, 128)  # columns of rows so narrow, and their plan of the kind "tiles"
-_WIDE_TILES = ((64, 2), (64, 1), (48, 2), (48, 1), (32, 2), (32, 1))
-"""Keys of a tile and stages for rows of more than 256 columns, in order of preference."""
+_WIDE_KEYS = (64, 48, 32)  # of a tile, for rows of more than 256 columns, in order of preference
 _MAX_WIDE_KEYS: dict[Kind, int] = {"costly": 48, "arrays": 32}  # of a tile, without spills; 64 for other kinds
 
 
@@ -137,13 +137,12 @@ def choose_hopper_plan(spec: AttentionSpec, target: Target) -> HopperPlan:
 def wide_keys(spec: AttentionSpec) -> list[int]:
     """Returns the keys of a tile for rows of more than 256 columns, in order of preference."""
     limit = _MAX_WIDE_KEYS.get(kind_of(demand_of(spec)), 64)
-    return [keys for keys in (64, 48, 32) if keys <= limit]
+    return [keys for keys in _WIDE_KEYS if keys <= limit]
 
 
 def wide_tiles(spec: AttentionSpec) -> list[tuple[int, int]]:
     """Returns the keys of a tile and the stages for rows of more than 256 columns, in order of preference."""
-    limit = _MAX_WIDE_KEYS.get(kind_of(demand_of(spec)), 64)
-    return [(tile_k, stages) for tile_k, stages in _WIDE_TILES if tile_k <= limit]
+    return list(product(wide_keys(spec), (2, 1)))
 
 
 def _wide_plan(spec: AttentionSpec, target: Target) -> HopperPlan:

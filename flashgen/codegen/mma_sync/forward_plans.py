@@ -61,8 +61,7 @@ class ForwardPlan(Checked):
 
     @property
     def register_budget(self) -> int:
-        share, step = Target.registers_per_multiprocessor // (self.threads * self.blocks), Target.register_granularity
-        return min(share // step * step, Target.registers_per_thread)
+        return Target.registers_of_launch(self.threads * self.blocks)
 
     def show_options(self, spec: AttentionSpec) -> str:
         return ""

@@ -50,7 +50,7 @@ class _Described(NamedTuple):
 
     Attributes:
         decode: The plan of the decode kernel.
-        blocks: The most blocks that share a tile.
+        blocks: The maximum number of blocks that share a tile.
     """
 
     decode: Any
