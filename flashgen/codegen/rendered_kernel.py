@@ -63,10 +63,14 @@ class RenderedKernel:
         lists: The tile lists that it writes; None if it writes none.
         boxes: Array with a tensor map -> box of one TMA copy: (columns, rows); (columns, heads, rows) with packed
             heads; (columns of a panel, rows of a group, panels, groups) if one copy moves several panels.
+        l2_promotion: The bytes, 128 or 256, that TMA fetches at a time into the L2. More than a row of a box helps if
+            other copies soon read the neighbouring bytes, and costs bandwidth if memory is the limit.
         counts: Returns the number of uint32 counters of its blocks, which are 0 before and after a launch. The pointer
             to them is null if this is 0. None if the kernel never has counters.
         workspaces: Workspaces that this kernel is the first in the pass to use.
         pointers: Member of its struct -> name of the array in the pass, if they differ.
+        programmatic_launch: Whether it may start before the previous kernel of its stream has finished (programmatic
+            dependent launch). It waits for that kernel itself.
         counts_elements: Name of the captured array whose elements `Sizes.count` counts, if no workspace says so.
     """
 
@@ -85,9 +89,11 @@ class RenderedKernel:
     reads: Direction | None = field(default=None, kw_only=True)
     lists: Direction | None = field(default=None, kw_only=True)
     boxes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, kw_only=True)
+    l2_promotion: int = field(default=256, kw_only=True)
     counts: Callable[[Sizes], Any] | None = field(default=None, kw_only=True, compare=False)
     workspaces: tuple[Workspace, ...] = field(default=(), kw_only=True, compare=False)
     pointers: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    programmatic_launch: bool = field(default=False, kw_only=True)
     counts_elements: str = field(default="", kw_only=True)
 
     @property

@@ -145,6 +145,11 @@ class Target:
         return self.compute_capability >= 90
 
     @property
+    def programmatic_launches(self) -> bool:
+        """Whether it has `griddepcontrol`, for programmatic dependent launches (PTX)."""
+        return self.compute_capability >= 90
+
+    @property
     def packed_conversion(self) -> bool:
         """Whether one `cvt` rounds two float32 values to a pair of 16-bit values (PTX)."""
         return self.compute_capability >= 80

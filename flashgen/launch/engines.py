@@ -90,7 +90,9 @@ class GpuRunner:
                 f"the kernel was compiled for {target.name} and cannot run on this GPU, sm_{major}{minor}; "
                 "compile it without target=... here"
             )
-        return gpu.GpuKernel(self.entry.cubin, self._kernel.entry, self._kernel.threads, self._kernel.shared_bytes)
+        kernel = self._kernel
+        block = kernel.threads, kernel.shared_bytes
+        return gpu.GpuKernel(self.entry.cubin, kernel.entry, *block, kernel.programmatic_launch)
 
     def launch(self, launch: Launch, operands: Addresses | list[int], numbers: ScalarArguments, place: Place) -> None:
         try:

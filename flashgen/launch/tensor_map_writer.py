@@ -90,16 +90,17 @@ def map_shapes(
 
     pages: the number of pages of k and v, if they are paged.
     """
-    packed, shapes = kernel.plan.packed_heads > 1, {}
+    packed, shapes = kernel.plan.packed_heads > 1, dict[str, MapShape]()
     for name, box in kernel.boxes.items():
         axes = map_axes(spec, name, sizes, pages)
         extents, steps = _extents(spec, axes, name, strides[name])
         if len(box) == _PANEL_BOX_RANK:
-            shapes[name] = panel_map_shape(name, spec.element_of(name).name, extents, steps, box)
-            continue
-        argument, dtype = "out" if name == "o" else name, spec.element_of(name).name
-        shape = map_shape(argument, dtype, extents, steps, box, packed and name in QUERY_ARRAYS)
-        shapes[name] = replace(shape, rows_before=axes.rows_before)
+            shape = panel_map_shape(name, spec.element_of(name).name, extents, steps, box)
+        else:
+            argument, dtype = "out" if name == "o" else name, spec.element_of(name).name
+            shape = map_shape(argument, dtype, extents, steps, box, packed and name in QUERY_ARRAYS)
+            shape = replace(shape, rows_before=axes.rows_before)
+        shapes[name] = replace(shape, l2_promotion=kernel.l2_promotion)
     return shapes
 
 

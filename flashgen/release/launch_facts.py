@@ -92,6 +92,8 @@ def _facts(part: str, kernel: RenderedKernel, spec: AttentionSpec, backward: boo
         facts["plan"] = dataclasses.asdict(kernel.plan)
     if kernel.boxes:
         facts["maps"] = [_map(name, kernel, spec) for name in kernel.boxes]
+    if kernel.programmatic_launch:
+        facts["programmatic_launch"] = True
     if kernel.counts:
         facts["counters"] = cpp(kernel.counts(NAMED_SIZES))
     spaces = [_workspace(space, spec) for space in kernel.workspaces] + _list_workspaces(kernel, spec)
@@ -236,18 +238,23 @@ def _map(name: str, kernel: RenderedKernel, spec: AttentionSpec) -> dict[str, An
         panel, group, joined, _ = box
         panels = (NAMED_SIZES.heads_kv - 1) * Formula(f"{name}_head_panels") + joined
         extents: tuple[Any, ...] = (panel, group, panels, spec.page_size // group, pages)
-        return _map_facts(name, spec, (*box, 1), extents, _PANEL_STRIDES)
+        return _map_facts(name, kernel, spec, (*box, 1), extents, _PANEL_STRIDES)
     box = (*box, 1, 1, 1)[:4]
     axes = map_axes(spec, name, NAMED_SIZES, pages)
     packed = kernel.plan.packed_heads > 1 and name in QUERY_ARRAYS
     order = (1, 0, 2) if packed else (0, 1, 2)
     sizes, strides = (tuple(each[axis] for axis in order) for each in (axes.sizes, axes.strides))
-    facts = _map_facts(name, spec, box, (columns, *sizes), strides)
+    facts = _map_facts(name, kernel, spec, box, (columns, *sizes), strides)
     return facts | ({"rows_before": axes.rows_before} if axes.rows_before else {})
 
 
 def _map_facts(
-    name: str, spec: AttentionSpec, box: tuple[int, ...], extents: tuple[Any, ...], strides: tuple[str, ...]
+    name: str,
+    kernel: RenderedKernel,
+    spec: AttentionSpec,
+    box: tuple[int, ...],
+    extents: tuple[Any, ...],
+    strides: tuple[str, ...],
 ) -> dict[str, Any]:
     """Returns the facts of a map. A map of a varlen batch starts `rows_before` rows before the array's address."""
     return {
@@ -256,7 +263,7 @@ def _map_facts(
         "dtype": spec.element_of(name).name,
         "box": list(box),
         "swizzle_bytes": box[0] * spec.element_of(name).bytes,
-        "l2_promotion_bytes": 256,
+        "l2_promotion_bytes": kernel.l2_promotion,
         "sizes": [cpp(extent) for extent in extents],
         "strides": list(strides),
     }

@@ -10,6 +10,7 @@ from typing import Any
 
 from flashgen.errors import LaunchError
 from flashgen.remedies import install_cuda
+from flashgen.runtime.programmatic_launches import launcher
 
 
 @cache
@@ -101,13 +102,16 @@ _contexts = _Contexts()
 class GpuKernel:
     """A compiled kernel on the GPU, which takes one struct by value, with `shared_bytes` of dynamic shared memory."""
 
-    def __init__(self, cubin: bytes, entry: str, threads: int, shared_bytes: int) -> None:
+    def __init__(
+        self, cubin: bytes, entry: str, threads: int, shared_bytes: int, programmatic_launch: bool = False
+    ) -> None:
         self._cubin, self._entry = cubin, entry
         self._functions: dict[int, Any] = {}  # by device; each keeps its loaded module alive
         self._handles: dict[int, int] = {}  # of the functions, by device
         self._loading = threading.Lock()
         self._threads, self._shared_bytes = threads, shared_bytes
-        self._start = cupy().cuda.driver.launchKernel
+        cuda = cupy().cuda
+        self._start = launcher(cuda) if programmatic_launch else cuda.driver.launchKernel
 
     def launch(self, grid: tuple[int, int, int], parameters: Parameters, stream: int, device: int) -> None:
         """Starts a grid of blocks on a stream of the current device. The struct is copied before this returns.

@@ -22,7 +22,8 @@ _REMEDY = "copy it to a contiguous array, or compile for target='sm_90'"
 
 # Values of the driver's enumerations (cuda.h).
 _SWIZZLES = {32: 1, 64: 2, 128: 3}  # by the bytes of a row of the box
-_NO_INTERLEAVE, _PROMOTE_256_BYTES, _FILL_WITH_ZEROS = 0, 3, 0
+_PROMOTIONS = {128: 2, 256: 3}  # by bytes
+_NO_INTERLEAVE, _FILL_WITH_ZEROS = 0, 0
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class MapShape:
             bytes long, are swizzled.
         rows_before: the rows from the beginning of the map to the array's address. They are never read or written. Maps
             of varlen batches address each row in several ways, so that a tile can be clipped where its sequence ends.
+        l2_promotion: the bytes that a copy fetches at a time into the L2.
     """
 
     dtype: str
@@ -46,6 +48,7 @@ class MapShape:
     strides: tuple[int, ...]
     box: tuple[int, ...]
     rows_before: int = 0
+    l2_promotion: int = 256
 
     @property
     def shift(self) -> int:
@@ -70,7 +73,7 @@ class MapShape:
             (ctypes.c_uint64 * (rank - 1))(*self.strides),
             (ctypes.c_uint32 * rank)(*self.full_box),
             (ctypes.c_uint32 * rank)(*[1] * rank),
-            *(_NO_INTERLEAVE, _SWIZZLES[self.swizzle_bytes], _PROMOTE_256_BYTES, _FILL_WITH_ZEROS),
+            *(_NO_INTERLEAVE, _SWIZZLES[self.swizzle_bytes], _PROMOTIONS[self.l2_promotion], _FILL_WITH_ZEROS),
         )
         return (DTYPES[self.dtype].tensor_map, rank), after
 

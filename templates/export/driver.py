@@ -19,7 +19,10 @@ _DEFAULT_SHARED_BYTES = 48 * 1024  # a kernel must request more dynamic shared m
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # of CUfunction_attribute
 _MAP_DTYPES = {"float16": 6, "bfloat16": 9}
 _SWIZZLES = {32: 1, 64: 2, 128: 3}  # by the bytes of a row of the box
-_NO_INTERLEAVE, _PROMOTE_256_BYTES, _FILL_WITH_ZEROS = 0, 3, 0
+_PROMOTIONS = {128: 2, 256: 3}  # to the L2, by bytes
+_NO_INTERLEAVE, _FILL_WITH_ZEROS = 0, 0
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of CUlaunchAttributeID
+_PROGRAMMATIC_DRIVER = 12030  # captures programmatic dependent launches into CUDA graphs
 
 MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 
@@ -168,32 +171,58 @@ class _Configuration(ctypes.Structure):
     ]
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute with a number as its value."""
+
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15)]
+
+
+_PROGRAMMATIC = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+
+
+@functools.lru_cache(maxsize=None)
+def _version() -> int:
+    """Returns the version of CUDA that the driver supports, such as 12030 for 12.3."""
+    version = ctypes.c_int()
+    call("cuDriverGetVersion", ctypes.byref(version))
+    return version.value
+
+
 class Parameters:
     """The memory that the driver reads a launch from: its argument struct and its configuration. Used by one launch at
     a time.
     """
 
-    def __init__(self, struct: bytes, grid: Sequence[int], threads: int, shared_bytes: int) -> None:
+    def __init__(
+        self, struct: bytes, grid: Sequence[int], threads: int, shared_bytes: int, programmatic: bool
+    ) -> None:
         memory = ctypes.create_string_buffer(struct, len(struct))
         self.struct = memoryview(memory).cast("B")
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
         self.address = ctypes.addressof(self._pointers)
         self.configuration = _Configuration(*grid, threads, 1, 1, shared_bytes)
+        if programmatic and _version() >= _PROGRAMMATIC_DRIVER:
+            self.configuration.attributes, self.configuration.count = ctypes.addressof(_PROGRAMMATIC), 1
         self.configuration_address = ctypes.addressof(self.configuration)
 
 
 class Function:
-    """A kernel in a cubin, which is loaded on each device when it is first launched there."""
+    """A kernel in a cubin, which is loaded on each device when it is first launched there.
 
-    def __init__(self, path: Any, sha256: str, entry: str, threads: int, shared_bytes: int) -> None:
+    programmatic: whether it may start before the previous kernel of the stream has finished, for which it waits itself.
+    """
+
+    def __init__(
+        self, path: Any, sha256: str, entry: str, threads: int, shared_bytes: int, programmatic: bool = False
+    ) -> None:
         self._path, self._sha256, self._entry = path, sha256, entry
-        self._threads, self._shared_bytes = threads, shared_bytes
+        self._threads, self._shared_bytes, self._programmatic = threads, shared_bytes, programmatic
         self._handles: dict[int, int] = {}
         self._loading = threading.Lock()
 
     def parameters(self, struct: bytes, grid: Sequence[int]) -> Parameters:
         """Returns new memory for launches of a grid of blocks with an argument struct like this."""
-        return Parameters(struct, grid, self._threads, self._shared_bytes)
+        return Parameters(struct, grid, self._threads, self._shared_bytes, self._programmatic)
 
     def launch(self, parameters: Parameters, index: int, stream: int) -> None:
         """Launches on the current device. The driver copies the parameters before this returns."""
@@ -220,7 +249,13 @@ class Function:
 
 
 def tensor_map(
-    dtype: str, address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
+    dtype: str,
+    address: int,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int,
+    promotion: int,
 ) -> bytes:
     """Returns the 128 bytes of the map by which TMA copies boxes of an array. strides: in bytes, without the first."""
     memory = ctypes.create_string_buffer(MAP_BYTES + _MAP_ALIGNMENT)
@@ -236,6 +271,6 @@ def tensor_map(
         (ctypes.c_uint64 * (rank - 1))(*strides),
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*[1] * rank),
-        *(_NO_INTERLEAVE, _SWIZZLES[swizzle], _PROMOTE_256_BYTES, _FILL_WITH_ZEROS),
+        *(_NO_INTERLEAVE, _SWIZZLES[swizzle], _PROMOTIONS[promotion], _FILL_WITH_ZEROS),
     )
     return ctypes.string_at(aligned, MAP_BYTES)

@@ -58,12 +58,14 @@ class Map(NamedTuple):
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int
+    promotion: int
     bytes_before: int
 
     def encode(self, address: int) -> bytes:
         """Returns the map of the array at an address."""
         first = address - self.bytes_before
-        return driver.tensor_map(self.dtype, first, self.sizes, self.strides, self.box, self.swizzle)
+        box = self.box, self.swizzle, self.promotion
+        return driver.tensor_map(self.dtype, first, self.sizes, self.strides, *box)
 
 
 class Launch:
@@ -238,8 +240,8 @@ class _Kernel:
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self._facts = facts
         file = facts["files"]["cubin"]
-        block = facts["threads"], facts["shared_bytes"]
-        self._function = driver.Function(FOLDER / file["path"], file["sha256"], facts["entry"], *block)
+        launch = facts["threads"], facts["shared_bytes"], facts.get("programmatic_launch", False)
+        self._function = driver.Function(FOLDER / file["path"], file["sha256"], facts["entry"], *launch)
 
     def counters(self, sizes: Mapping[str, int]) -> int:
         return evaluate(self._facts.get("counters", "0"), sizes)
@@ -311,6 +313,7 @@ def _map(offset: int, facts: Mapping[str, Any], sizes: Mapping[str, int], arrays
         tuple(steps),
         tuple(facts["box"]),
         facts["swizzle_bytes"],
+        facts["l2_promotion_bytes"],
         facts.get("rows_before", 0) * steps[0],
     )
 

@@ -213,6 +213,7 @@ def check_maps(
         assert tuple(value(size, sizes) for size in described["sizes"]) == map_shape.sizes
         assert tuple(described["box"]) == map_shape.full_box
         assert described["swizzle_bytes"] == map_shape.swizzle_bytes
+        assert described["l2_promotion_bytes"] == map_shape.l2_promotion
         assert described["dtype"] == map_shape.dtype and described["member"] == f"{described['array']}_map"
         assert described.get("rows_before", 0) == map_shape.rows_before
         bytes_of = bytes_from(described["array"], spec, shape)

@@ -106,6 +106,7 @@ def render_merge_splits(spec: AttentionSpec, target: Target, plan: SplitPlan) ->
         cost=cost,
         grid=partial(_grid, spec, plan, blocks),
         values=partial(decode_values, spec, plan),
+        programmatic_launch=target.programmatic_launches,
     )
 
 
