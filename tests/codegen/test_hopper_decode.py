@@ -13,11 +13,13 @@ from emitted_text import all_called, all_used, functions_fit, members_read, tidy
 from flashgen.build import nvrtc
 from flashgen.codegen.decode_candidates import decode_candidates
 from flashgen.codegen.dispatch import num_splits, render_forward_kernels
+from flashgen.codegen.hopper.decode_family import HopperDecode
 from flashgen.codegen.hopper.decode_plans import HopperDecodePlan, choose_hopper_decode_plan
 from flashgen.codegen.rendered_kernel import RenderedKernel
 from flashgen.codegen.sizes import Sizes
 from flashgen.codegen.stages import decode_kernels
 from flashgen.codegen.targets import target_named
+from flashgen.codegen.workload import Workload
 from flashgen.language import AttentionSpec
 
 SM_90A = target_named("sm_90a")
@@ -37,7 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bias": {"score": fg.relative_bias(fg.Tensor("table", "float32", 2), 30)},
 }
 PAGES = (None, 16, 64)
-MOST_CODE = {(False, False): 540, (True, False): 600, (True, True): 690}  # lines, by pages and stream-K work units
+MOST_CODE = {(False, False): 540, (True, False): 600, (True, True): 700}  # lines, by pages and stream-K work units
 needs_nvrtc = pytest.mark.skipif(not nvrtc.is_available(), reason="needs CuPy and NVRTC: pip install '.[cuda13]'")
 
 
@@ -124,15 +126,57 @@ def test_calls_with_one_split_launch_no_merge() -> None:
 def test_default_kernels() -> None:
     spec = AttentionSpec(**WIDE["latent"], page_size=64)
     assert list(decode_kernels(spec, SM_90A)) == [
-        "decode",
         "decode_rows64",
         "decode_merge_rows64",
-        "decode_schedule",
-        "decode_scheduled",
         "decode_schedule_rows64",
         "decode_scheduled_rows64",
         "decode_merge_scheduled_rows64",
     ]
+    costly = {**WIDE["latent"], "score": fg.softcap(30.0)}
+    for options in (WIDE["512"], {**WIDE["latent"], "dtype": "bfloat16", "kv_dtype": "fp8_ds_mla"}, costly):
+        assert "decode" in decode_kernels(AttentionSpec(**options, page_size=64), SM_90A), "few rows by mma.sync"
+
+
+@pytest.mark.parametrize(
+    ("dims", "batch", "by_wgmma"), [("latent", 1, True), ("latent", 64, True), ("512", 33, True), ("512", 34, False)]
+)
+def test_few_rows_are_by_wgmma_if_v_is_a_part_of_k_or_there_are_many_splits(
+    dims: str, batch: int, by_wgmma: bool
+) -> None:
+    workload = Workload(1, 8192, 16 * batch, multiprocessors=132, heads_per_kv=16, batch=batch)
+    for page_size in (None, 64):
+        plan = HopperDecode().choose(AttentionSpec(**WIDE[dims], page_size=page_size), SM_90A, workload)
+        assert isinstance(plan, HopperDecodePlan) == by_wgmma, plan
+        assert plan and plan.scheduled == (page_size is not None and batch > 1)
+
+
+def test_what_passes_through_a_stage_of_keys_fits_it() -> None:
+    for dims in WIDE.values():
+        spec = AttentionSpec(**dims)
+        for tile_k in range(16, 129, 16):
+            plan = HopperDecodePlan(tile_k)
+            layout = plan.shared_memory(spec)
+            stage = next(each.copy_bytes for each in layout.buffers if each.name == "Key")
+            assert 64 * plan.held_columns(spec) * 2 <= stage, plan
+
+
+@pytest.mark.parametrize(("target", "programmatic"), [("sm_90a", True), ("sm_90", True), ("sm_80", False)])
+def test_a_merge_starts_early_where_the_target_can_and_waits_itself(target: str, programmatic: bool) -> None:
+    spec = AttentionSpec(**WIDE["latent"], dtype="bfloat16", page_size=64, kv_dtype="fp8_ds_mla")
+    kernels = decode_kernels(spec, target_named(target))
+    merges = [kernel for part, kernel in kernels.items() if "merge" in part]
+    decodes = [kernel for part, kernel in kernels.items() if "merge" not in part and "schedule_" not in part]
+    assert merges and decodes
+    for kernel in merges:
+        body = kernel.source.rpartition('extern "C"')[2]
+        assert kernel.programmatic_launch == ("grid_dependency_synchronize();" in body) == programmatic
+        assert not programmatic or body.index("grid_dependency_synchronize();") < body.index("merge_splits(work")
+        if "work.splits == 1" in body and programmatic:
+            assert body.index("grid_dependency_synchronize();") < body.index("return;"), "in stream order in any case"
+    for kernel in decodes:
+        if kernel.role == "forward":
+            assert not kernel.programmatic_launch
+            assert ("trigger_programmatic_launch();" in kernel.source.rpartition('extern "C"')[2]) == programmatic
     names = [kernel.name for kernel in decode_kernels(spec, SM_90A, unique_names=True).values()]
     assert len(set(names)) == len(names)
 

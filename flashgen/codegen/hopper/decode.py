@@ -121,6 +121,7 @@ def render_hopper_decode(spec: AttentionSpec, target: Target, plan: HopperDecode
         layout,
         assemble("hopper/decode.cu.jinja", context, target, products),
         boxes=boxes,
+        l2_promotion=128,
         grid=partial(decode_grid, spec, plan),
         values=partial(decode_values, spec, plan),
         workspaces=partial_workspaces(spec, partial(partial_rows, spec, plan)),

@@ -40,7 +40,8 @@ _MAX_COLUMNS = 256  # of a wgmma
 # Otherwise the consumers load tiles themselves, and have its registers.
 _REGISTERS = {"score": 184, "value": 160}
 _REGISTERS_WITH_RECORDS = {"score": 104, "value": 160, "producer": 88}
-_OTHER_REGISTERS = 40  # of a thread of the score warpgroup, beside its scores and its part of Q
+# Registers of a thread of the score warpgroup beside its scores and its part of Q, by whether V is a part of K.
+_OTHER_REGISTERS = {True: 40, False: 56}
 _COLUMNS_PER_REGISTER = 4  # of 64 rows of Q in 16 bits, in each thread of a warpgroup
 _PANEL = 64  # columns of Q
 # P * V of a tile runs after Q * K^T of the next one, whose tile must have a stage of its own.
@@ -125,16 +126,21 @@ class HopperDecodePlan(Checked):
     def held_columns(self, spec: AttentionSpec) -> int:
         """Returns the columns of Q that the score warpgroup holds in registers. Others are in shared memory.
 
+        They pass through a stage of K, so they are no more than fit it.
         Variants that need registers themselves, and records, whose producer does, have all of Q in shared memory.
         """
         if spec.kv_record or demand_of(spec).weight > Weight.PLAIN:
             return 0
-        available = (_REGISTERS["score"] - _OTHER_REGISTERS - self._score_registers) * _COLUMNS_PER_REGISTER
-        return min(available // _PANEL * _PANEL, padded_head_dim(spec))
+        other = _OTHER_REGISTERS[spec.shared_kv] + self._score_registers
+        available = (_REGISTERS["score"] - other) * _COLUMNS_PER_REGISTER
+        staged = self.tile_k * (padded_value_dim(spec) if spec.shared_kv else padded_head_dim(spec)) // ROWS
+        return min(min(available, staged) // _PANEL * _PANEL, padded_head_dim(spec))
 
     def registers(self, spec: AttentionSpec) -> int:
         """Estimates the registers of a thread of the score warpgroup: its scores, its part of Q, and others."""
-        return self._score_registers + self.held_columns(spec) // _COLUMNS_PER_REGISTER + _OTHER_REGISTERS
+        return (
+            self._score_registers + self.held_columns(spec) // _COLUMNS_PER_REGISTER + _OTHER_REGISTERS[spec.shared_kv]
+        )
 
     @property
     def _score_registers(self) -> int:
