@@ -193,9 +193,7 @@ class Parameters:
     a time.
     """
 
-    def __init__(
-        self, struct: bytes, grid: Sequence[int], threads: int, shared_bytes: int, programmatic: bool
-    ) -> None:
+    def __init__(self, struct: bytes, grid: Sequence[int], threads: int, shared_bytes: int, programmatic: bool) -> None:
         memory = ctypes.create_string_buffer(struct, len(struct))
         self.struct = memoryview(memory).cast("B")
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(memory))
