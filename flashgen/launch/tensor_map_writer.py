@@ -90,7 +90,8 @@ def map_shapes(
 
     pages: the number of pages of k and v, if they are paged.
     """
-    packed, shapes = kernel.plan.packed_heads > 1, dict[str, MapShape]()
+    packed = kernel.plan.packed_heads > 1
+    shapes: dict[str, MapShape] = {}
     for name, box in kernel.boxes.items():
         axes = map_axes(spec, name, sizes, pages)
         extents, steps = _extents(spec, axes, name, strides[name])

@@ -45,7 +45,7 @@ class HopperDecode(MmaSyncDecode):
         wide = [choose_hopper_decode_plan(spec, target, kind) for kind in (False, True)]
         if not wide[0]:
             return plans
-        few = [] if _suits_few_rows(spec) and spec.shared_kv else [plan for plan in plans if plan.tile_q == FEW_ROWS]
+        few = [] if _runs_any_rows(spec) else [plan for plan in plans if plan.tile_q == FEW_ROWS]
         return tuple(
             each for kind in (False, True) for each in (*(p for p in few if p.scheduled == kind), wide[kind]) if each
         )
@@ -76,8 +76,13 @@ class HopperDecode(MmaSyncDecode):
 
     def _wide(self, spec: AttentionSpec, target: Target, rows: int, scheduled: bool = False) -> HopperDecodePlan | None:
         """Returns the plan by wgmma for a number of query rows per KV head, or None."""
-        few = rows <= FEW_ROWS and not (_suits_few_rows(spec) and spec.shared_kv)
-        return None if few else choose_hopper_decode_plan(spec, target, scheduled)
+        takes_wgmma = rows > FEW_ROWS or _runs_any_rows(spec)
+        return choose_hopper_decode_plan(spec, target, scheduled) if takes_wgmma else None
+
+
+def _runs_any_rows(spec: AttentionSpec) -> bool:
+    """Whether the kernel of wgmma runs calls with up to 16 rows whatever their batch and lengths."""
+    return spec.shared_kv and _suits_few_rows(spec)
 
 
 def _suits_few_rows(spec: AttentionSpec) -> bool:
