@@ -235,6 +235,14 @@ def forward_subjects() -> dict[str, ForwardSubject]:
             target="sm_90a",
             scheduled=True,
         ),
+        # Three stages of K: its other columns, which have two, are loaded a step after the others.
+        "hopper decode, pages": ForwardSubject(
+            fg.AttentionSpec(576, value_dim=512, shared_kv=True, scale=0.4, page_size=32),
+            Shape(5, 300, 2, 16, 1),
+            3,
+            target="sm_90a",
+            splits=2,
+        ),
         "records": ForwardSubject(
             fg.AttentionSpec(**_RECORDS, page_size=64, scale=0.4, mask=fg.causal()),
             Shape(5, 150, 2, 4, 1),
