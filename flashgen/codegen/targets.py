@@ -150,6 +150,11 @@ class Target:
         return self.compute_capability >= 90
 
     @property
+    def bulk_copies(self) -> bool:
+        """Whether it has `cp.async.bulk`: copies of contiguous bytes that complete transactions of mbarriers (PTX)."""
+        return self.compute_capability >= 90
+
+    @property
     def packed_conversion(self) -> bool:
         """Whether one `cvt` rounds two float32 values to a pair of 16-bit values (PTX)."""
         return self.compute_capability >= 80

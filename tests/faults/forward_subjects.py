@@ -253,6 +253,14 @@ def forward_subjects() -> dict[str, ForwardSubject]:
         "records, small pages": ForwardSubject(
             fg.AttentionSpec(**_RECORDS, page_size=4), Shape(5, 150, 2, 4, 1), 2, splits=2, split=4
         ),
+        "records, bulk": ForwardSubject(
+            fg.AttentionSpec(**_RECORDS, page_size=64, scale=0.4, mask=fg.causal()),
+            Shape(5, 150, 2, 4, 1),
+            2,
+            target="sm_90",
+            splits=1,
+            split=4,
+        ),
         "hopper records": ForwardSubject(
             fg.AttentionSpec(**_RECORDS, page_size=16, scale=0.4, mask=fg.causal()),
             Shape(5, 250, 2, 16, 1),

@@ -38,10 +38,13 @@ from flashgen.codegen.shared_memory import (
     FLOAT,
     FLOAT2,
     INT,
+    Barrier,
+    BarrierGroup,
     Buffer,
     Extent,
     SharedMemoryLayout,
     literal,
+    mbarriers,
 )
 from flashgen.codegen.targets import Target
 from flashgen.codegen.tile_list_kernel import depends_on_head
@@ -85,6 +88,12 @@ _SMALLEST_RING = (1, 1)  # if nothing else fits: wide heads with dropout on sm_7
 def merge_kernel_cost(splits: int) -> float:
     """Returns the cost of the kernel that merges partial outputs (merge_splits.py), in iterations of decode."""
     return _MERGE_KERNEL + _MERGE_OF_SPLIT * splits
+
+
+def _record_barriers(stages: int) -> BarrierGroup:
+    """Returns the mbarriers of the stages of records, for targets that load them by bulk copies."""
+    comment = "records_full: the records of a tile have landed, if bulk copies load them (sm_90 and later)."
+    return BarrierGroup(comment, (Barrier("records_full", "1"),), Extent("kStages", stages))
 
 
 def search_buffers(warps: int, found_bytes: int, overlays: str = "Query") -> tuple[Buffer, Buffer]:
@@ -233,15 +242,18 @@ class DecodePlan(Checked):
         if not spec.shared_kv:
             stage += (Buffer("Value", "V", (keys, value), kv_element),)
         unit = Buffer("WorkUnit", "work unit", (literal(work_unit_bytes),), BYTE, at_end=True)
+        barriers = (_record_barriers(self.stages),) if spec.kv_record else ()
         return SharedMemoryLayout(
             (
                 Buffer("Query", "Q", (rows, head), element),
                 self._stages(stage),
                 *(self._exchanged_by_groups(rows, keys, element) if spec.kv_record else self._exchanged(rows, keys)),
                 *([Buffer("RowScales", "scales of rows", (rows,), FLOAT)] if spec.kv_dtype else []),
+                *([mbarriers(barriers)] if barriers else []),
                 *self._partials(rows, Extent("kPartialColumns", value.value + PARTIAL_PADDING)),
                 *((*search_buffers(self.warps, work_unit_bytes), unit) if self.scheduled else ()),
             ),
+            barriers,
             min_bytes=min_bytes,
         )
 
@@ -291,6 +303,8 @@ class DecodePlan(Checked):
         if spec.kv_record and self.split != spec.kv_record.groups:
             groups = spec.kv_record.groups
             return f"split={self.split} must be {groups} with kv_dtype={spec.kv_dtype!r}, so that a warp has one scale"
+        if spec.kv_record and self.tile_q > _MANY_ROWS:  # whose partial output would overlay the mbarriers
+            return f"tile_q={self.tile_q} must be at most {_MANY_ROWS} with kv_dtype={spec.kv_dtype!r}"
         if spec.kv_record and self.tile_k % (8 * self.split):
             return f"tile_k={self.tile_k} must be a multiple of 8 x split={self.split}"
         if self.split > 1 and spec.shared_kv and self.stages < 2:
