@@ -118,6 +118,7 @@ def test_every_number_and_scale_is_read_exactly(target: str) -> None:
         np.testing.assert_allclose(lse[0, 0, 0], values[selected] / 2, rtol=1e-6)
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_90a"])
 @pytest.mark.parametrize("weight", [0.0, -30.0])
