@@ -40,7 +40,7 @@ README_BEGIN, README_END = "<!-- measured forward -->", "<!-- end of measured fo
 _LATENT_SIZES = (
     "64x128:1x4096,16x128:1x32768,1x128:1x131072,64x64:1x8192,64x16:1x8192,32x128:1x8192x2,1x16:1x131072,16x8:1x8192"
 )
-_WIDE = "flashgen bench --head-dims 320,384,512 --lengths 4096,8192,16384 --batch 1 --heads 16 --peers FFPA"
+_WIDE = "flashgen bench --head-dims 320,384,448,512 --lengths 4096,8192,16384 --batch 1 --heads 16 --peers FFPA"
 _LATENT_TRAINING = 'flashgen bench "causal()" "full()" --head-dims 192 --value-dim 128 --heads 64 --lengths 4096,16384'
 COMMANDS = {
     "forward": "flashgen bench --peers cuDNN,FA4",

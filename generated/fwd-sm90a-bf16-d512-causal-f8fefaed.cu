@@ -5,7 +5,7 @@
 // dropout  0
 // dims     head 512, value 512; bfloat16, accumulated in float32; heads_q a multiple of heads_kv
 // target   sm_90a, family hopper
-// plan     64 queries x 64 keys, 2 warpgroup(s) of 240 registers that share 64 rows, 1 stage(s) of K and V, 215128 bytes of shared memory
+// plan     64 queries x 64 keys, 2 warpgroup(s) of 240 registers that share 64 rows, 1 stage(s) of K and V, 215192 bytes of shared memory
 // method   online softmax (Milakov and Gimelshein 2018; Dao 2023, algorithm 1): row_max is the paper's running maximum m, which may lag; sum is its row sum l
 //          a producer warp loads; the softmax of a warpgroup overlaps products of another (Shah et al. 2024)
 // FLOPs    2048 * batch * heads_q * len_q * len_k * (share of tiles visited)
@@ -51,6 +51,10 @@ constexpr int kPartQ = 64;   // queries per warpgroup, one per row
 constexpr int kTileQ = kRowGroups * kPartQ;
 constexpr int kTileK = 64;   // keys per step
 constexpr int kStages = 1;   // of the pipelines of K and V tiles in shared memory
+constexpr int kKeyParts = 4;   // of a tile of K, which are loaded and released one after the other
+constexpr int kKeyColumns = kHeadDimPadded / kKeyParts;   // of a part of K
+constexpr int kKeyStages = kKeyParts * kStages;   // of the pipeline of parts of K
+constexpr int kValueStages = 2 * kStages;   // of the pipeline of halves of V tiles, of kOutputColumns columns
 constexpr int kPassedStages = 2;   // of the pipeline of P tiles between consumer warpgroups
 constexpr float kScoreToLog2 = 0.063758716f;   // scale * log2(e): exp(x) is computed as exp2(x * log2(e))
 // Row maxima with |row_max| below this are folded into the FMA of the exponent: see RowState::offset.
@@ -64,29 +68,29 @@ constexpr int kHeadPanel = 64;    // columns of Q and K
 constexpr int kValuePanel = 64;   // columns of V and the output
 constexpr int kPassedPanel = 64;   // columns of P
 constexpr int kElementBytes = sizeof(Element);
-// Shared memory of a CTA, 215128 bytes, by offset:
+// Shared memory of a CTA, 215192 bytes, by offset:
 //        0  each warpgroup (Q, then O), 1 x 65536 bytes
-//    65536  K, 1 x 65536 bytes
-//   131072  V, 1 x 65536 bytes
+//    65536  K, 4 x 16384 bytes
+//   131072  V, 2 x 32768 bytes
 //   196608  P of a step (P, factors of the output), 2 x 9216 bytes
-//   215040  mbarriers, 80 bytes
-//   215120  work tile index, 8 bytes
+//   215040  mbarriers, 144 bytes
+//   215184  work tile index, 8 bytes
 constexpr int kWarpgroupQueryBytes = 64 * kHeadDimPadded * kElementBytes;
 constexpr int kWarpgroupOutputBytes = 64 * kValueDimPadded * kElementBytes;
 constexpr int kWarpgroupBytes = kWarpgroupQueryBytes > kWarpgroupOutputBytes ? kWarpgroupQueryBytes : kWarpgroupOutputBytes;
-constexpr int kKeyBytes = kTileK * kHeadDimPadded * kElementBytes;
-constexpr int kValueBytes = kTileK * kValueDimPadded * kElementBytes;
+constexpr int kKeyBytes = kTileK * kKeyColumns * kElementBytes;
+constexpr int kValueBytes = kTileK * kOutputColumns * kElementBytes;
 constexpr int kPBytes = 64 * kTileK * kElementBytes;
 constexpr int kFactorsBytes = 128 * sizeof(float2);
 constexpr int kPassedBytes = kPBytes + kFactorsBytes;
-constexpr int kBarrierBytes = (2 + 4 * kStages + 2 * kPassedStages) * 8;
+constexpr int kBarrierBytes = (2 + 2 * kKeyStages + 2 * kValueStages + 2 * kPassedStages) * 8;
 constexpr int kIndexBytes = 8;
 constexpr int kKeyOffset = kRowGroups * kWarpgroupBytes;
-constexpr int kValueOffset = (kKeyOffset + kStages * kKeyBytes + 1023) / 1024 * 1024;
-constexpr int kPassedOffset = (kValueOffset + kStages * kValueBytes + 1023) / 1024 * 1024;
+constexpr int kValueOffset = (kKeyOffset + kKeyStages * kKeyBytes + 1023) / 1024 * 1024;
+constexpr int kPassedOffset = (kValueOffset + kValueStages * kValueBytes + 1023) / 1024 * 1024;
 constexpr int kBarrierOffset = kPassedOffset + kPassedStages * kPassedBytes;
 constexpr int kIndexOffset = kBarrierOffset + kBarrierBytes;
-static_assert(kIndexOffset + kIndexBytes <= 215128, "the shared memory of the launch");
+static_assert(kIndexOffset + kIndexBytes <= 215192, "the shared memory of the launch");
 static_assert(kTileK % 16 == 0 && kTileK <= 256 && kOutputColumns <= 256, "what one wgmma and one copy take");
 
 // ---- Primitives -----------------------------------------------------------------------------------------------------
@@ -438,17 +442,20 @@ struct SharedStorage {
   __device__ __forceinline__ unsigned queries_full() const { return barriers; }
   __device__ __forceinline__ unsigned queries_empty() const { return barriers + 8; }
 
-  // keys_full, values_full: a tile of K, or V, has landed. keys_empty: every warp of the first warpgroup has read K.
-  // values_empty: every warp of both warpgroups has read V.
-  __device__ __forceinline__ unsigned keys_full(int stage) const { return barriers + 16 + stage * 32; }
-  __device__ __forceinline__ unsigned keys_empty(int stage) const { return barriers + 24 + stage * 32; }
-  __device__ __forceinline__ unsigned values_full(int stage) const { return barriers + 32 + stage * 32; }
-  __device__ __forceinline__ unsigned values_empty(int stage) const { return barriers + 40 + stage * 32; }
+  // keys_full: a part of the columns of a tile of K has landed. keys_empty: every warp of the first warpgroup has read
+  // it.
+  __device__ __forceinline__ unsigned keys_full(int stage) const { return barriers + 16 + stage * 16; }
+  __device__ __forceinline__ unsigned keys_empty(int stage) const { return barriers + 24 + stage * 16; }
+
+  // values_full: half of the columns of a tile of V has landed. values_empty: every warp of the warpgroup with these
+  // columns of the output has read it.
+  __device__ __forceinline__ unsigned values_full(int stage) const { return barriers + kKeyStages * 16 + 16 + stage * 16; }
+  __device__ __forceinline__ unsigned values_empty(int stage) const { return barriers + kKeyStages * 16 + 24 + stage * 16; }
 
   // passed_full: each warp of the first warpgroup has written its rows of P, or its row states. passed_empty: each warp
   // of the second one has read them.
-  __device__ __forceinline__ unsigned passed_full(int stage) const { return barriers + kStages * 32 + 16 + stage * 16; }
-  __device__ __forceinline__ unsigned passed_empty(int stage) const { return barriers + kStages * 32 + 24 + stage * 16; }
+  __device__ __forceinline__ unsigned passed_full(int stage) const { return barriers + kKeyStages * 16 + kValueStages * 16 + 16 + stage * 16; }
+  __device__ __forceinline__ unsigned passed_empty(int stage) const { return barriers + kKeyStages * 16 + kValueStages * 16 + 24 + stage * 16; }
 
   // Returns a pointer to what is at an address, for reads and writes by threads.
   template <typename T>
@@ -463,11 +470,13 @@ struct SharedStorage {
   __device__ __forceinline__ void init_barriers() const {
     mbarrier_init(queries_full(), 1);
     mbarrier_init(queries_empty(), kConsumers * 4);
-    for (int stage = 0; stage < kStages; ++stage) {
+    for (int stage = 0; stage < kKeyStages; ++stage) {
       mbarrier_init(keys_full(stage), 1);
       mbarrier_init(keys_empty(stage), 4);
+    }
+    for (int stage = 0; stage < kValueStages; ++stage) {
       mbarrier_init(values_full(stage), 1);
-      mbarrier_init(values_empty(stage), kConsumers * 4);
+      mbarrier_init(values_empty(stage), 4);
     }
     for (int stage = 0; stage < kPassedStages; ++stage) {
       mbarrier_init(passed_full(stage), 4);
@@ -483,6 +492,30 @@ __device__ __forceinline__ void release(unsigned barrier) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
 }
 
+// The position of the first part of a tile of K in its pipeline.
+__device__ __forceinline__ PipelineState<kKeyStages> key_part_of(PipelineState<kStages> tile) {
+  return {tile.iteration * kKeyParts};
+}
+
+// The position of half of the columns of a tile of V in its pipeline: 0 for the first columns, 1 for the last ones.
+__device__ __forceinline__ PipelineState<kValueStages> value_half_of(PipelineState<kStages> tile, int half) {
+  return {tile.iteration * 2 + half};
+}
+
+// Releases the parts of a tile of K from its first one on, each when its product is complete. kPending groups of wgmmas
+// that started after those of the scores may still run.
+template <int kPending>
+__device__ __forceinline__ void release_keys(const SharedStorage& storage, PipelineState<kKeyStages> part) {
+  wgmma_wait<kPending + 3>();
+  release(storage.keys_empty(part++.stage()));
+  wgmma_wait<kPending + 2>();
+  release(storage.keys_empty(part++.stage()));
+  wgmma_wait<kPending + 1>();
+  release(storage.keys_empty(part++.stage()));
+  wgmma_wait<kPending>();
+  release(storage.keys_empty(part.stage()));
+}
+
 // Starts copying kRows rows from first_row on, panel by panel. They complete on `barrier`, which must expect them.
 template <int kRows, int kColumns, int kPanel>
 __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, unsigned barrier, int first_row, int head,
@@ -492,13 +525,17 @@ __device__ __forceinline__ void load_rows(unsigned tile, const TensorMap& map, u
     tma_load_4d(tile + column * kRows * kElementBytes, map, barrier, column, first_row, head, batch);
 }
 
-// Starts copying the kTileK rows of a stage once it is empty.
-template <int kColumns, int kPanel>
-__device__ __forceinline__ void load_stage(unsigned tile, const TensorMap& map, unsigned empty, unsigned full,
-                                           PipelineState<kStages> state, int first_key, int head, int batch) {
-  mbarrier_wait(empty, state.phase() ^ 1);
-  mbarrier_arrive_expect_bytes(full, kTileK * kColumns * kElementBytes);
-  load_rows<kTileK, kColumns, kPanel>(tile, map, full, first_key, head, batch);
+// Starts copying kTileK rows of the columns first <= column < end once their memory is empty. `phase` is that of the
+// full barrier.
+template <int kPanel>
+__device__ __forceinline__ void load_columns(unsigned memory, const TensorMap& map, unsigned empty, unsigned full, unsigned phase,
+                                             int first, int end, int first_key, int head, int batch) {
+  mbarrier_wait(empty, phase ^ 1);
+  mbarrier_arrive_expect_bytes(full, kTileK * (end - first) * kElementBytes);
+#pragma unroll 1   // the producer has few registers
+  for (int column = first; column < end; column += kPanel) {
+    tma_load_4d(memory + (column - first) * kTileK * kElementBytes, map, full, column, first_key, head, batch);
+  }
 }
 
 // Rounds a warp's 16 rows of the output and stores them from row first_row of the tensor on, if the rows exist
@@ -531,21 +568,27 @@ __device__ __forceinline__ void store_rows(const float (&output)[kOutputColumns 
   }
 }
 
-// Issues the wgmmas of scores = Q * K^T for the rows of a warpgroup; `queries` and `keys` are shared memory addresses.
-__device__ __forceinline__ void issue_qk_wgmma(float (&scores)[kTileK / 2], unsigned queries, unsigned keys) {
+// Issues the wgmmas of scores = Q * K^T for the rows of a warpgroup and a tile of K, part by part as they land. Each
+// part is a group of wgmmas of its own. `queries` is a shared memory address.
+__device__ __forceinline__ void issue_qk_wgmma(float (&scores)[kTileK / 2], unsigned queries, const SharedStorage& storage,
+                                               PipelineState<kKeyStages> part) {
   constexpr int kSwizzle = kHeadPanel * kElementBytes;
   order_registers(scores);
   wgmma_fence();
   // The compiler would otherwise hold the descriptors of all parts of the depth in registers.
   const unsigned long long a = matrix_descriptor<kSwizzle>(opaque(queries), 16, 8 * kSwizzle);
-  const unsigned long long b = matrix_descriptor<kSwizzle>(keys, 16, 8 * kSwizzle);
 #pragma unroll
-  for (int depth = 0; depth < kHeadDimPadded; depth += 16) {
-    const int panel = depth / kHeadPanel, column = depth % kHeadPanel;   // descriptors count in 16 bytes
-    wgmma_shared_bf16<kTileK, false>(scores, a + (panel * 64 * kSwizzle + column * kElementBytes) / 16,
-                                    b + (panel * kTileK * kSwizzle + column * kElementBytes) / 16, depth > 0);
+  for (int first = 0; first < kHeadDimPadded; first += kKeyColumns, ++part) {
+    mbarrier_wait(storage.keys_full(part.stage()), part.phase());
+    const unsigned long long b = matrix_descriptor<kSwizzle>(storage.keys(part.stage()), 16, 8 * kSwizzle);
+#pragma unroll
+    for (int depth = 0; depth < kKeyColumns; depth += 16) {
+      const int panel = depth / kHeadPanel, column = depth % kHeadPanel * kElementBytes / 16;   // descriptors count in 16 bytes
+      wgmma_shared_bf16<kTileK, false>(scores, a + ((first / kHeadPanel + panel) * 64 * kSwizzle / 16 + column),
+                                      b + (panel * kTileK * kSwizzle / 16 + column), first + depth > 0);
+    }
+    wgmma_commit();
   }
-  wgmma_commit();
 }
 
 // Issues the wgmmas of output += P * V; `values` is the shared memory address of V, whose rows are the reduction
@@ -697,15 +740,14 @@ __device__ __forceinline__ void pass_rows(const RowState (&rows)[Scores::kRows],
   release(storage.passed_full(state.stage()));
 }
 
-// Issues the wgmmas of output += P * V for the last columns of V; P is in shared memory.
+// Issues the wgmmas of output += P * V for the last columns of V, whose address is `values`; P is in shared memory.
 __device__ __forceinline__ void issue_passed_pv_wgmma(float (&output)[kOutputColumns / 2], unsigned probabilities,
                                                       unsigned values) {
   constexpr int kSwizzle = kValuePanel * kElementBytes, kPassedSwizzle = kPassedPanel * kElementBytes;
   order_registers(output);
   wgmma_fence();
   const unsigned long long a = matrix_descriptor<kPassedSwizzle>(probabilities, 16, 8 * kPassedSwizzle);
-  const unsigned long long b = matrix_descriptor<kSwizzle>(values + kOutputColumns * kTileK * kElementBytes,
-                                                           kTileK * kSwizzle, 8 * kSwizzle);
+  const unsigned long long b = matrix_descriptor<kSwizzle>(values, kTileK * kSwizzle, 8 * kSwizzle);
 #pragma unroll
   for (int depth = 0; depth < kTileK; depth += 16) {
     const int panel = depth / kPassedPanel, column = depth % kPassedPanel;   // descriptors count in 16 bytes
@@ -784,15 +826,22 @@ __device__ __forceinline__ void producer(const SharedStorage& storage, const For
     const int head_kv = __umulhi(2 * work.head + 1, arguments.kv_reciprocal);
     const auto load_keys = [&](int step) {
       const PipelineState<kStages> state = first_state + step;
-      load_stage<kHeadDimPadded, kHeadPanel>(storage.keys(state.stage()), arguments.k_map,
-          storage.keys_empty(state.stage()), storage.keys_full(state.stage()), state, tiles.first_key(step),
-          head_kv, work.batch);
+      PipelineState<kKeyStages> part = key_part_of(state);
+#pragma unroll 1
+      for (int column = 0; column < kHeadDimPadded; column += kKeyColumns, ++part) {
+        load_columns<kHeadPanel>(storage.keys(part.stage()), arguments.k_map,
+            storage.keys_empty(part.stage()), storage.keys_full(part.stage()), part.phase(), column,
+            column + kKeyColumns, tiles.first_key(step), head_kv, work.batch);
+      }
     };
     const auto load_values = [&](int step) {
       const PipelineState<kStages> state = first_state + step;
-      load_stage<kValueDimPadded, kValuePanel>(storage.values(state.stage()), arguments.v_map,
-          storage.values_empty(state.stage()), storage.values_full(state.stage()), state, tiles.first_key(step),
-          head_kv, work.batch);
+      for (int half = 0; half < 2; ++half) {
+        const PipelineState<kValueStages> part = value_half_of(state, half);
+        load_columns<kValuePanel>(storage.values(part.stage()), arguments.v_map,
+            storage.values_empty(part.stage()), storage.values_full(part.stage()), part.phase(), half * kOutputColumns,
+            (half + 1) * kOutputColumns, tiles.first_key(step), head_kv, work.batch);
+      }
     };
 
     if (tiles.count > 0) load_keys(0);
@@ -897,34 +946,35 @@ __device__ __forceinline__ void score_consumer(const SharedStorage& storage, con
     float rescale_factor[Scores::kRows];
 
     if (first < last) {
-      mbarrier_wait(storage.keys_full(state.stage()), state.phase());
-      issue_qk_wgmma(scores, queries, storage.keys(state.stage()));
+      issue_qk_wgmma(scores, queries, storage, key_part_of(state));
+      release_keys<0>(storage, key_part_of(state));
       await_product<0>(scores);
-      release(storage.keys_empty(state.stage()));
       apply_mods(scores, position, tiles, first, tiles.first_key(first), arguments);
       online_softmax(scores, rows, rescale_factor);
       round_probabilities(probabilities, scores);
       pass_probabilities(probabilities, make_float2(1.0f, 1.0f), storage, passed++);
       for (int step = first + 1; step < last; ++step, ++state) {
-        mbarrier_wait(storage.keys_full((state + 1).stage()), (state + 1).phase());
-        issue_qk_wgmma(scores, queries, storage.keys((state + 1).stage()));
-        mbarrier_wait(storage.values_full(state.stage()), state.phase());
-        issue_pv_wgmma(output, probabilities, storage.values(state.stage()));
+        issue_qk_wgmma(scores, queries, storage, key_part_of(state + 1));
+        const PipelineState<kValueStages> values = value_half_of(state, 0);
+        mbarrier_wait(storage.values_full(values.stage()), values.phase());
+        issue_pv_wgmma(output, probabilities, storage.values(values.stage()));
+        release_keys<1>(storage, key_part_of(state + 1));
         await_product<1>(scores);
-        release(storage.keys_empty((state + 1).stage()));
         apply_mods(scores, position, tiles, step, tiles.first_key(step), arguments);
         const bool outgrown = online_softmax(scores, rows, rescale_factor);
         await_product<0>(output);
-        release(storage.values_empty(state.stage()));
+        release(storage.values_empty(values.stage()));
         if (outgrown) rescale(output, rescale_factor);
         round_probabilities(probabilities, scores);
         const float2 passed_factors = outgrown ? make_float2(rescale_factor[0], rescale_factor[1]) : make_float2(1.0f, 1.0f);
         pass_probabilities(probabilities, passed_factors, storage, passed++);
       }
-      mbarrier_wait(storage.values_full(state.stage()), state.phase());
-      issue_pv_wgmma(output, probabilities, storage.values(state.stage()));
+      const PipelineState<kValueStages> values = value_half_of(state, 0);
+      mbarrier_wait(storage.values_full(values.stage()), values.phase());
+      issue_pv_wgmma(output, probabilities, storage.values(values.stage()));
       await_product<0>(output);
-      release(storage.values_empty(state++.stage()));
+      ++state;
+      release(storage.values_empty(values.stage()));
     }
     pass_rows(rows, storage, passed++);
     // The output overwrites the queries of the warpgroup, which none of its warps may still be reading.
@@ -951,10 +1001,11 @@ __device__ __forceinline__ void value_consumer(const SharedStorage& storage, con
       mbarrier_wait(storage.passed_full(passed.stage()), passed.phase());
       const float2 factors = storage.pointer<float2>(storage.factors(passed.stage()))[threadIdx.x % 128];
       if (__any_sync(0xffffffffu, factors.x != 1.0f || factors.y != 1.0f)) rescale(output, {factors.x, factors.y});
-      mbarrier_wait(storage.values_full(state.stage()), state.phase());
-      issue_passed_pv_wgmma(output, storage.probabilities(passed.stage()), storage.values(state.stage()));
+      const PipelineState<kValueStages> values = value_half_of(state, 1);
+      mbarrier_wait(storage.values_full(values.stage()), values.phase());
+      issue_passed_pv_wgmma(output, storage.probabilities(passed.stage()), storage.values(values.stage()));
       await_product<0>(output);
-      release(storage.values_empty(state.stage()));
+      release(storage.values_empty(values.stage()));
       release(storage.passed_empty(passed.stage()));
     }
     mbarrier_wait(storage.passed_full(passed.stage()), passed.phase());

@@ -64,7 +64,8 @@ struct WarpgroupMember {
 };
 
 // ---- wgmma_accumulators.cpp, wgmma_operands.cpp, wgmma_multiply.cpp ----
-void hold_accumulator(Warpgroup& group, Thread& self, MatrixProduct& product, float* d);
+constexpr u64 kNoGroup = ~0ull;
+u64 hold_accumulator(Warpgroup& group, Thread& self, MatrixProduct& product, float* d);
 void release_accumulators(Block& block, Warpgroup& group, u32 rank, u64 complete);  // of groups before `complete`
 void begin_operands(Thread& self, Warpgroup& group, MatrixProduct& product);
 void take_a_registers(MatrixProduct& product, u32 rank, const u32* a);

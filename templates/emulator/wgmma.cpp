@@ -104,13 +104,16 @@ static MatrixProduct& joined_product(Thread& self, Warpgroup& group, const Warpg
 }
 
 // Accesses of the thread to its registers before its last wgmma_fence are ordered before the product, later ones are
-// not.
-static void note_registers(Thread& self, Warpgroup& group, const MatrixProduct& product, float* d, const u32* a) {
+// not. Products that accumulate in the same registers are ordered, also those of different groups: `earlier` is the group
+// of the last one in flight, or kNoGroup.
+static void note_registers(Thread& self, Warpgroup& group, const MatrixProduct& product, float* d, const u32* a,
+                           u64 earlier) {
   if (!kThreadSanitizer) return;
   u32 warp = rank_of(self) / 32;
   Engine& of_group = group.register_engines[warp][product.group % Warpgroup::kEngines];
   AsEngine engine(created(*self.block, of_group, "wgmma (registers)"));
   acquire(&self.matrix.fence_order);
+  if (earlier != kNoGroup) acquire(&group.group_order[warp][earlier % Warpgroup::kOrders]);
   if (a) note_read(a, 4 * sizeof(u32), product.caller);
   note_write(d, product.what.columns / 2 * sizeof(float), product.caller);
   release(&group.group_order[warp][product.group % Warpgroup::kOrders]);
@@ -134,8 +137,8 @@ void wgmma(float* d, const WarpgroupProduct& what, Site site) {
   MatrixProduct& product = joined_product(self, group, what, site, caller);
   begin_operands(self, group, product);
   if (what.a_registers) take_a_registers(product, rank_of(self), what.a_registers);
-  note_registers(self, group, product, d, what.a_registers);
-  hold_accumulator(group, self, product, d);
+  u64 earlier = hold_accumulator(group, self, product, d);
+  note_registers(self, group, product, d, what.a_registers, earlier);
   record(Did::kMultiplyAsync, site, 0, 0, u32(what.columns));
   if (++product.arrived < kWarpgroupThreads) return;
   ++block.collectives;

@@ -35,8 +35,9 @@ static Accumulator* accumulator_in_flight(Warpgroup& group, u32 rank, float* d, 
   return nullptr;
 }
 
-// Adds these registers of the thread to the accumulator of the product. They hold NaN until the thread has waited.
-void hold_accumulator(Warpgroup& group, Thread& self, MatrixProduct& product, float* d) {
+// Adds these registers of the thread to the accumulator of the product. They hold NaN until the thread has waited. Returns
+// the group of the last product in flight that accumulates in them, or kNoGroup.
+u64 hold_accumulator(Warpgroup& group, Thread& self, MatrixProduct& product, float* d) {
   u32 rank = rank_of(self);
   int columns = product.what.columns;
   Accumulator* held = accumulator_in_flight(group, rank, d, columns, product.site);
@@ -59,7 +60,9 @@ void hold_accumulator(Warpgroup& group, Thread& self, MatrixProduct& product, fl
     ++accumulator.holders;
     take_registers(accumulator, rank, d);
   }
+  u64 earlier = held ? accumulator.last_group[rank] : kNoGroup;
   accumulator.last_group[rank] = product.group;
+  return earlier;
 }
 
 void release_accumulators(Block& block, Warpgroup& group, u32 rank, u64 complete) {

@@ -7,6 +7,7 @@ import pytest
 
 import flashgen as fg
 from flashgen import attention
+from flashgen.codegen.hopper.measured_plans import choose_hopper_plan
 from flashgen.codegen.hopper.plans import HopperPlan
 from flashgen.codegen.mma_sync.decode_plans import DecodePlan, decode_plans
 from flashgen.codegen.targets import TARGETS as KNOWN_TARGETS
@@ -114,17 +115,25 @@ def test_hopper_plans_and_thread_orders(plan: HopperPlan, order: Any, copies: An
         assert_hopper_is_right(spec, shape, plan, schedule=schedule, sanitize=sanitize)
 
 
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("sanitize", [None, "thread", "address"])
-@pytest.mark.parametrize("plan", [HOPPER_PLANS[0], HOPPER_PLANS[4]], ids=str)
-def test_hopper_holds_queries_in_registers(plan: HopperPlan, sanitize: Any) -> None:
-    """Columns of Q in registers and others in shared memory, in two work tiles of a CTA."""
-    spec = fg.AttentionSpec(448, "bfloat16", value_dim=328, scale=0.3)
-    assert plan.held_columns(spec) == 128
-    for masked in (fg.AttentionSpec(448, mask=fg.causal()), fg.AttentionSpec(320), fg.AttentionSpec(448, layout="thd")):
-        assert plan.held_columns(masked) == 0
-    shape = Shape(90 // plan.packed_heads + 3, 100, 1, 2 * plan.packed_heads, 1)
-    assert_hopper_is_right(spec, shape, plan, schedule=Schedule("random", "late", seed=5), sanitize=sanitize)
+@pytest.mark.parametrize(("dim", "parts", "tile_k"), [(320, 5, 96), (384, 3, 80), (448, 7, 80)])
+def test_default_plans_have_parts_of_tiles_and_more_keys(dim: int, parts: int, tile_k: int, sanitize: Any) -> None:
+    """Parts of 128 columns, and of a panel where 128 do not divide the tile, in two work tiles of a CTA."""
+    spec = fg.AttentionSpec(dim, "bfloat16", mask=fg.causal(), scale=0.3)
+    plan = choose_hopper_plan(spec, KNOWN_TARGETS["sm_90a"])
+    assert (plan.key_parts(spec), plan.tile_k, plan.stages) == (parts, tile_k, 1)
+    schedule = Schedule("random", "late", seed=5)
+    assert_hopper_is_right(spec, Shape(93, 210, 1, 2, 1), plan, schedule=schedule, sanitize=sanitize)
+
+
+def test_more_keys_need_room() -> None:
+    """Score functions and dropout take the registers or the shared memory of larger tiles."""
+    bias = fg.Tensor("bias", "float32", 4)
+    biased: dict[str, Any] = {"score": lambda score, b, h, q, k: score + bias[b, h, q, k]}
+    for options in ({"dropout": 0.25}, biased):
+        spec = fg.AttentionSpec(448, **options)
+        assert choose_hopper_plan(spec, KNOWN_TARGETS["sm_90a"]).tile_k <= 64
 
 
 @pytest.mark.rotated(9)

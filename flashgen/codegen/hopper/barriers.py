@@ -37,6 +37,7 @@ def forward_barriers(
     passed_stages: Extent | None,
     array_stages: Extent | None = None,
     converted: bool = False,
+    part_stages: tuple[Extent, Extent] | None = None,
 ) -> tuple[BarrierGroup, ...]:
     """Returns the barriers of the forward kernel. Arguments: see `key_tile_barriers`.
 
@@ -46,7 +47,7 @@ def forward_barriers(
     queries = "queries_full: Q of a work tile has landed. queries_empty: every consumer warp has read it."
     group = BarrierGroup(queries, (_full("queries"), _empty("queries")))
     arrays = _of_arrays(array_stages) if array_stages else ()
-    return group, *key_tile_barriers(stages, paged, shared_kv, passed_stages, converted), *arrays
+    return group, *key_tile_barriers(stages, paged, shared_kv, passed_stages, converted, part_stages), *arrays
 
 
 def _array_tiles(stages: Extent) -> BarrierGroup:
@@ -119,6 +120,7 @@ def key_tile_barriers(
     shared_kv: bool,
     passed_stages: Extent | None,
     converted: bool = False,
+    part_stages: tuple[Extent, Extent] | None = None,
 ) -> tuple[BarrierGroup, ...]:
     """Returns the barriers of the tiles of K and V, and of what consumer warpgroups pass to each other.
 
@@ -127,6 +129,7 @@ def key_tile_barriers(
         shared_kv: Whether V is a part of K.
         passed_stages: Stages of P, if a consumer warpgroup passes it to another one with the same rows.
         converted: Whether the producer warpgroup converts K and V of 8 bits.
+        part_stages: Stages of K and of V, if a stage holds a part of a tile, which one consumer warpgroup reads.
     """
     if converted:
         return (_converted(stages),)
@@ -137,7 +140,7 @@ def key_tile_barriers(
     )
     return (
         *([BarrierGroup(tail, (_full("tail"),), at_end=True)] if paged else []),
-        *_staged(stages, shared_kv, bool(passed_stages)),
+        *(_of_parts(*part_stages) if part_stages else _staged(stages, shared_kv, bool(passed_stages))),
         *([_between_consumers(passed, "passed", passed_stages, _GROUP_WARPS)] if passed_stages else []),
     )
 
@@ -150,6 +153,22 @@ def _converted(stages: Extent) -> BarrierGroup:
     )
     barriers = (each for name in ("keys", "values") for each in (_full(name, WARPS_OF_GROUP // 2), _empty(name)))
     return BarrierGroup(comment, tuple(barriers), stages)
+
+
+def _of_parts(key_stages: Extent, value_stages: Extent) -> tuple[BarrierGroup, ...]:
+    """Returns the barriers of parts of tiles of K and V, which one consumer warpgroup reads."""
+    keys = (
+        "keys_full: a part of the columns of a tile of K has landed. keys_empty: every warp of the first warpgroup has "
+        "read it."
+    )
+    values = (
+        "values_full: half of the columns of a tile of V has landed. values_empty: every warp of the warpgroup with "
+        "these columns of the output has read it."
+    )
+    return (
+        BarrierGroup(keys, (_full("keys"), _empty("keys", _GROUP_WARPS)), key_stages),
+        BarrierGroup(values, (_full("values"), _empty("values", _GROUP_WARPS)), value_stages),
+    )
 
 
 def _staged(stages: Extent, shared_kv: bool, split: bool) -> tuple[BarrierGroup, ...]:
@@ -168,18 +187,11 @@ def _staged(stages: Extent, shared_kv: bool, split: bool) -> tuple[BarrierGroup,
             "keys_full: a tile of K, of which V is a part, has landed. keys_empty: every consumer warp has read it."
         )
         return (_pipeline(comment, "keys", stages=stages),)
-    if not split:
-        comment = (
-            "keys_full, values_full: a tile of K, or V, has landed. keys_empty, values_empty: every consumer warp has "
-            "read it."
-        )
-        return (_pipeline(comment, "keys", "values", stages=stages),)
     comment = (
-        "keys_full, values_full: a tile of K, or V, has landed. keys_empty: every warp of the first warpgroup has read "
-        "K. values_empty: every warp of both warpgroups has read V."
+        "keys_full, values_full: a tile of K, or V, has landed. keys_empty, values_empty: every consumer warp has read "
+        "it."
     )
-    keys = _full("keys"), _empty("keys", _GROUP_WARPS)
-    return (BarrierGroup(comment, (*keys, _full("values"), _empty("values")), stages),)
+    return (_pipeline(comment, "keys", "values", stages=stages),)
 
 
 def _queries_and_d_o(stages: Extent) -> BarrierGroup:

@@ -197,6 +197,8 @@ def _split_context(spec: AttentionSpec, plan: HopperPlan) -> dict[str, Any]:
         "passed_stages": plan.passed_stages(spec),
         "values": "keys" if spec.shared_kv else "values",
         "keys_in_two_parts": split and spec.shared_kv,
+        "tiles_in_parts": plan.tiles_in_parts(spec),
+        "key_parts": plan.key_parts(spec),
         "softmax_beside_pv": split or not _scores_are_steady(spec, plan),
     }
 

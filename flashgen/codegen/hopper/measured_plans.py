@@ -93,6 +93,8 @@ _WITH_8_BITS: dict[Kind, tuple[HopperPlan, ...]] = {
 # fmt: on
 _NARROW, _NARROW_TILES = 32, _Plan(3, 128)  # columns of rows so narrow, and their plan of the kind "tiles"
 _WIDE_KEYS = (64, 48, 32)  # of a tile, for rows of more than 256 columns, in order of preference
+# More keys, for tiles in parts that leave room, by the columns of V. Measured with full and causal masks on an H200.
+_MORE_WIDE_KEYS: dict[int, tuple[int, ...]] = {320: (96, 80), 384: (80,), 448: (80,)}
 _MAX_WIDE_KEYS: dict[Kind, int] = {"costly": 48, "arrays": 32}  # of a tile, without spills; 64 for other kinds
 
 
@@ -140,13 +142,10 @@ def wide_keys(spec: AttentionSpec) -> list[int]:
     return [keys for keys in _WIDE_KEYS if keys <= limit]
 
 
-def wide_tiles(spec: AttentionSpec) -> list[tuple[int, int]]:
-    """Returns the keys of a tile and the stages for rows of more than 256 columns, in order of preference."""
-    return list(product(wide_keys(spec), (2, 1)))
-
-
 def _wide_plan(spec: AttentionSpec, target: Target) -> HopperPlan:
     """Returns the default plan for rows of more than 256 columns: the first that fits shared memory."""
     split = 2 if padded_value_dim(spec) > MAX_UNSPLIT else 1
-    plans = [HopperPlan(2, tile_k, stages, split=split) for tile_k, stages in wide_tiles(spec)]
+    more = [HopperPlan(2, keys, 1, split=split) for keys in _MORE_WIDE_KEYS.get(padded_value_dim(spec), ())]
+    plans = [plan for plan in more if plan.tiles_in_parts(spec) and plan.leaves_room(spec)]
+    plans += [HopperPlan(2, keys, stages, split=split) for keys, stages in product(wide_keys(spec), (2, 1))]
     return next((plan for plan in plans if not plan.problem(spec, target)), plans[-1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from flashgen.codegen.demand import Weight, demand_of
 from flashgen.codegen.hopper.array_tiles import array_tile, max_array_stages
@@ -82,9 +82,9 @@ _REGISTERS_TO_CONVERT = {
     2: ((88, 208), (72, 216), (56, 224)),
     3: ((80, 144), (56, 152)),
 }
+_PART_COLUMNS = 128  # of a part of a tile of K
 _MAX_HELD_COLUMNS = 128  # columns of Q that consumers hold in registers
 _HELD_OVER_PAGES = 64  # the same if the producer converts pages, for which it needs more registers
-_MIN_WIDE_TO_HOLD = 384  # columns of wide rows; kernels for narrower ones spill if V has 512 columns
 # Registers of a consumer thread for the scales of its two rows if Q is converted too, and an array is read for each
 # score. The numbers of _OTHER_REGISTERS are enough for other variants.
 _ROW_SCALES = 2
@@ -114,6 +114,15 @@ def _registers_of_queries(columns: int) -> int:
 def _rows_at_once(panel: int) -> int:
     """Returns the rows of K or V that the two producer warps which convert it copy at a time."""
     return WARPGROUP // 2 // (panel // _CHUNK)
+
+
+class TileParts(NamedTuple):
+    """What a stage of the pipelines of K and of V holds, of all rows of a tile, and the number of stages."""
+
+    key_columns: Extent
+    key_stages: Extent
+    value_columns: Extent
+    value_stages: Extent
 
 
 @dataclass(frozen=True)
@@ -207,6 +216,21 @@ class HopperPlan(Checked):
         """Returns the columns of a panel of P in shared memory, which the second warpgroup reads."""
         return widest_panel(spec.element, self.tile_k)
 
+    def key_parts(self, spec: AttentionSpec) -> int:
+        """Returns the parts of a tile of K that are loaded and released separately.
+
+        Where warpgroups share rows, shared memory holds few tiles. A part is loaded again while the product reads the
+        next ones. Parts of 128 columns were the fastest, and in tiles that these do not divide, parts of a panel.
+        """
+        if not self.tiles_in_parts(spec):
+            return 1
+        columns = padded_head_dim(spec)
+        return columns // (self.head_panel(spec) if columns % _PART_COLUMNS else _PART_COLUMNS)
+
+    def tiles_in_parts(self, spec: AttentionSpec) -> bool:
+        """Whether tiles of K and V have parts in pipeline stages of their own."""
+        return self.split > 1 and not spec.shared_kv
+
     def warpgroup_registers(self, spec: AttentionSpec) -> tuple[int, int]:
         """Returns the registers of a thread of the producer warpgroup and of a consumer warpgroup (setmaxnreg)."""
         if spec.kv_dtype:
@@ -220,19 +244,14 @@ class HopperPlan(Checked):
     def held_columns(self, spec: AttentionSpec) -> int:
         """Returns the columns of Q that consumers hold in registers. The products read the others from shared memory.
 
-        Its bandwidth limits kernels that convert K and V of 8 bits, and kernels for wide rows, where one warpgroup
-        multiplies 64 rows of Q by K. Score functions and dropout need the registers themselves. Kernels for wide rows
-        with a mask were up to 2% slower with columns of Q in registers.
+        Its bandwidth limits kernels that convert K and V of 8 bits. Score functions and dropout need the registers
+        themselves.
         """
-        weight, columns = demand_of(spec).weight, padded_head_dim(spec)
-        if spec.scales_kv and columns <= _MAX_HELD_COLUMNS and weight <= Weight.PLAIN:
-            held = min(columns, _HELD_OVER_PAGES) if spec.page_size else columns
-            _, available = _REGISTERS_TO_CONVERT[self.consumers][0 if spec.page_size else -1]
-        elif self.split > 1 and columns >= _MIN_WIDE_TO_HOLD and weight == Weight.NONE:
-            held = _MAX_HELD_COLUMNS if batch_traits(spec).spares_registers and not spec.shared_kv else 0
-            _, available = self.warpgroup_registers(spec)
-        else:
+        columns = padded_head_dim(spec)
+        if not spec.scales_kv or columns > _MAX_HELD_COLUMNS or demand_of(spec).weight > Weight.PLAIN:
             return 0
+        held = min(columns, _HELD_OVER_PAGES) if spec.page_size else columns
+        _, available = _REGISTERS_TO_CONVERT[self.consumers][0 if spec.page_size else -1]
         return held if self._registers_without_queries(spec) + _registers_of_queries(held) <= available else 0
 
     def pages_of_tile(self, spec: AttentionSpec) -> int | None:
@@ -312,9 +331,12 @@ class HopperPlan(Checked):
         """Returns the tiles of P in shared memory, for another warpgroup with the same rows: 2 if they fit."""
         if self.split == 1:
             return 0
-        apart, drawn = self.output_apart(spec), self.drawn_steps(spec)
-        fits = self._shared_memory(spec, apart, drawn, MAX_PASSED).total_bytes <= MAX_SHARED
+        fits = self._shared_memory(spec, False, self.drawn_steps(spec), MAX_PASSED).total_bytes <= MAX_SHARED
         return MAX_PASSED if fits else 1
+
+    def leaves_room(self, spec: AttentionSpec) -> bool:
+        """Whether its tiles leave registers for what a variant needs, and shared memory for two tiles of P."""
+        return self.registers(spec) < self.register_budget and self.passed_stages(spec) == MAX_PASSED
 
     def array_stages(self, spec: AttentionSpec) -> int:
         """Returns the tiles of a captured array in shared memory; 0 if elements are read from global memory."""
@@ -323,7 +345,12 @@ class HopperPlan(Checked):
         return max_array_stages(lambda stages: self._shared_memory(spec, False, 0, 0, stages), MAX_SHARED)
 
     def output_apart(self, spec: AttentionSpec) -> bool:
-        """Whether O has memory of its own, so that Q of the next tile can be loaded early. Otherwise it overlays Q."""
+        """Whether O has memory of its own, so that Q of the next tile can be loaded early. Otherwise it overlays Q.
+
+        Where warpgroups share rows, kernels whose O had memory of its own were up to 7% slower.
+        """
+        if self.split > 1:
+            return False
         stages = self.array_stages(spec)
         return self._shared_memory(spec, True, self._prepared_steps, 1, stages).total_bytes <= MAX_SHARED
 
@@ -357,12 +384,15 @@ class HopperPlan(Checked):
         passed = Extent("kPassedStages", passed_stages) if self.split > 1 else None
         arrays = Extent("kArrayStages", array_stages) if array_stages else None
         array, array_rows = array_tile(spec, self.tile_k), Extent("kConsumers * 64", self.consumers * ROWS)
-        barriers = forward_barriers(stages, bool(spec.page_size), spec.shared_kv, passed, arrays, bool(spec.kv_dtype))
+        parts = self._parts(spec) if self.tiles_in_parts(spec) else None
+        part_stages = (parts.key_stages, parts.value_stages) if parts else None
+        given = stages, bool(spec.page_size), spec.shared_kv, passed, arrays, bool(spec.kv_dtype), part_stages
+        barriers = forward_barriers(*given)
         index_bytes, tile = literal(batch_traits(spec).tile_bytes), batch_traits(spec).tile_label
         return SharedMemoryLayout(
             (
                 Buffer("Warpgroup", label, copies=groups, parts=of_rows, union=not output_apart, index="warpgroup"),
-                *staged_buffers(spec, keys, stages),
+                *staged_buffers(spec, keys, stages, parts),
                 *((passed_buffer(keys, passed, element),) if passed else ()),
                 *((array.buffer(array_rows, arrays),) if array and arrays else ()),
                 *((self._chunk_buffer(spec),) if spec.kv_dtype else ()),
@@ -372,6 +402,15 @@ class HopperPlan(Checked):
                 *(self._drawing(drawn_steps) if spec.dropout else ()),
             ),
             barriers,
+        )
+
+    def _parts(self, spec: AttentionSpec) -> TileParts:
+        """Returns the parts of tiles of K, and the halves of tiles of V that warpgroups with the same rows read."""
+        return TileParts(
+            Extent("kKeyColumns", padded_head_dim(spec) // self.key_parts(spec)),
+            Extent("kKeyStages", self.key_parts(spec) * self.stages),
+            Extent("kOutputColumns", self.output_columns(spec)),
+            Extent("kValueStages", self.split * self.stages),
         )
 
     @property
@@ -432,12 +471,15 @@ class HopperPlan(Checked):
         return None
 
 
-def staged_buffers(spec: AttentionSpec, keys: Extent, stages: Extent) -> tuple[Buffer, ...]:
+def staged_buffers(
+    spec: AttentionSpec, keys: Extent, stages: Extent, parts: TileParts | None = None
+) -> tuple[Buffer, ...]:
     """Returns the stages of K, and of V unless it is a part of K. Their elements have 16 bits for every `kv_dtype`."""
     kv_element = element_sizes(spec)[0]
-    of_keys = Buffer("Key", "K", (keys, head_extent(spec)), kv_element, copies=stages, member="keys")
-    of_values: dict[str, Any] = {"name": "Value", "label": "V", "shape": (keys, value_extent(spec))}
-    of_values |= {"element": kv_element, "copies": stages, "alignment": SWIZZLE_BYTES, "member": "values"}
+    parts = parts or TileParts(head_extent(spec), stages, value_extent(spec), stages)
+    of_keys = Buffer("Key", "K", (keys, parts.key_columns), kv_element, copies=parts.key_stages, member="keys")
+    of_values: dict[str, Any] = {"name": "Value", "label": "V", "shape": (keys, parts.value_columns)}
+    of_values |= {"element": kv_element, "copies": parts.value_stages, "alignment": SWIZZLE_BYTES, "member": "values"}
     return of_keys, *(() if spec.shared_kv else (Buffer(**of_values),))
 
 
