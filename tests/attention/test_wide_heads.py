@@ -115,7 +115,7 @@ def test_hopper_plans_and_thread_orders(plan: HopperPlan, order: Any, copies: An
         assert_hopper_is_right(spec, shape, plan, schedule=schedule, sanitize=sanitize)
 
 
-@pytest.mark.rotated(3)
+@pytest.mark.rotated(9)
 @pytest.mark.parametrize("sanitize", [None, "thread", "address"])
 @pytest.mark.parametrize(("dim", "parts", "tile_k"), [(320, 5, 96), (384, 3, 80), (448, 7, 80)])
 def test_default_plans_have_parts_of_tiles_and_more_keys(dim: int, parts: int, tile_k: int, sanitize: Any) -> None:

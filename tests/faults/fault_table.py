@@ -75,13 +75,13 @@ def text(statement: str) -> str:
     return re.escape(statement)
 
 
-def caught_by(kind: str, checks: Sequence[Check], rows: Sequence[tuple[str, ...]], *, rotated: int = 5) -> list[Fault]:
+def caught_by(kind: str, checks: Sequence[Check], rows: Sequence[tuple[str, ...]], *, rotated: int = 7) -> list[Fault]:
     """Returns the faults of these rows, each of which every check must catch."""
     return [Fault(kind, subject, name, tuple(checks), *change, rotated=rotated) for name, subject, *change in rows]
 
 
 def each_without(
-    kind: str, checks: Sequence[Check], pattern: str, counts: Mapping[str, int], *, rotated: int = 5
+    kind: str, checks: Sequence[Check], pattern: str, counts: Mapping[str, int], *, rotated: int = 7
 ) -> list[Fault]:
     """Returns, for each match of a pattern, a fault that removes it. counts: number of matches by subject."""
     statement = pattern.replace("\\", "")
@@ -432,10 +432,10 @@ FAULTS = [
         ("a part of K not waited for", "hopper, wide",
          r"mbarrier_wait\(storage\.keys_full\(part\.stage\(\)\), [^;]*;", "", UNREAD),
         ("parts not waited for by the producer", "hopper, wide", r"mbarrier_wait\(empty, [^;]*;", "", OVERWRITES),
-        ("a part of K released early", "hopper, wide", r"wgmma_wait<kPending \+ 1>\(\);", "", OVERWRITES),
-        ("the first part of K released early", "hopper, wide", r"wgmma_wait<kPending \+ 2>\(\);", "", OVERWRITES),
     ]),
     *caught_by(FORWARD, [LATE_ENGINES], [
+        ("a part of K released early", "hopper, wide", r"wgmma_wait<kPending \+ 1>\(\);", "", OVERWRITES),
+        ("the first part of K released early", "hopper, wide", r"wgmma_wait<kPending \+ 2>\(\);", "", OVERWRITES),
         ("P without a proxy fence", "hopper, wide", r"fence_async_shared\(\);(   // wgmma)", r"\1", UNFENCED),
         ("row states not waited for", "hopper, wide",
          r"mbarrier_wait\(storage\.passed_full\(passed\.stage\(\)\), [^;]*;(\s+const float4)", r"\1", UNREAD),
