@@ -51,7 +51,7 @@ constexpr int kPartQ = 64;   // queries per warpgroup, one per row
 constexpr int kTileQ = kRowGroups * kPartQ;
 constexpr int kTileK = 64;   // keys per step
 constexpr int kStages = 1;   // of the pipelines of K and V tiles in shared memory
-constexpr int kKeyParts = 4;   // of a tile of K, which are loaded and released one after the other
+constexpr int kKeyParts = 4;   // parts of a tile of K; each has its own pipeline stage
 constexpr int kKeyColumns = kHeadDimPadded / kKeyParts;   // of a part of K
 constexpr int kKeyStages = kKeyParts * kStages;   // of the pipeline of parts of K
 constexpr int kValueStages = 2 * kStages;   // of the pipeline of halves of V tiles, of kOutputColumns columns
@@ -502,8 +502,8 @@ __device__ __forceinline__ PipelineState<kValueStages> value_half_of(PipelineSta
   return {tile.iteration * 2 + half};
 }
 
-// Releases the parts of a tile of K from its first one on, each when its product is complete. kPending groups of wgmmas
-// that started after those of the scores may still run.
+// Releases the parts of a tile of K in order, each as soon as its wgmmas are complete. Up to kPending groups of wgmmas
+// that were committed after those of the scores may still be in flight.
 template <int kPending>
 __device__ __forceinline__ void release_keys(const SharedStorage& storage, PipelineState<kKeyStages> part) {
   wgmma_wait<kPending + 3>();
@@ -568,8 +568,8 @@ __device__ __forceinline__ void store_rows(const float (&output)[kOutputColumns 
   }
 }
 
-// Issues the wgmmas of scores = Q * K^T for the rows of a warpgroup and a tile of K, part by part as they land. Each
-// part is a group of wgmmas of its own. `queries` is a shared memory address.
+// Issues the wgmmas of scores = Q * K^T for the rows of a warpgroup and a tile of K, part by part as they land. The
+// wgmmas of each part are a commit group. `queries` is a shared memory address.
 __device__ __forceinline__ void issue_qk_wgmma(float (&scores)[kTileK / 2], unsigned queries, const SharedStorage& storage,
                                                PipelineState<kKeyStages> part) {
   constexpr int kSwizzle = kHeadPanel * kElementBytes;
